@@ -114,9 +114,9 @@ def measure(head: str, rows: int, hidden_dim: int, vocab: int, dtype_name: str) 
 
 
 def fused_log_probs(hidden: Any, weight: Any, targets: Any) -> tuple[Any, Any]:
-    from slimefsdp.models.fused_log_probs import token_log_probs
+    from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 
-    return token_log_probs(hidden, weight, targets, with_entropy=True)
+    return token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True)
 
 
 def naive_log_probs(hidden: Any, weight: Any, targets: Any) -> tuple[Any, Any]:

@@ -38,11 +38,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from benchmarks.record import write_record
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.optim.optimizer import build_optimizer
 from slimefsdp.optim.optimizer_step import OptimizerStep, gradient_health
 from slimefsdp.perf_model.from_config import byte_sizes_of
 from slimefsdp.perf_model.memory import memory_per_rank
 from slimefsdp.trainer import Trainer
+from tests.support.optimizers import optimizer_of
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import save_tiny_model
 
@@ -159,12 +159,12 @@ def host_times(rank: int, rounds: int) -> dict[str, float]:
 
     ours = many_parameters(mesh)
     vectors = {name for name, parameter in ours if parameter.ndim == 1}
-    optimizer = build_optimizer(ours, "adamw", undecayed=vectors, **ADAMW)
+    optimizer = optimizer_of(ours, "adamw", undecayed=vectors, **ADAMW)
     updater = OptimizerStep(optimizer, ours, lambda update: 1e-3, max_grad_norm=1.0, max_skipped=3)
     ways["now"] = ours, lambda: updater.step(group)
 
     earlier = many_parameters(mesh)
-    its_optimizer = build_optimizer(earlier, "adamw", undecayed=vectors, **ADAMW)
+    its_optimizer = optimizer_of(earlier, "adamw", undecayed=vectors, **ADAMW)
     ways["before"] = earlier, lambda: before(earlier, its_optimizer, group)
 
     for how in ("default", "fused"):

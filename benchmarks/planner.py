@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record import environment
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.cp_sharding import hybrid_layout, layout_time, sent_rows, zigzag_layout
-from slimefsdp.batching.plan import plan_batch
+from slimefsdp.batching.plan import PackLimits, plan_batch
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.lengths import sample_lengths
 from slimefsdp.perf_model.simulate import MeshShape, simulate
@@ -82,7 +82,7 @@ def against_zigzag(lengths: np.ndarray, max_tokens_per_rank: int, model_spec: Mo
     """(rows sent between ranks, estimated time) of the hybrid layout over those of cutting everything, for one plan."""
     cost = CostModel.of_model(model_spec)
     cp = MESH.cp
-    plan = plan_batch(lengths, dp=MESH.dp, max_pack_tokens=max_tokens_per_rank * cp, cost_model=cost, cp=cp)
+    plan = plan_batch(lengths, PackLimits(MESH.dp, max_tokens_per_rank * cp, cp, cost))
     rows, times = np.zeros(2), np.zeros(2)
     for pack in (pack for packs in plan.updates[0] for pack in packs if len(pack)):
         offsets = [0, *accumulate(lengths[pack].tolist())]
@@ -111,10 +111,10 @@ def growth() -> dict[str, Any]:
     rows = []
     for samples in (1_000, 10_000, 100_000, 1_000_000):
         drawn = sample_lengths("lognormal(1500, 0.8, 16, 16384)", samples)
-        plan = plan_batch(drawn, dp=RANKS, max_pack_tokens=CAP)
+        plan = plan_batch(drawn, PackLimits(RANKS, CAP))
         fullest = max(int(drawn[pack].sum()) for packs in plan.updates[0] for pack in packs if len(pack))
         assert fullest <= CAP, f"a pack of {fullest} tokens"
-        seconds = cpu_seconds(lambda drawn=drawn: plan_batch(drawn, dp=RANKS, max_pack_tokens=CAP), 3)  # type: ignore[misc]
+        seconds = cpu_seconds(lambda drawn=drawn: plan_batch(drawn, PackLimits(RANKS, CAP)), 3)  # type: ignore[misc]
         rows.append(
             {
                 "samples": samples,
@@ -133,11 +133,9 @@ def speed() -> dict[str, float]:
     short = [0, *accumulate(sample_lengths("uniform(16, 128)", 1000).tolist())]
     mixed = [0, *accumulate(sample_lengths("lognormal(1500, 1.0, 16, 32768)", 44).tolist())]
     return {
-        "plan_1m_samples_1024_ranks_s": round(
-            cpu_seconds(lambda: plan_batch(million, dp=1024, max_pack_tokens=16_384), 3), 2
-        ),
+        "plan_1m_samples_1024_ranks_s": round(cpu_seconds(lambda: plan_batch(million, PackLimits(1024, 16_384)), 3), 2),
         "plan_1m_samples_1024_ranks_cp_8_s": round(
-            cpu_seconds(lambda: plan_batch(million, dp=1024, max_pack_tokens=16_384 * 8, cp=8), 3), 2
+            cpu_seconds(lambda: plan_batch(million, PackLimits(1024, 16_384 * 8, cp=8)), 3), 2
         ),
         "layout_1000_short_samples_cp_8_ms": round(1000 * cpu_seconds(lambda: hybrid_layout(short, 8), 9), 2),
         "layout_44_mixed_samples_cp_8_ms": round(1000 * cpu_seconds(lambda: hybrid_layout(mixed, 8), 9), 2),

@@ -24,7 +24,7 @@ from slimefsdp.training import build
 from slimefsdp.training import plan as plan_module
 from slimefsdp.training.advantages import response_advantages
 from slimefsdp.training.metrics import MetricSums
-from slimefsdp.training.packs import accumulate_gradients, micro_batches, objective_for
+from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients, micro_batches, objective_for
 from tests.support import tiers
 from tests.support.comparisons import (
     error_norm,
@@ -150,14 +150,11 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
     )
     accumulate_gradients(
         bare,
-        batch,
-        plan.updates[0][0],
+        RankPacks(batch, plan.updates[0][0]),
         inputs,
         objective_for(config, "policy", config.loss.kl_coefficient),
         build_mesh(1, 1, CPU),
-        MetricSums(CPU),
-        temperature=config.rollout.temperature,
-        entropy_grad=True,
+        PassOptions(temperature=config.rollout.temperature, entropy_grad=True),
     )
     gradients = {name: parameter.grad.full_tensor() for name, parameter in trainer.policy.named_weights()}
     assert len(plan.updates[0][0]) > 1
@@ -202,13 +199,11 @@ def gradients_of_sequence_ratios(rank: int, config: RunConfig, batch: RolloutBat
         )
         accumulate_gradients(
             trainer.policy,
-            batch,
-            plan.updates[0][trainer.mesh.data_rank],
+            RankPacks(batch, plan.updates[0][trainer.mesh.data_rank]),
             inputs,
             SequenceRatios(),
             trainer.mesh,
-            MetricSums(CPU),
-            temperature=config.rollout.temperature,
+            PassOptions(temperature=config.rollout.temperature),
         )
     return {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
 
@@ -285,9 +280,8 @@ def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(folder: Pa
 def attention_ranks_without_tokens(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, bool]:
     """How many local tokens the rank has in the batch's only pack, and whether its gradients are all there."""
     trainer = Trainer(config, device=CPU)
-    (micro_batch,) = micro_batches(
-        batch, [np.arange(batch.num_samples)], trainer.policy.attention, trainer.mesh, trained_only=True
-    )
+    packs = RankPacks(batch, [np.arange(batch.num_samples)])
+    (micro_batch,) = micro_batches(packs, trainer.policy.attention, trainer.mesh, trained_only=True)
     trainer.forward_backward(batch)
     dist.barrier()
     return len(micro_batch.share.tokens), all(p.grad is not None for p in trainer.policy.parameters())

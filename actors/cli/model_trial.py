@@ -77,7 +77,7 @@ def build_models(config: RunConfig) -> None:
     import torch
 
     from slimefsdp.distributed.fsdp import choose_units
-    from slimefsdp.models.build import build_model, choose_what_trains
+    from slimefsdp.models.build import Trains, build_model, choose_what_trains
     from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
     from slimefsdp.training.build import compute_dtype, lora_of
 
@@ -90,7 +90,7 @@ def build_models(config: RunConfig) -> None:
         model = build_model(kind, folder, torch.float32)
         frozen = (config.model.frozen or ()) if role == "actor" else ()
         of_folder = adapters if role == "actor" else None
-        choose_what_trains(model, folder, frozen, lora_of(config), of_folder, base_dtype=compute_dtype(config))
+        choose_what_trains(model, folder, Trains(frozen, lora_of(config), of_folder), base_dtype=compute_dtype(config))
         choose_units(model, wrap_layers=config.fsdp.wrap_layers, min_parameters=config.fsdp.wrap_min_parameters)
 
 

@@ -306,8 +306,8 @@ def head(size: HeadSize, device: torch.device) -> Finding:
     hidden, weight, targets = head_inputs(size, device)
     slopes = torch.randn(size.rows, device=device)
     log_probs, entropy = token_log_probs(
-        hidden, weight, targets,
-        with_entropy=True, entropy_grad=size.entropy_grad, softcap=size.softcap, temperature=TEMPERATURE,
+        HeadInputs(hidden, weight, size.softcap), targets,
+        with_entropy=True, entropy_grad=size.entropy_grad, temperature=TEMPERATURE,
         chunk_bytes=2 * MIB,
     )  # fmt: skip
     assert entropy is not None
@@ -332,10 +332,10 @@ def head_bits(device: torch.device) -> Finding:
     exactly as far away as nothing.
     """
     hidden, weight, targets = head_inputs(HEAD_SIZES["several_chunks"], device)
-    alone = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=2 * MIB)
+    alone = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=2 * MIB)
     with torch.no_grad():
-        without = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=2 * MIB)
-        bare, _ = token_log_probs(hidden, weight, targets, chunk_bytes=2 * MIB)
+        without = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=2 * MIB)
+        bare, _ = token_log_probs(HeadInputs(hidden, weight), targets, chunk_bytes=2 * MIB)
     model, reference = HeadInputs(hidden, weight), HeadInputs(hidden.detach(), weight.detach())
     *beside, kl = token_log_probs_and_kl(model, targets, reference, chunk_bytes=2 * MIB)
     assert alone[1] is not None and without[1] is not None
@@ -349,7 +349,7 @@ def head_without_host_sync(device: torch.device) -> Finding:
     hidden, weight, targets = head_inputs(HEAD_SIZES["several_chunks"], device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        log_probs, _ = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=2 * MIB)
+        log_probs, _ = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=2 * MIB)
         log_probs.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -367,7 +367,9 @@ def head_chunks(device: torch.device) -> Finding:
             hidden.grad = weight.grad = None
             torch.cuda.synchronize(device)
             began = time.perf_counter()
-            log_probs, _ = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=mib * MIB)
+            log_probs, _ = token_log_probs(
+                HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=mib * MIB
+            )
             log_probs.sum().backward()
             figures[f"ms_at_{mib}_mib"] = elapsed_ms(device, began)
         figures[f"peak_gib_at_{mib}_mib"] = torch.cuda.max_memory_allocated(device) / 2**30

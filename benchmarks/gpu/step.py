@@ -64,11 +64,11 @@ from slimefsdp.models.build import build_model, materialise
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.optim.optimizer import build_optimizer, undecayed_names
+from slimefsdp.optim.optimizer import undecayed_names
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops, training_flops
-from slimefsdp.training.metrics import MetricSums
-from slimefsdp.training.packs import accumulate_gradients
+from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients
+from tests.support.optimizers import optimizer_of
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 MODELS: dict[str, dict[str, Any]] = {
@@ -431,7 +431,7 @@ def own_step(work: Work) -> Step:
     parallelize(model, mesh, how)
     materialise(model, mesh.device)
     draw(model)
-    optimizer = build_optimizer(model.trained_weights(), "adamw", "fused", undecayed=undecayed_names(model.hf), **ADAMW)  # type: ignore[arg-type]
+    optimizer = optimizer_of(model.trained_weights(), "adamw", "fused", undecayed=undecayed_names(model.hf), **ADAMW)
     updater = OptimizerStep(optimizer, model.trained_weights(), lambda _: 1e-6, max_grad_norm=1.0, max_skipped=1)
     objective = Objective(POLICY_LOSSES["ppo"])
     inputs = TokenInputs(
@@ -443,10 +443,9 @@ def own_step(work: Work) -> Step:
     sum_once = work.own.sharding == "optimizer"
 
     def step(parts: Sequence[np.ndarray]) -> float:
-        sums = MetricSums(mesh.device)
-        accumulate_gradients(
-            model, batch, parts, inputs, objective, mesh, sums, temperature=1.0, sum_once=sum_once
-        )  # which drops all gradients where memory runs out
+        options = PassOptions(sum_once=sum_once)
+        # drops all gradients where memory runs out
+        sums = accumulate_gradients(model, RankPacks(batch, parts), inputs, objective, mesh, options)
         sums.reduce(mesh.group)
         return updater.step(mesh.group)["grad_norm"]
 
@@ -484,7 +483,7 @@ def plain_model(work: Work) -> Any:
 def hf_step(work: Work) -> Step:
     """A plain loop: all logits, log-softmax in float32, the same loss, autocast over float32 masters."""
     model = plain_model(work)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     tokens, response = work.tokens.to(work.device), work.responses
     advantages, is_counted = work.advantages.to(work.device), work.is_counted.to(work.device)
 
@@ -534,7 +533,7 @@ def trl_step(work: Work) -> Step:
         processing_class=tokenizer,
     )
     model = trainer.model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     tokens = work.tokens.to(work.device)
     inputs = {
         "prompt_ids": tokens[:, :-response],

@@ -65,7 +65,7 @@ class _AllGatherAttention(torch.autograd.Function):
         plan, comm, grad_out = ctx.plan, ctx.comm, grads[0].contiguous()
         keys, values = both[:, plan.key_rows]
         dq, dk, dv = varlen_backward(
-            grad_out, q, keys, values, out, Saved(lse, *extra), plan.call, ctx.scoring, causal=True
+            grad_out, (q, keys, values), out, Saved(lse, *extra), plan.call, ctx.scoring, causal=True
         )
         # a row is a key of several pieces: their gradients add up in at least float32
         sums = torch.zeros_like(both, dtype=lse.dtype)

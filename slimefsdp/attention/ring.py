@@ -87,7 +87,7 @@ class _RingAttention(torch.autograd.Function):
         plan, scoring, grad_out = ctx.plan, ctx.scoring, grads[0].contiguous()
         ring = _Ring(plan, ctx.comm)
         incoming = ring.start(k, v)
-        dq, dk, dv = varlen_backward(grad_out, q, k, v, out, Saved(lse, *extra), plan.own, scoring, causal=True)
+        dq, dk, dv = varlen_backward(grad_out, (q, k, v), out, Saved(lse, *extra), plan.own, scoring, causal=True)
         if any(plan.sources) or ring.travels:
             dq, dk, dv = (grad.to(lse.dtype) for grad in (dq, dk, dv))
         keys, values = k, v
@@ -100,7 +100,7 @@ class _RingAttention(torch.autograd.Function):
             if call := plan.sources[source]:
                 rows, segments = call.q_rows, call.segments
                 part_q, part_k, part_v = varlen_backward(
-                    grad_out[rows], q[rows], keys[call.k_rows], values[call.k_rows], out[rows],
+                    grad_out[rows], (q[rows], keys[call.k_rows], values[call.k_rows]), out[rows],
                     Saved(lse[:, rows].contiguous(), *extra), segments, scoring, causal=False,
                 )  # fmt: skip
                 add_rows(dq, rows, part_q)

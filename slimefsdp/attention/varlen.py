@@ -84,9 +84,7 @@ def varlen_forward(
 
 def varlen_backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     saved: Saved,
     call: CallPlan,
@@ -94,15 +92,16 @@ def varlen_backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v, in their shapes and dtypes, for the `out` and log-sum-exp given."""
+    """Returns the gradients of q, k and v, in their shapes and dtypes, for the given `out` and log-sum-exp."""
+    q, k, v = qkv
     _check(call, causal, scoring)
     if call.is_empty:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     kernel = _kernel_for(q, scoring)
     if kernel == "plain":
-        return eager.backward(grad_out, q, k, v, out, saved.lse, call, scoring, causal=causal)
+        return eager.backward(grad_out, qkv, out, saved.lse, call, scoring, causal=causal)
     if kernel == "flash_attn":
-        return flash_attn_package.backward(grad_out, q, k, v, out, saved.lse, call, scoring, causal=causal)
+        return flash_attn_package.backward(grad_out, qkv, out, saved.lse, call, scoring, causal=causal)
     if kernel == "cuda":
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out, q, k, v, out, saved.lse, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal,

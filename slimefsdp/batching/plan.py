@@ -9,7 +9,7 @@ by the estimate, though prefix groups are harder to even out than samples. `slim
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -91,82 +91,98 @@ class Plan:
         return np.concatenate([*packs, np.zeros(0, dtype=np.int64)]), sizes.reshape(len(self.updates[update]), -1)
 
 
+@dataclass(frozen=True, slots=True)
+class PackLimits:
+    """The ranks that a plan is for, and what their packs may hold."""
+
+    dp: int  # data-parallel ranks, each of which gets packs of its own
+    max_pack_tokens: int  # hard cap on the tokens of a pack: batch.max_tokens_per_rank x mesh.cp
+    cp: int = 1  # context-parallel ranks that share each pack; a sample's cost is its time on all of them
+    cost_model: CostModel = DEFAULT_COST_MODEL  # what packs and ranks are balanced by
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class UpdateCut:
+    """How a batch of B samples is cut into the updates of a step."""
+
+    # counted before samples are dropped; the last update of an epoch takes what is left over. None: all in one update
+    samples_per_update: int | None = None
+    epochs: int = 1  # how often every sample is used
+    seed: int | None = None  # shuffles each epoch, by a generator seeded with (seed, epoch); None: the batch's order
+    # bool [B], False where nothing in a sample trains (zero advantage, all masked). These are dropped after updates
+    # are cut, so that an update's content does not depend on what else is dropped; an update in which nothing trains
+    # is skipped. None: all train
+    trains: np.ndarray | None = None
+    counts: np.ndarray | None = None  # bool [B], the samples in the denominators of their update; None: as `trains`
+    drop: bool = True  # whether samples that count and do not train are left out of the packs
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PrefixSharing:
+    """The prefixes that samples may share in a pack, and when sharing them is worth it."""
+
+    shared: SharedPrefixes
+    # int64 [B], predictions that each sample makes, where those of shared tokens are not shared: a pack has no more of
+    # them than it may have tokens, unless samples stay together. None: predictions are shared as tokens are
+    pairs: np.ndarray | None = None
+    min_gain: float = MIN_GAIN  # share only if this part of the estimated time is saved; minus infinity: always share
+
+
 def plan_batch(
     lengths: np.ndarray,
+    limits: PackLimits,
+    cut: UpdateCut | None = None,
     *,
-    dp: int,
-    max_pack_tokens: int,
-    samples_per_update: int | None = None,
-    epochs: int = 1,
-    seed: int | None = None,
-    trains: np.ndarray | None = None,
-    counts: np.ndarray | None = None,
-    drop: bool = True,
     together: np.ndarray | None = None,
-    shared: SharedPrefixes | None = None,
-    pairs: np.ndarray | None = None,
-    min_gain: float = MIN_GAIN,
-    cost_model: CostModel = DEFAULT_COST_MODEL,
-    cp: int = 1,
+    sharing: PrefixSharing | None = None,
 ) -> Plan:
-    """The plan of a whole training step over one batch of B samples; one update of everything by default.
+    """Plans a whole training step over one batch of B samples.
 
     Args:
         lengths: int64 [B], tokens per sample.
-        max_pack_tokens: hard cap on the tokens of a pack, batch.max_tokens_per_rank x mesh.cp.
-        samples_per_update: samples per update, before dropping; the last update of an epoch takes what is left over.
-            None: all samples in one update.
-        epochs: how often every sample is used.
-        seed: shuffle each epoch, by a generator seeded with (seed, epoch). None: the order of the batch.
-        trains: bool [B], False where nothing in a sample trains (zero advantage, all masked). Dropped after updates
-            are cut, so that an update's content does not depend on what else is dropped; an update in which nothing
-            trains is skipped. None: all train.
-        counts: bool [B], True where a sample is in the denominators of its update, whether it trains or not. None:
-            those that train.
-        drop: whether samples that count and do not train are left out of the packs.
+        cut: None: one update of all samples.
         together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
-            holds as many of these groups as fill `samples_per_update`, at least one. None: every sample by itself.
-        shared: what samples have in common at their beginning; None: nothing, or it is computed for each.
-        pairs: int64 [B], predictions that each sample makes, where those of shared tokens are not shared: a pack has no
-            more of them than it may have tokens, unless samples stay together. None: they are shared as tokens are.
-        min_gain: share only where that saves this part of the estimated time; minus infinity: share in any case.
-        cp: context-parallel ranks that share each pack; a sample's cost is its time on all of them.
+            holds as many of these groups as fill `samples_per_update`, at least one. None: no samples stay together.
+        sharing: None: every sample is computed whole.
 
     Raises:
-        BatchError: a sample that trains, or a group that stays together, is longer than max_pack_tokens.
+        BatchError: a sample that trains, or a group that stays together, is longer than the cap.
     """
-    assert lengths.ndim == 1 and len(lengths) > 0 and epochs >= 1, (lengths.shape, epochs)
-    trains = np.ones(len(lengths), dtype=bool) if trains is None else trains
-    counts = trains if counts is None else trains | counts
+    cut = cut or UpdateCut()
+    assert lengths.ndim == 1 and len(lengths) > 0 and cut.epochs >= 1, (lengths.shape, cut.epochs)
+    trains = np.ones(len(lengths), dtype=bool) if cut.trains is None else cut.trains
+    counts = trains if cut.counts is None else trains | cut.counts
     for flags in (trains, counts):
         assert flags.dtype == bool and flags.shape == lengths.shape, (flags.dtype, flags.shape)
-    computed = trains if drop else counts
-    cut = _cut_updates(trains, counts, computed, together, samples_per_update, epochs, seed)
-    first_epoch = cut.contents[: cut.num_first_epoch]
+    computed = trains if cut.drop else counts
+    updates = _cut_updates(replace(cut, trains=trains, counts=counts), computed, together)
+    first_epoch = updates.contents[: updates.num_first_epoch]
     planned_samples = np.sort(np.concatenate(first_epoch)) if first_epoch else np.zeros(0, dtype=np.int64)
-    all_computed = sum(map(len, cut.counted)) == sum(map(len, cut.contents))
-    counted = None if all_computed else tuple(cut.counted)
+    all_computed = sum(map(len, updates.counted)) == sum(map(len, updates.contents))
+    counted = None if all_computed else tuple(updates.counted)
+    cap, pairs = limits.max_pack_tokens, None if sharing is None else sharing.pairs
 
     def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
-        costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared, pairs)
+        costs = SampleCosts(lengths, limits.cost_model, limits.cp, cap, shared, pairs)
         _refuse_over_the_cap(costs, planned_samples, together)  # all updates, before any is planned
-        updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in cut.contents)
+        packs = tuple(plan_update(costs, samples, dp=limits.dp, together=together) for samples in updates.contents)
         num_dropped = len(lengths) - len(planned_samples)
-        plan = Plan(updates, num_dropped, cut.num_skipped, cut.num_first_epoch, max_pack_tokens, shared, counted)
-        return plan, sum(_time_of(*plan.packs_of(update), costs) for update in range(len(updates)))
+        plan = Plan(packs, num_dropped, updates.num_skipped, updates.num_first_epoch, cap, shared, counted)
+        return plan, sum(_time_of(*plan.packs_of(update), costs) for update in range(len(packs)))
 
-    if shared is None or not cut.contents:
+    if sharing is None or not updates.contents:
         return planned(None)[0]
-    with_sharing, time = planned(shared)
-    whole = SampleCosts(lengths, cost_model, cp, max_pack_tokens)
-    least = sum(float(whole.each[samples].sum()) for samples in cut.contents) / dp  # of work that is spread evenly
-    if time <= (1 - min_gain) * least * (1 - 1e-9):  # no plan without sharing comes near
+    with_sharing, time = planned(sharing.shared)
+    whole = SampleCosts(lengths, limits.cost_model, limits.cp, cap)
+    # the least time without sharing: all work spread evenly
+    least = sum(float(whole.each[samples].sum()) for samples in updates.contents) / limits.dp
+    if time <= (1 - sharing.min_gain) * least * (1 - 1e-9):
         return with_sharing
     try:
         without, time_without = planned(None)
     except BatchError:  # a group that fits only because its samples share
         return with_sharing
-    return with_sharing if time <= (1 - min_gain) * time_without else without
+    return with_sharing if time <= (1 - sharing.min_gain) * time_without else without
 
 
 def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: np.ndarray | None = None) -> Update:
@@ -206,25 +222,24 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
     return best.update()
 
 
-class _Cut(NamedTuple):
-    """The updates of a step with something to train on."""
+class _Updates(NamedTuple):
+    """The updates of a step in which something trains."""
 
     contents: list[np.ndarray]  # the samples to compute in each
-    counted: list[np.ndarray]  # those that its denominators count, ascending
-    num_skipped: int  # updates without anything to train on
+    counted: list[np.ndarray]  # the samples in the denominators of each, ascending
+    num_skipped: int  # updates in which nothing trains
     num_first_epoch: int
 
 
-def _cut_updates(
-    trains: np.ndarray,
-    counts: np.ndarray,
-    computed: np.ndarray,
-    together: np.ndarray | None,
-    samples_per_update: int | None,
-    epochs: int,
-    seed: int | None,
-) -> _Cut:
-    """All samples cut into updates, and these emptied of what is not `computed`; bool [B], as the other two."""
+def _cut_updates(cut: UpdateCut, computed: np.ndarray, together: np.ndarray | None) -> _Updates:
+    """Cuts all samples into updates, and leaves out of these what is not `computed`, bool [B].
+
+    Args:
+        cut: its `trains` and `counts` are given.
+    """
+    trains, counts, epochs, seed = cut.trains, cut.counts, cut.epochs, cut.seed
+    assert trains is not None and counts is not None
+    samples_per_update = cut.samples_per_update
     # units are cut and shuffled as one: samples, or groups of them
     unit_of = np.arange(len(trains)) if together is None else np.unique(together, return_inverse=True)[1]
     sizes = np.bincount(unit_of)
@@ -247,15 +262,15 @@ def _cut_updates(
             if not trains_unit[units].any():
                 num_skipped += 1
                 continue
-            cut = samples_of(units)
+            samples = samples_of(units)
             contents.append(samples_of(units[computed_unit[units]]))
-            counted.append(np.sort(cut[counts[cut] | computed_unit[unit_of[cut]]]))
+            counted.append(np.sort(samples[counts[samples] | computed_unit[unit_of[samples]]]))
         if epoch == 0:
             num_first_epoch = len(contents)
             # what was in skipped updates alone has no log-probs of before the step, and trains in no other either
             first = np.concatenate(contents) if contents else np.zeros(0, dtype=np.int64)
             computed_unit &= np.bincount(unit_of[first], minlength=num_units) > 0
-    return _Cut(contents, counted, num_skipped, num_first_epoch)
+    return _Updates(contents, counted, num_skipped, num_first_epoch)
 
 
 class _Placed(NamedTuple):

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,6 +39,17 @@ from slimefsdp.models.random_init import draw_weights
 
 AnyModel = TypeVar("AnyModel", bound=DecoderModel)
 
+
+@dataclass(frozen=True, slots=True)
+class Trains:
+    """Which parameters of a model are trained."""
+
+    frozen: Sequence[str] = ()  # patterns of `DecoderModel.freeze`
+    # adapters, which then are all that is trained: other weights are frozen, and stored in the dtype they compute in
+    lora: Lora | None = None
+    adapters: PeftFolder | None = None  # of `lora`, to begin with; None: they are drawn at random
+
+
 # noise that training adds on purpose: a ratio of two policies would measure it
 _NOISE = re.compile(r"\w*dropout\w*|\w*_pdrop|router_jitter_noise")
 
@@ -50,28 +62,25 @@ def load_model(
     *,
     attention_for: Callable[[AttentionShape], Attention] | None = None,
     random_seed: int | None = None,
-    frozen: Sequence[str] = (),
-    lora: Lora | None = None,
-    adapters: PeftFolder | None = None,
+    trains: Trains | None = None,
     read_by: ReadBy = "every_rank",
 ) -> AnyModel:
-    """Collective: the folder's model, sharded over the mesh, its weights loaded.
+    """Collective: returns the folder's model, sharded over the mesh, with its weights loaded.
 
     Args:
-        kind: PolicyModel or ValueModel, whose head is 0 where the folder holds none.
-        how: dtypes, units, places, recomputation.
-        attention_for: makes the model's attention, or refuses the model; None: that of one rank a pack.
-        random_seed: draw the weights from it instead, the same on every mesh; None: read them.
-        frozen: patterns of `DecoderModel.freeze`.
-        lora: adapters, which alone are trained: everything else is frozen, and stored in the dtype that it computes in.
-        adapters: of `lora`, those to begin with; None: they are drawn.
-        read_by: first_rank: rank 0 alone opens files of the folder, and sends the others their rows.
+        kind: PolicyModel, or ValueModel, whose head is 0 if the folder has none.
+        how: dtypes, sharded units, placement and recomputation.
+        attention_for: makes the model's attention, or refuses the model; None: attention within one rank.
+        random_seed: draws the weights instead, the same on every mesh; None: they are read.
+        trains: None: every parameter is trained.
+        read_by: first_rank: only rank 0 opens files of the folder, and sends the others their rows.
 
     Raises:
         ModelError: on every rank alike; the folder cannot be loaded faithfully.
         ConfigError: as `parallelize`, `DecoderModel.freeze`, `add_adapters_of`; or what `how` asks for needs a compiler
             that some rank lacks.
     """
+    chosen = trains or Trains()
     built: list[AnyModel] = []
 
     def build() -> None:  # every rank reads its own copy of the folder, and copies differ
@@ -82,7 +91,7 @@ def load_model(
             built[0].attention = attention_for(built[0].attention_shape())
         if random_seed is None:
             check_tensor_names(built[0], folder)
-        choose_what_trains(built[0], folder, frozen, lora, adapters, base_dtype=how.compute_dtype)
+        choose_what_trains(built[0], folder, chosen, base_dtype=how.compute_dtype)
 
     run_together(build, mesh.group)
     (model,) = built
@@ -94,37 +103,29 @@ def load_model(
     else:
         draw_weights(model, build_model(kind, folder, torch.float32), random_seed)
     _zero_what_no_folder_holds(model, folder)
-    if adapters is not None:
-        read_adapters(adapters, model, mesh, base=folder.path, read_by=read_by)
-    elif lora is not None:
-        draw_adapters(model, lora.seed)
+    if chosen.adapters is not None:
+        read_adapters(chosen.adapters, model, mesh, base=folder.path, read_by=read_by)
+    elif chosen.lora is not None:
+        draw_adapters(model, chosen.lora.seed)
     return model
 
 
 load_policy = partial(load_model, PolicyModel)
 
 
-def choose_what_trains(
-    model: DecoderModel,
-    folder: ModelFolder,
-    frozen: Sequence[str],
-    lora: Lora | None,
-    adapters: PeftFolder | None,
-    *,
-    base_dtype: torch.dtype,
-) -> None:
-    """Freezes what `frozen` names and puts adapters beside the targets of `lora`; before sharding, as `load_model`.
+def choose_what_trains(model: DecoderModel, folder: ModelFolder, trains: Trains, *, base_dtype: torch.dtype) -> None:
+    """Freezes parameters and adds adapters to a model that is not sharded yet.
 
     Raises:
         ConfigError, ModelError: as `DecoderModel.freeze`, `add_adapters` and `add_adapters_of`.
     """
-    model.freeze(frozen)
-    if lora is None:
+    model.freeze(trains.frozen)
+    if trains.lora is None:
         return
-    if adapters is None:
-        add_adapters(model, lora, base_dtype=base_dtype)
+    if trains.adapters is None:
+        add_adapters(model, trains.lora, base_dtype=base_dtype)
     else:
-        add_adapters_of(adapters, model, lora, base=folder.path, base_dtype=base_dtype)
+        add_adapters_of(trains.adapters, model, trains.lora, base=folder.path, base_dtype=base_dtype)
 
 
 def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.dtype) -> AnyModel:

@@ -216,14 +216,7 @@ class PolicyModel(DecoderModel):
                 )
             )
         log_probs, entropy = token_log_probs(
-            inputs.hidden,
-            inputs.weight,
-            share.targets,
-            temperature=temperature,
-            with_entropy=True,
-            entropy_grad=entropy_grad,
-            softcap=inputs.softcap,
-            adapter=inputs.adapter,
+            inputs, share.targets, temperature=temperature, with_entropy=True, entropy_grad=entropy_grad
         )
         assert entropy is not None
         return torch.stack([log_probs, entropy])

@@ -45,40 +45,33 @@ class HeadInputs(NamedTuple):
 
 
 def token_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
+    model: HeadInputs,
     targets: Tensor,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = False,
     chunk_bytes: int | None = None,
-    softcap: float | None = None,
-    adapter: HeadAdapter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each row's target under softmax(softcapped(hidden @ weight.T) / temperature), and its entropy.
+    """Returns the log-probability of each row's target under softmax(logits / temperature), and the row's entropy.
 
-    The first result has the same bits with and without gradients, and with and without entropy. Runs without a
+    The log-probabilities have the same bits with and without gradients, and with and without entropy. Runs without a
     host synchronisation. Gradients are first-order only.
 
     Args:
-        hidden: [rows, hidden_dim] in the compute dtype; rows may be 0.
-        weight: [vocab, hidden_dim] of the same dtype.
-        targets: [rows] int64 in [0, vocab); the caller sees to the range, it is not checked here.
+        model: what the logits are made of; there may be no rows. A frozen weight costs no gradient of its own.
+        targets: [rows] int64 in [0, vocab); the range is not checked here.
         temperature: divides the logits, for log-probs and entropy alike; > 0.
         with_entropy: also return the entropy in nats.
         entropy_grad: let gradients flow through the entropy; otherwise it carries no graph.
-        chunk_bytes: bound on what is of logits' size, as of `HeadTiles.of`; soft-cap, entropy_grad and a reference take
-            a tile each beside it.
-        softcap: the final logit soft-cap of Gemma 2: logits = softcap * tanh(logits / softcap), before the temperature.
-        adapter: adds low @ high.T to hidden @ weight.T; a weight that is frozen costs no gradient of its own.
+        chunk_bytes: bound on the memory of logits' size, see `HeadTiles.of`; a soft-cap, entropy_grad and a reference
+            take one more tile each. None: the device's default.
 
     Returns:
         log_probs [rows], and entropy [rows] or None; both float32, or float64 for float64 inputs.
     """
     assert with_entropy or not entropy_grad, "entropy_grad needs with_entropy"
-    model = HeadInputs(hidden, weight, softcap, adapter)
-    return _apply(model, targets, None, temperature, with_entropy, entropy_grad, chunk_bytes)[:2]
+    return _apply(model, targets, None, _HeadPass(temperature, with_entropy, entropy_grad), chunk_bytes)[:2]
 
 
 def token_log_probs_and_kl(
@@ -90,17 +83,15 @@ def token_log_probs_and_kl(
     entropy_grad: bool = False,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_log_probs` and entropy, and each row's KL(model || reference) over the whole vocabulary.
+    """Returns the `token_log_probs`, the entropy, and each row's KL(model || reference) over the whole vocabulary.
 
     Log-probs and entropy have the same bits as without a reference. The KL is exactly 0 where the logits of both are
-    equal bit for bit; gradients flow through it to the model alone.
+    equal bit for bit. Its gradients flow to the model alone.
 
     Args:
         model: hidden, weight and adapter carry the gradient.
-        targets: [rows] int64, as above.
-        reference: of the same rows and vocabulary, with a hidden_dim and a soft-cap of its own, and no adapter.
-        temperature: divides the logits of both.
-        chunk_bytes: as above.
+        targets, temperature, chunk_bytes: as for `token_log_probs`; the temperature divides the logits of both.
+        reference: has the same rows and vocabulary, its own hidden_dim and soft-cap, and no adapter.
 
     Returns:
         log_probs, entropy and KL in nats, [rows] each.
@@ -108,18 +99,25 @@ def token_log_probs_and_kl(
     assert reference.hidden.shape[0] == model.hidden.shape[0], "model and reference have different rows"
     assert reference.weight.shape[0] == model.weight.shape[0], "model and reference have different vocabularies"
     assert reference.adapter is None, "a reference with an adapter"
-    log_probs, entropy, kl = _apply(model, targets, reference, temperature, True, entropy_grad, chunk_bytes)
+    options = _HeadPass(temperature, True, entropy_grad)
+    log_probs, entropy, kl = _apply(model, targets, reference, options, chunk_bytes)
     assert entropy is not None and kl is not None
     return log_probs, entropy, kl
+
+
+class _HeadPass(NamedTuple):
+    """Arguments of `token_log_probs`."""
+
+    temperature: float
+    with_entropy: bool
+    entropy_grad: bool
 
 
 def _apply(
     model: HeadInputs,
     targets: Tensor,
     reference: HeadInputs | None,
-    temperature: float,
-    with_entropy: bool,
-    entropy_grad: bool,
+    options: _HeadPass,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     hidden, weight, softcap, adapter = model
@@ -132,7 +130,7 @@ def _apply(
     if softcap is not None or not torch.is_grad_enabled():  # the slope of a soft-cap needs more than the capped logits
         tiles = replace(tiles, held=1)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
-        hidden, weight, low, high, targets, reference, temperature, softcap, with_entropy, entropy_grad, tiles
+        hidden, weight, low, high, targets, reference, (softcap, options, tiles)
     )
     return result
 
@@ -147,12 +145,9 @@ class _TokenLogProbs(torch.autograd.Function):
         high: Tensor | None,
         targets: Tensor,
         reference: HeadInputs | None,
-        temperature: float,
-        softcap: float | None,
-        with_entropy: bool,
-        entropy_grad: bool,
-        tiles: HeadTiles,
+        settings: tuple[float | None, _HeadPass, HeadTiles],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        softcap, (temperature, with_entropy, entropy_grad), tiles = settings
         at_target = hidden.new_empty(hidden.shape[0], dtype=_logits_dtype(hidden))
 
         def by_tile() -> Tensor:
@@ -314,7 +309,7 @@ class _TokenLogProbs(torch.autograd.Function):
             None if weight_grad is None else weight_grad.to(weight.dtype),
             None if low_grad is None else low_grad.total(),
             None if high_grad is None else high_grad.to(high.dtype),
-            *[None] * 7,
+            *[None] * 3,
         )
 
 

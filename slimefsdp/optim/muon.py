@@ -28,6 +28,16 @@ ROUND_ELEMENTS = 2**26  # that a rank owns at a time, if no single matrix is lar
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 
+@dataclass(frozen=True, slots=True)
+class MuonRule:
+    """How Muon updates matrices; the names are those of `torch.optim.Muon`."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: AdjustLr = "match_rms_adamw"
+
+
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     """About U V^T of a matrix U S V^T: singular values end between 0.7 and 1.2, in the matrix's dtype.
 
@@ -63,34 +73,31 @@ def update_matrices(
     group: dist.ProcessGroup | None,
     *,
     lr: float,
-    momentum: float,
-    nesterov: bool,
-    ns_steps: int,
-    adjust_lr_fn: AdjustLr,
     weight_decay: float,
+    rule: MuonRule,
 ) -> None:
-    """Collective: a step of matrices [rows, columns] and stacks of them [matrices, rows, columns], all with gradients.
+    """Collective: updates matrices [rows, columns] and stacks of them [matrices, rows, columns] by one step.
 
-    Gradients are written over.
+    All have gradients, which are overwritten.
 
     Args:
-        momenta: of the parameters, sharded alike; they are updated.
+        momenta: of the parameters, sharded like them; updated in place.
         group: all ranks; None: this process is alone.
     """
     updates = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     buffers = [local_shard(one) for one in momenta]
     if not parameters:
         return
-    torch._foreach_lerp_(buffers, updates, 1 - momentum)
-    if nesterov:
-        torch._foreach_lerp_(updates, buffers, momentum)
+    torch._foreach_lerp_(buffers, updates, 1 - rule.momentum)
+    if rule.nesterov:
+        torch._foreach_lerp_(updates, buffers, rule.momentum)
     else:
         torch._foreach_copy_(updates, buffers)
-    _orthogonalize(parameters, updates, group, ns_steps)
+    _orthogonalize(parameters, updates, group, rule.ns_steps)
     for parameter, update in zip(parameters, updates, strict=True):
         shard = local_shard(parameter)
         shard.mul_(1 - lr * weight_decay)
-        shard.add_(update, alpha=-adjusted_lr(lr, parameter.shape, adjust_lr_fn))
+        shard.add_(update, alpha=-adjusted_lr(lr, parameter.shape, rule.adjust_lr_fn))
 
 
 def _orthogonalize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, assert_never
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd
 
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.optim.eight_bit import QuantizedState, block_of, update_quantized
-from slimefsdp.optim.muon import AdjustLr, update_matrices
+from slimefsdp.optim.muon import MuonRule, update_matrices
 from slimefsdp.optim.stochastic_rounding import RoundedState, update_rounded
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
@@ -30,16 +30,6 @@ _MOMENTS: dict[Rule, torch.dtype | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MuonRule:
-    """How Muon updates matrices; the names are those of `torch.optim.Muon`."""
-
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-    adjust_lr_fn: AdjustLr = "match_rms_adamw"
-
-
 _OF_MUON = tuple(field.name for field in fields(MuonRule))
 
 
@@ -50,48 +40,53 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {})
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """Which optimiser updates a model's parameters, and how."""
+
+    name: OptimizerName  # sgd has momentum betas[0]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    # of SGD and AdamW. fused is for AdamW alone: torch has no fused SGD of sharded parameters. auto: fused for AdamW
+    implementation: Literal["auto", "foreach", "fused"] = "auto"
+    muon: MuonRule = field(default_factory=MuonRule)
+    adamw_lr_ratio: float = 1.0  # under muon: AdamW's learning rate divided by Muon's
+    # of AdamW's moments. bfloat16: rounded stochastically; uint8: 8-bit codes in blocks with a scale each; None: as the
+    # parameters
+    state_dtype: torch.dtype | None = None
+    seed: int = 0  # of stochastic rounding
+
+
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    name: OptimizerName,
-    implementation: Literal["auto", "foreach", "fused"] = "auto",
+    options: OptimizerOptions,
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
     undecayed: Collection[str] = (),
     matrices: Collection[str] = (),
-    muon: MuonRule | None = None,
-    adamw_lr_ratio: float = 1.0,
-    state_dtype: torch.dtype | None = None,
-    seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """AdamW, Muon beside AdamW, or SGD with momentum betas[0]. The optimiser's state exists at once, as zeros.
+    """Returns AdamW, Muon together with AdamW, or SGD, with all of its state allocated as zeros.
 
     Args:
-        named_parameters: those that are trained.
-        implementation: of SGD, or of AdamW. fused is for AdamW alone: torch has no fused SGD of sharded parameters.
-            auto: fused for AdamW.
-        undecayed: names of those that weight decay leaves alone.
-        matrices: names of those that Muon updates; AdamW has the others.
-        muon: None: as `MuonRule` has it.
-        adamw_lr_ratio: of Muon, what AdamW's learning rate is to Muon's.
-        state_dtype: of AdamW's moments: bfloat16, rounded stochastically; uint8, codes in blocks with a scale each;
-            None: as the parameters.
-        seed: that the rounding follows from.
+        named_parameters: the parameters that are trained.
+        undecayed: names of those without weight decay.
+        matrices: names of those that Muon updates; AdamW updates the others.
     """
     everything = list(named_parameters)
-    is_muon = name == "muon"
+    is_muon = options.name == "muon"
     orthogonalized = [parameter for own, parameter in everything if is_muon and own in matrices]
     named = [(own, parameter) for own, parameter in everything if not is_muon or own not in matrices]
-    rules: dict[nn.Parameter, Rule] = {p: "sgd" if name == "sgd" else _adamw_rule(p, state_dtype) for _, p in named}
+    rules: dict[nn.Parameter, Rule] = {
+        p: "sgd" if options.name == "sgd" else _adamw_rule(p, options.state_dtype) for _, p in named
+    }
     groups: list[dict[str, Any]] = [
         {
             "params": [p for own, p in named if rules[p] == rule and (own not in undecayed) == decays],
             "rule": rule,
-            "weight_decay": weight_decay if decays else 0.0,
+            "weight_decay": options.weight_decay if decays else 0.0,
             "decays": decays,
-            "lr_ratio": adamw_lr_ratio if is_muon else 1.0,
+            "lr_ratio": options.adamw_lr_ratio if is_muon else 1.0,
         }
         for decays in (True, False)
         for rule in sorted(set(rules.values()))
@@ -99,24 +94,26 @@ def build_optimizer(
     places = {p: (own, _first_element(p)) for own, p in named if rules[p] == "adamw_bfloat16"}
     for group in groups:
         if group["rule"] == "adamw_bfloat16":
-            group |= {"rounding_seed": seed, "places": places}
+            group |= {"rounding_seed": options.seed, "places": places}
+    implementation = options.implementation
     if implementation == "auto":
-        implementation = "foreach" if name == "sgd" else "fused"
-    # either is asked for by name: by default torch loops over parameters on the host one by one
+        implementation = "foreach" if options.name == "sgd" else "fused"
+    # named in any case: torch's default loops over the parameters on the host
     how = {implementation: True}
+    lr, betas, eps = options.lr, options.betas, options.eps
     # zeros are what a first step would start from; made now, there is one state to save and load
     optimizer: torch.optim.Optimizer
-    if name == "sgd":
+    if options.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
         _add_momentum(optimizer, [parameter for _, parameter in named])
         return optimizer
-    if name == "adamw":
+    if options.name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
     else:
-        of_adamw = {"lr": lr * adamw_lr_ratio, "betas": betas, "eps": eps}
+        of_adamw = {"lr": lr * options.adamw_lr_ratio, "betas": betas, "eps": eps}
         of_adamw |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        of_muon = {"rule": "muon", "weight_decay": weight_decay, "decays": True, "lr_ratio": 1.0, "lr": lr}
-        of_muon |= asdict(muon or MuonRule())
+        of_muon = {"rule": "muon", "weight_decay": options.weight_decay, "decays": True, "lr_ratio": 1.0, "lr": lr}
+        of_muon |= asdict(options.muon)
         optimizer = Muon([{"params": orthogonalized, **of_muon}, *(group | of_adamw for group in groups)])
         _add_momentum(optimizer, orthogonalized)
     # The fused kernel reads its step counts on the device, as slices of one allocation; the foreach one on the host,
@@ -172,7 +169,9 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                     trained,
                     [state["momentum_buffer"] for state in states],
                     ranks,
-                    **{name: group[name] for name in ("lr", "weight_decay", *_OF_MUON)},
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    rule=MuonRule(**{name: group[name] for name in _OF_MUON}),
                 )
             case "sgd":
                 _update_sgd(trained, states, group)

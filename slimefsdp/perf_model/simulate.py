@@ -24,7 +24,7 @@ from slimefsdp.batching.cp_sharding import (
     work_of,
     zigzag_layout,
 )
-from slimefsdp.batching.plan import Plan, plan_batch
+from slimefsdp.batching.plan import PackLimits, Plan, UpdateCut, plan_batch
 from slimefsdp.batching.prefix_tree import Forest, forest_of
 from slimefsdp.errors import ConfigError
 from slimefsdp.model_spec import ModelSpec
@@ -161,12 +161,9 @@ def simulate(
     cost = cost or CostModel.of_model(model_spec, strategy=strategy, bytes_per_element=sizes.compute)
     plan = plan_batch(
         lengths,
-        dp=mesh.data_ranks,
-        max_pack_tokens=max_tokens_per_rank * mesh.cp,
-        samples_per_update=samples_per_update,
+        PackLimits(mesh.data_ranks, max_tokens_per_rank * mesh.cp, mesh.cp, cost),
+        UpdateCut(samples_per_update),
         together=np.arange(len(lengths)) // 2 if are_pairs else None,
-        cost_model=cost,
-        cp=mesh.cp,
     )
     return simulate_plan(
         plan,

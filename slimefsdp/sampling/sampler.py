@@ -358,9 +358,7 @@ class Sampler:
         """[prompt tokens] from the prompt's [prompt tokens, hidden_dim], the bits that the trainer has of them."""
         inputs = self._policy.head_inputs_of(hidden[:-1])
         targets = torch.tensor(request.context[1:], dtype=torch.int64, device=hidden.device)
-        found, _ = token_log_probs(
-            inputs.hidden, inputs.weight, targets, softcap=inputs.softcap, adapter=inputs.adapter
-        )
+        found, _ = token_log_probs(inputs, targets)
         _require_finite(int(found.isnan().sum()), len(found))
         return torch.cat([found.new_full((1,), torch.nan), found]).cpu().numpy()
 

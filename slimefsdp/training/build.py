@@ -29,13 +29,20 @@ from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import CheckpointError, ConfigError, ModelError
 from slimefsdp.io.hub import HubId, reads_like_id, snapshot
-from slimefsdp.models.build import AnyModel, load_model
+from slimefsdp.models.build import AnyModel, Trains, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.models.lora import Lora
 from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.optimizer import MuonRule, build_optimizer, learning_rate, matrix_names, undecayed_names
+from slimefsdp.optim.muon import MuonRule
+from slimefsdp.optim.optimizer import (
+    OptimizerOptions,
+    build_optimizer,
+    learning_rate,
+    matrix_names,
+    undecayed_names,
+)
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of, model_spec_of
@@ -307,9 +314,11 @@ def model_for(
         replace(how, cpu_offload=how.cpu_offload or cpu_offload),
         attention_for=partial(attention_for, config, mesh, cost),
         random_seed=None if folder.has_weights else config.run.seed,
-        frozen=(config.model.frozen or ()) if role == "actor" else (),
-        lora=None if role == "ref" else lora_of(config),
-        adapters=peft_folder_for(config, mesh.group) if role == "actor" else None,
+        trains=Trains(
+            frozen=(config.model.frozen or ()) if role == "actor" else (),
+            lora=None if role == "ref" else lora_of(config),
+            adapters=peft_folder_for(config, mesh.group) if role == "actor" else None,
+        ),
         read_by=config.model.read,
     )
     return model.requires_grad_(False) if role == "ref" else model
@@ -401,18 +410,20 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
     peak = (config.critic.lr if role == "critic" else None) or settings.lr
     optimizer = build_optimizer(
         model.trained_weights(),
-        settings.name,
-        settings.implementation,
-        lr=peak,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        OptimizerOptions(
+            settings.name,
+            peak,
+            settings.betas,
+            settings.eps,
+            settings.weight_decay,
+            implementation=settings.implementation,
+            muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
+            adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
+            state_dtype={"auto": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[settings.state_dtype],
+            seed=config.run.seed,
+        ),
         undecayed=undecayed_names(model.hf),
         matrices=matrices,
-        muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
-        adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
-        state_dtype={"auto": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[settings.state_dtype],
-        seed=config.run.seed,
     )
     schedule = partial(
         learning_rate,

@@ -1,6 +1,6 @@
-"""A model at work on one rank's packs: what it says of their tokens, and the gradients of one update's micro-batches.
+"""Computes one rank's packs: a model's outputs for their tokens, and the gradients of one update's micro-batches.
 
-Functions take values here, not settings, but for `objective_for`, which has the loss of a micro-batch from them.
+Functions here take values, not settings; only `objective_for` and `check_policy_loss` read the settings of the loss.
 """
 
 from __future__ import annotations
@@ -47,37 +47,55 @@ if TYPE_CHECKING:  # a name for mypy only: the step alone runs where pydantic is
     from slimefsdp.config import RunConfig
 
 TOKENS = "micro_batch_tokens"
-"""An attribute that an error of memory gets."""
+"""Attribute of an out-of-memory error: this rank's tokens of the micro-batch that it came from."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankPacks:
+    """The packs that one rank computes of a batch, one for each micro-batch."""
+
+    batch: RolloutBatch
+    samples: Sequence[np.ndarray]  # int64 sample indices of each pack
+    shared: SharedPrefixes | None = None  # of the plan that the packs are from; None: no prefix is shared
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PassOptions:
+    """How the forward and backward passes of an update run."""
+
+    temperature: float = 1.0  # of a policy: divides its logits
+    entropy_grad: bool = False  # of a policy: gradients flow through the entropy
+    # adds the KL to this policy over the whole vocabulary to the model's outputs. It is on the device and of the
+    # model's architecture, or the model itself, whose adapters are then switched off
+    reference: DecoderModel | None = None
+    loss_scale: float = 1.0  # multiplies the gradients, for float16; metrics are not scaled
+    sum_once: bool = False  # sums gradients over the ranks at the last micro-batch only; see `gradients_summed_once`
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A pack, and what this rank computes of it, on the device."""
+    """A pack, this rank's share of it on the device, and the attention over it."""
 
     packed: PackedBatch
     share: LocalShare
     attend: PackAttention
 
 
-def micro_batches(
-    batch: RolloutBatch,
-    packs: Sequence[np.ndarray],
-    attention: Attention,
-    mesh: Mesh,
-    *,
-    trained_only: bool,
-    shared: SharedPrefixes | None = None,
-) -> Iterator[MicroBatch]:
-    """This rank's packs, one after the other.
+def micro_batches(packs: RankPacks, attention: Attention, mesh: Mesh, *, trained_only: bool) -> Iterator[MicroBatch]:
+    """Yields this rank's packs one after the other.
 
     Args:
-        packs: int64 sample indices, one array for each micro-batch.
-        attention: of the model that will evaluate them.
-        trained_only: only tokens under the loss mask are predicted.
-        shared: what the batch's samples have in common is in a pack once.
+        attention: of the model that will compute them.
+        trained_only: predict only the tokens under the loss mask.
     """
-    for indices in packs:
-        packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple, shared=shared)
+    for samples in packs.samples:
+        packed = pack(
+            packs.batch,
+            samples,
+            trained_only=trained_only,
+            multiple_of=attention.padding_multiple,
+            shared=packs.shared,
+        )
         layout = attention.layout(packed.cu_seqlens, packed.forest)
         share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
         parents = None if packed.forest is None else packed.forest.parents
@@ -94,10 +112,10 @@ def evaluate(
     entropy_grad: bool = False,
     reference: HeadInputs | None = None,
 ) -> torch.Tensor:
-    """What the model says of all tokens that the pack predicts, [outputs, predicted], on every cp rank.
+    """Returns the model's outputs for every predicted token of the pack, [outputs, predicted], on every cp rank.
 
     Args:
-        temperature, entropy_grad, reference: of a policy, as in its forward; a value model has no use for them.
+        temperature, entropy_grad, reference: see `PolicyModel.forward`; a value model ignores them.
     """
     share, attend = micro_batch.share, micro_batch.attend
     if isinstance(model, PolicyModel):
@@ -107,40 +125,32 @@ def evaluate(
     if mesh.cp > 1:
         outputs = gather_pairs(outputs, share.pairs, len(micro_batch.packed.rows), mesh)
     fan_out = micro_batch.packed.fan_out
-    found: torch.Tensor = outputs if fan_out is None else outputs[:, on_device(fan_out, mesh.device)]
-    return found
+    result: torch.Tensor = outputs if fan_out is None else outputs[:, on_device(fan_out, mesh.device)]
+    return result
 
 
 @torch.no_grad()
 def outputs_of_packs(
-    model: DecoderModel,
-    batch: RolloutBatch,
-    packs: Sequence[np.ndarray],
-    mesh: Mesh,
-    *,
-    trained_only: bool,
-    shared: SharedPrefixes | None = None,
-    temperature: float = 1.0,
+    model: DecoderModel, packs: RankPacks, mesh: Mesh, *, trained_only: bool, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Collective: what a model says of the batch's response tokens, [outputs, R] on the CPU, the same on every rank.
+    """Collective: returns the model's outputs for the response tokens, [outputs, R] on the CPU, equal on every rank.
 
-    Where no pack looked they are 0.
+    They are 0 for samples in no rank's packs.
 
     Args:
-        packs: int64 sample indices of this rank, one array for each micro-batch; over the data ranks they are disjoint.
-        trained_only: only of tokens under the loss mask; 0 elsewhere.
-        shared: of the plan that the packs are of.
-        temperature: of a policy, as in its forward.
+        packs: disjoint over the data ranks.
+        trained_only: compute only the tokens under the loss mask; the others are 0.
+        temperature: of a policy: divides its logits.
     """
     result: torch.Tensor | None = None
-    for micro_batch in micro_batches(batch, packs, model.attention, mesh, trained_only=trained_only, shared=shared):
-        with at_work_on(len(micro_batch.share.tokens)):
+    for micro_batch in micro_batches(packs, model.attention, mesh, trained_only=trained_only):
+        with tokens_noted_on_out_of_memory(len(micro_batch.share.tokens)):
             values = evaluate(model, micro_batch, mesh, temperature=temperature)
         if result is None:
-            result = values.new_zeros(len(values), batch.num_response_tokens)
+            result = values.new_zeros(len(values), packs.batch.num_response_tokens)
         result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
     assert result is not None
-    # the root stays unsharded after a forward without backward; whoever changes the shards next must not be outrun
+    # the root stays unsharded after a forward without a backward, and the shards may change next
     reshard(model)
     if mesh.cp_rank != 0:
         result.zero_()  # cp ranks hold the same values: they are summed once
@@ -150,75 +160,68 @@ def outputs_of_packs(
 
 def accumulate_gradients(
     model: DecoderModel,
-    batch: RolloutBatch,
-    packs: Sequence[np.ndarray],
+    packs: RankPacks,
     inputs: TokenInputs,
     objective: Callable[[torch.Tensor, TokenInputs, MetricSums], torch.Tensor],
     mesh: Mesh,
-    sums: MetricSums,
-    *,
-    shared: SharedPrefixes | None = None,
-    temperature: float = 1.0,
-    entropy_grad: bool = False,
-    reference: DecoderModel | None = None,
-    loss_scale: float = 1.0,
-    sum_once: bool = False,
-    found: torch.Tensor | None = None,
-) -> None:
+    options: PassOptions,
+    outputs: torch.Tensor | None = None,
+) -> MetricSums:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
     Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes. After an
-    error no gradient is left, not those of earlier calls either: half an update would be trained on as if it were one.
+    error no gradient is left, also none of earlier calls: half an update must not be trained on as if it were whole.
 
     Args:
-        packs: int64 sample indices, one array for each micro-batch.
         inputs: per response token of the batch, [R], on the CPU.
-        objective: from the model's outputs and what is known of their tokens to a pack's loss.
-        sums: receives this rank's metrics.
-        shared: of the plan that the packs are of.
-        temperature, entropy_grad: of a policy, as in its forward.
-        reference: the KL to this policy over the whole vocabulary is a further output of the model; awake, and of its
-            architecture, or the model itself, which then counts without its adapters.
-        loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
-        sum_once: over the ranks at the last micro-batch alone; see `gradients_summed_once`.
-        found: zeros [2, R] of the outputs' dtype on the device, which the first cp rank fills with log-probs and
-            entropies of these packs' trained tokens, out of the very passes that are differentiated.
+        objective: computes the loss of a pack from the model's outputs and the inputs of their tokens.
+        outputs: zeros [2, R] of the model outputs' dtype, on the device. The first cp rank fills them with log-probs
+            and entropies of its packs' trained tokens, from the passes that are differentiated. None: not wanted.
+
+    Returns:
+        The metrics of this rank, to be reduced.
     """
-    work = micro_batches(batch, packs, model.attention, mesh, trained_only=True, shared=shared)
-    ref_inputs: HeadInputs | None = None
+    sums = MetricSums(mesh.device, counted=mesh.cp_rank == 0)
+    reference_inputs: HeadInputs | None = None
     try:
-        with gradients_summed_once(model) if sum_once else nullcontext() as begin:
-            for index, micro_batch in enumerate(work):
-                here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
+        with gradients_summed_once(model) if options.sum_once else nullcontext() as begin:
+            for index, micro_batch in enumerate(micro_batches(packs, model.attention, mesh, trained_only=True)):
+                # copied to the device while the forward pass runs
+                token_inputs = inputs.at(micro_batch.packed.response_index).to(mesh.device)
                 if begin is not None:
-                    begin(index == len(packs) - 1)
-                with at_work_on(len(micro_batch.share.tokens)):
-                    if reference is not None:
-                        assert isinstance(reference, PolicyModel)
-                        with phase("reference"), torch.no_grad(), adapters_off(reference):
-                            ref_inputs = reference.head_inputs(micro_batch.share, micro_batch.attend)
+                    begin(index == len(packs.samples) - 1)
+                with tokens_noted_on_out_of_memory(len(micro_batch.share.tokens)):
+                    if options.reference is not None:
+                        assert isinstance(options.reference, PolicyModel)
+                        with phase("reference"), torch.no_grad(), adapters_off(options.reference):
+                            reference_inputs = options.reference.head_inputs(micro_batch.share, micro_batch.attend)
                     with phase("forward"):
-                        outputs = evaluate(
-                            model, micro_batch, mesh,
-                            temperature=temperature, entropy_grad=entropy_grad, reference=ref_inputs,
-                        )  # fmt: skip
-                        if found is not None and mesh.cp_rank == 0:  # cp ranks hold the same values
-                            places = on_device(micro_batch.packed.response_index, mesh.device)
-                            found[:, places] = outputs.detach()[: len(found)]
-                        loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+                        values = evaluate(
+                            model,
+                            micro_batch,
+                            mesh,
+                            temperature=options.temperature,
+                            entropy_grad=options.entropy_grad,
+                            reference=reference_inputs,
+                        )
+                        if outputs is not None and mesh.cp_rank == 0:  # cp ranks hold the same values
+                            response_index = on_device(micro_batch.packed.response_index, mesh.device)
+                            outputs[:, response_index] = values.detach()[: len(outputs)]
+                        loss = objective(values, token_inputs.as_dtype(values.dtype), sums)
                     with phase("backward"):
-                        (loss * loss_scale).backward()
+                        (loss * options.loss_scale).backward()
     except BaseException:
         abandon_update(model)
         raise
+    return sums
 
 
 @contextmanager
-def at_work_on(tokens: int) -> Iterator[None]:
-    """Has an error of memory that leaves the block know the size of the micro-batch it came from.
+def tokens_noted_on_out_of_memory(tokens: int) -> Iterator[None]:
+    """Sets the attribute `TOKENS` of an out-of-memory error that leaves the block.
 
     Args:
-        tokens: of this rank.
+        tokens: this rank's tokens of the micro-batch.
     """
     try:
         yield
@@ -232,10 +235,10 @@ def at_work_on(tokens: int) -> Iterator[None]:
 
 
 def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
-    """The training loss.
+    """Returns the loss of a micro-batch.
 
     Args:
-        kl_coefficient: as it is now; it moves under loss.kl_target.
+        kl_coefficient: its present value, which moves under loss.kl_target.
 
     Raises:
         ConfigError: loss.policy names a function that cannot be imported.
@@ -268,18 +271,18 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
 
 
 def check_policy_loss(config: RunConfig) -> None:
-    """Tries a loss of the user's own on a pack without tokens, as a rank without samples will.
+    """Calls the user's own policy loss, if loss.policy names one, on no tokens, as on a rank without samples.
 
     Raises:
-        ConfigError: it cannot be imported, fails there, or returns something else than a loss per token.
+        ConfigError: it cannot be imported, fails, or does not return a loss per token.
     """
     name = config.loss.policy
     if ":" not in name:
         return
     loss, nothing = _policy_loss(name), torch.zeros(0)
-    nowhere = Sequences(torch.zeros(0, dtype=torch.int64), 1)
+    no_sequences = Sequences(torch.zeros(0, dtype=torch.int64), 1)
     reference = nothing if config.needs_reference else None
-    tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, nowhere, None, reference)
+    tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, no_sequences, None, reference)
     try:
         loss(tokens, PolicyOptions())
     except Exception as error:  # the user's function may raise anything
@@ -298,15 +301,15 @@ def _policy_loss(name: str) -> PolicyLossFunction:
     def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
         # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
         try:
-            found: object = function(tokens, options)
+            result: object = function(tokens, options)
         except (Exception, SystemExit) as error:
             raise RuntimeError(failure_of(name, error)) from error
         shape = tokens.log_probs.shape
-        if not isinstance(found, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in found):
-            shapes = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, PolicyLoss) else ""
-            raise RuntimeError(f"{name} returned a {type(found).__name__} {shapes} for {len(tokens.log_probs)} tokens")
-        if not found.loss.requires_grad:
+        if not isinstance(result, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in result):
+            shapes = [tuple(getattr(x, "shape", ())) for x in result] if isinstance(result, PolicyLoss) else ""
+            raise RuntimeError(f"{name} returned a {type(result).__name__} {shapes} for {len(tokens.log_probs)} tokens")
+        if not result.loss.requires_grad:
             raise RuntimeError(f"{name} returned a loss without a graph; make it of tokens.log_probs")
-        return found
+        return result
 
     return checked

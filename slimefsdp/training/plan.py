@@ -18,7 +18,7 @@ from slimefsdp.algorithms.registry import PAIRWISE, TRAINS_WITHOUT_ADVANTAGE, Lo
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.batching.hardware import read_calibration
-from slimefsdp.batching.plan import MIN_GAIN, Plan, plan_batch
+from slimefsdp.batching.plan import MIN_GAIN, PackLimits, Plan, PrefixSharing, UpdateCut, plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -56,20 +56,21 @@ def plan_training(
         trains = counts & has_variance(config, batch, advantages)
     per_update = config.batch.samples_per_update
     one_update = per_update is None or per_update >= batch.num_samples
-    return plan_batch(
-        batch.lengths,
-        dp=math.prod(config.mesh_of("critic" if loss == "value" else "actor")),
-        max_pack_tokens=config.max_pack_tokens,
+    cut = UpdateCut(
         samples_per_update=per_update,
         epochs=config.loss.epochs,
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.data),
         trains=trains,
         counts=counts,
-        drop=config.loss.drop_zero_advantages and config.loss.max_kl is None,  # which is of all samples
+        drop=config.loss.drop_zero_advantages and config.loss.max_kl is None,  # max_kl is measured over all samples
+    )
+    data_ranks = math.prod(config.mesh_of("critic" if loss == "value" else "actor"))
+    return plan_batch(
+        batch.lengths,
+        _limits(config, data_ranks, cost),
+        cut,
         together=samples_together(config, batch, loss),
-        **_sharing(config, batch),
-        cost_model=cost,
-        cp=config.mesh.cp,
+        sharing=_sharing(config, batch),
     )
 
 
@@ -121,13 +122,14 @@ def plan_everything(
     """
     return plan_batch(
         batch.lengths,
-        dp=data_ranks,
-        max_pack_tokens=config.max_pack_tokens,
+        _limits(config, data_ranks, cost),
         together=samples_together(config, batch, loss),
-        **_sharing(config, batch),
-        cost_model=cost,
-        cp=config.mesh.cp,
+        sharing=_sharing(config, batch),
     )
+
+
+def _limits(config: RunConfig, data_ranks: int, cost: CostModel) -> PackLimits:
+    return PackLimits(data_ranks, config.max_pack_tokens, config.mesh.cp, cost)
 
 
 def may_share(config: RunConfig) -> bool:
@@ -137,15 +139,15 @@ def may_share(config: RunConfig) -> bool:
     return config.batch.share_prefixes != "never" and not packages_cannot
 
 
-def _sharing(config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
-    """What samples share, and how much that must save, as arguments of `plan_batch`."""
-    if not may_share(config):
-        return {}
-    return {
-        "shared": find_prefixes(batch.tokens, batch.lengths),
-        "pairs": None if batch.target_tokens is None else batch.response_lengths,
-        "min_gain": -math.inf if config.batch.share_prefixes == "always" else MIN_GAIN,
-    }
+def _sharing(config: RunConfig, batch: RolloutBatch) -> PrefixSharing | None:
+    shared = find_prefixes(batch.tokens, batch.lengths) if may_share(config) else None
+    if shared is None:
+        return None
+    return PrefixSharing(
+        shared,
+        pairs=None if batch.target_tokens is None else batch.response_lengths,
+        min_gain=-math.inf if config.batch.share_prefixes == "always" else MIN_GAIN,
+    )
 
 
 def samples_together(config: RunConfig, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:

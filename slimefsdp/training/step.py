@@ -37,8 +37,8 @@ from slimefsdp.training.adapters import Adapters
 from slimefsdp.training.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.training.build import master_dtype
 from slimefsdp.training.checkpointing import Checkpoints
-from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
-from slimefsdp.training.packs import accumulate_gradients, objective_for, outputs_of_packs
+from slimefsdp.training.metrics import Throughput, mean_over_updates
+from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients, objective_for, outputs_of_packs
 from slimefsdp.training.plan import batch_metrics, loss_weights, samples_together
 from slimefsdp.training.prepare import PreparedBatch, batch_digest
 from slimefsdp.training.reference_model import Reference
@@ -178,22 +178,20 @@ def forward_backward(
     config, loss, plan = work.under(state.config), work.loss, work.plan
     assert loss is not None
     weights = loss_weights(config, work.batch, plan.counted_of(update), work.denominator)
-    sums = MetricSums(state.mesh.device, counted=state.mesh.cp_rank == 0)
-    accumulate_gradients(
+    sums = accumulate_gradients(
         state.model,
-        work.batch,
-        plan.updates[update][state.mesh.data_rank],
+        RankPacks(work.batch, plan.updates[update][state.mesh.data_rank], plan.shared),
         replace(inputs, weights=torch.from_numpy(weights)),
         objective_for(config, loss, state.kl_coefficient),
         state.mesh,
-        sums,
-        shared=plan.shared,
-        temperature=config.rollout.temperature,
-        entropy_grad=config.loss.entropy_coefficient != 0,
-        reference=_model_of_reference(state) if _reads_hidden_states(config, loss) else None,
-        loss_scale=state.updater.loss_scale,
-        sum_once=config.fsdp.sharding == "optimizer",
-        found=outputs,
+        PassOptions(
+            temperature=config.rollout.temperature,
+            entropy_grad=config.loss.entropy_coefficient != 0,
+            reference=_model_of_reference(state) if _reads_hidden_states(config, loss) else None,
+            loss_scale=state.updater.loss_scale,
+            sum_once=config.fsdp.sharding == "optimizer",
+        ),
+        outputs,
     )
     metrics = sums.reduce(state.mesh.group)
     return value_metrics(metrics) if loss == "value" else metrics
@@ -279,13 +277,12 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
         trained_only: only of tokens under the loss mask; 0 elsewhere.
     """
     first_epoch = work.plan.updates[: work.plan.num_first_epoch_updates]
+    samples = [pack for update in first_epoch for pack in update[state.mesh.data_rank]]
     return outputs_of_packs(
         model,
-        work.batch,
-        [pack for update in first_epoch for pack in update[state.mesh.data_rank]],
+        RankPacks(work.batch, samples, work.plan.shared),
         state.mesh,
         trained_only=trained_only,
-        shared=work.plan.shared,
         temperature=state.config.rollout.temperature,
     )
 

@@ -104,10 +104,10 @@ def assert_equals_dense(
     with torch.no_grad(), blocking(joined_bytes):
         if plainly:
             out, lse = eager.forward(q, k, v, call, scoring, causal=causal)
-            grads = eager.backward(grad_out, q, k, v, out, lse, call, scoring, causal=causal)
+            grads = eager.backward(grad_out, (q, k, v), out, lse, call, scoring, causal=causal)
         else:
             out, saved = varlen_forward(q, k, v, call, scoring, causal=causal)
-            grads = varlen_backward(grad_out, q, k, v, out, saved, call, scoring, causal=causal)
+            grads = varlen_backward(grad_out, (q, k, v), out, saved, call, scoring, causal=causal)
             lse = saved.lse
     for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), expected, strict=True):
         torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
@@ -199,7 +199,7 @@ def test_segments_that_are_joined_take_few_operations_however_many_they_are(wind
         with blocking(joined_bytes), CountOperations() as counted:
             for _ in range(2):  # as every layer: where the pieces lie is worked out once
                 out, lse = eager.forward(q, k, v, call, scoring, causal=True)
-                eager.backward(torch.ones_like(out), q, k, v, out, lse, call, scoring, causal=True)
+                eager.backward(torch.ones_like(out), (q, k, v), out, lse, call, scoring, causal=True)
         counts.append(counted.count)
     assert counts[1] * 8 < counts[0], counts
 
@@ -285,7 +285,7 @@ def test_backward_uses_the_output_and_log_sum_exp_it_is_given() -> None:
     out = sum(part * torch.exp(saved.lse - lse).T.unsqueeze(-1) for part, saved in parts)
     grad_out = torch.randn_like(q)
     grads = [
-        varlen_backward(grad_out, q, k, v, out, Saved(lse), call, AttentionParams(0.3), causal=False)
+        varlen_backward(grad_out, (q, k, v), out, Saved(lse), call, AttentionParams(0.3), causal=False)
         for call, (k, v) in zip(halves, keys, strict=True)
     ]
 
@@ -323,7 +323,7 @@ def test_a_plan_with_no_segments_makes_no_call() -> None:
     call = call_plan(())
     q, k, v = random_qkv(call, 4, 2, 8)
     out, saved = varlen_forward(q, k, v, call, AttentionParams(0.3), causal=True)
-    grads = varlen_backward(out, q, k, v, out, saved, call, AttentionParams(0.3), causal=True)
+    grads = varlen_backward(out, (q, k, v), out, saved, call, AttentionParams(0.3), causal=True)
     assert [x.shape[0] for x in (out, *grads)] == [0, 0, 0, 0]
 
 
@@ -356,7 +356,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(window: int | None) -> No
         q, k, v = random_qkv(call, 2, 1, 4, torch.float32)
         with Largest() as mode:
             out, saved = varlen_forward(q, k, v, call, AttentionParams(0.5, window=window), causal=True)
-            varlen_backward(out, q, k, v, out, saved, call, AttentionParams(0.5, window=window), causal=True)
+            varlen_backward(out, (q, k, v), out, saved, call, AttentionParams(0.5, window=window), causal=True)
         return mode.elements
 
     # a band's mask has a row per query; without a window it spans the keys
@@ -394,7 +394,9 @@ def test_cuda_arguments_have_the_names_and_shapes_that_torch_declares(
         call = CallPlan((0, 4, 10), (0, 4 if causal else 5, k_tokens), cu_q, cu_k)
         with RecordedCalls() as recorded:
             out, saved = varlen_forward(q, k, v, call, AttentionParams(0.25, window=window), causal=causal)
-            grads = varlen_backward(out, q, k, v, out, saved, call, AttentionParams(0.25, window=window), causal=causal)
+            grads = varlen_backward(
+                out, (q, k, v), out, saved, call, AttentionParams(0.25, window=window), causal=causal
+            )
     assert out.shape == q.shape and saved.lse.shape == (4, 10) and saved.lse.dtype == torch.float32
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
     shared = {

@@ -7,9 +7,10 @@ import pytest
 
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.groups import PrefixGroups, SampleCosts, groups
-from slimefsdp.batching.plan import Plan, plan_batch
+from slimefsdp.batching.plan import Plan
 from slimefsdp.batching.prefix_tree import SharedPrefixes, find_prefixes
 from slimefsdp.errors import BatchError
+from tests.support.plans import plan_of
 from tests.support.refusals import refused
 
 COST = CostModel()
@@ -65,9 +66,9 @@ def test_a_sample_with_many_predictions_a_token_is_parted_evenly_among_packs():
     lengths = np.full(20, 101)
     tokens = np.tile(np.arange(101), 20)
     settings = {"dp": 1, "max_pack_tokens": 1024, "shared": find_prefixes(tokens, lengths)}
-    (whole,) = packs_of(plan_batch(lengths, **settings))
+    (whole,) = packs_of(plan_of(lengths, **settings))
     assert len(whole) == 20
-    plan = plan_batch(lengths, **settings, pairs=lengths - 1)
+    plan = plan_of(lengths, **settings, pairs=lengths - 1)
     assert [len(pack) for pack in packs_of(plan)] == [10, 10]
     assert plan.computed_tokens(lengths) == 2 * 101
 
@@ -75,18 +76,18 @@ def test_a_sample_with_many_predictions_a_token_is_parted_evenly_among_packs():
 def test_packs_of_shared_samples_hold_a_cap_that_counts_what_is_shared_once():
     tokens, lengths = grouped(4, 16, 1024, 128)
     shared = find_prefixes(tokens, lengths)
-    plan = plan_batch(lengths, dp=1, max_pack_tokens=3072, shared=shared)
+    plan = plan_of(lengths, dp=1, max_pack_tokens=3072, shared=shared)
     assert plan.shared is shared and len(plan.updates[0][0]) == 4
     assert all(shared.tokens(lengths, pack) <= 3072 for pack in packs_of(plan))
     assert plan.computed_tokens(lengths) == 4 * 3072
-    whole = plan_batch(lengths, dp=1, max_pack_tokens=3072)
+    whole = plan_of(lengths, dp=1, max_pack_tokens=3072)
     assert whole.computed_tokens(lengths) == lengths.sum() and whole.digest() != plan.digest()
 
 
 def test_a_group_is_parted_where_ranks_would_otherwise_wait_for_it():
     tokens, lengths = grouped(1, 16, 256, 128)
     shared = find_prefixes(tokens, lengths)
-    plan = plan_batch(lengths, dp=2, max_pack_tokens=8192, shared=shared)
+    plan = plan_of(lengths, dp=2, max_pack_tokens=8192, shared=shared)
     assert [len(pack) for (pack,) in plan.updates[0]] == [8, 8]
     assert plan.imbalance(lengths) == pytest.approx(1.0)
 
@@ -97,7 +98,7 @@ def test_a_group_is_parted_where_ranks_would_otherwise_wait_for_it():
 )
 def test_a_group_over_many_ranks_is_parted_as_well_as_by_any_equal_parts(num_groups, prompt, size, response, dp):
     tokens, lengths = grouped(num_groups, size, prompt, response)
-    plan = plan_batch(lengths, dp=dp, max_pack_tokens=16384, shared=find_prefixes(tokens, lengths))
+    plan = plan_of(lengths, dp=dp, max_pack_tokens=16384, shared=find_prefixes(tokens, lengths))
     costs = SampleCosts(lengths, COST, 1, 16384, plan.shared)
     busiest = max(sum(map(costs.work, packs)) for packs in plan.updates[0])
     assert plan.shared is not None
@@ -113,7 +114,7 @@ def test_sharing_is_chosen_only_where_the_busiest_rank_gains(dp, cp, size, promp
     tokens, lengths = grouped(6, size, prompt, response)
     shared = find_prefixes(tokens, lengths)
     settings = {"dp": dp, "max_pack_tokens": 4096, "cp": cp}
-    plan, whole = plan_batch(lengths, **settings, shared=shared), plan_batch(lengths, **settings)
+    plan, whole = plan_of(lengths, **settings, shared=shared), plan_of(lengths, **settings)
     assert np.array_equal(plan.samples_of(0), np.arange(len(lengths)))
 
     def busiest(plan: Plan) -> float:
@@ -134,7 +135,7 @@ def test_a_prompt_that_travels_is_sent_once_however_dear_sending_is():
     assert costs.work(group[:1]) == costs.each[0] == pytest.approx((dear.cost(np.array([400])).item() + 50 * 400) / 2)
     found = PrefixGroups(costs, np.arange(32)).within(10**6)
     assert found.costs.sum() == pytest.approx(4 * costs.work(group))
-    assert plan_batch(lengths, dp=1, max_pack_tokens=512, cp=2, cost_model=dear, shared=shared).shared is shared
+    assert plan_of(lengths, dp=1, max_pack_tokens=512, cp=2, cost_model=dear, shared=shared).shared is shared
 
 
 def test_too_little_in_common_is_not_shared_unless_asked_for():
@@ -142,15 +143,15 @@ def test_too_little_in_common_is_not_shared_unless_asked_for():
     shared = find_prefixes(tokens, lengths)
     assert shared is not None
     settings = {"dp": 1, "max_pack_tokens": 4096, "shared": shared}
-    assert plan_batch(lengths, **settings).shared is None
-    assert plan_batch(lengths, **settings, min_gain=-np.inf).shared is shared
+    assert plan_of(lengths, **settings).shared is None
+    assert plan_of(lengths, **settings, min_gain=-np.inf).shared is shared
 
 
 def test_updates_have_the_same_samples_with_and_without_sharing():
     tokens, lengths = grouped(6, 8, 200, 20)
     settings = {"dp": 2, "max_pack_tokens": 1024, "samples_per_update": 20, "seed": 3, "epochs": 2}
-    whole = plan_batch(lengths, **settings)
-    plan = plan_batch(lengths, **settings, shared=find_prefixes(tokens, lengths))
+    whole = plan_of(lengths, **settings)
+    plan = plan_of(lengths, **settings, shared=find_prefixes(tokens, lengths))
     assert plan.shared is not None and len(plan.updates) == len(whole.updates) == 6
     for update in range(6):
         assert np.array_equal(plan.samples_of(update), whole.samples_of(update))
@@ -159,18 +160,18 @@ def test_updates_have_the_same_samples_with_and_without_sharing():
 def test_pairs_stay_together_and_may_share_their_prompt():
     tokens, lengths = grouped(6, 2, 300, 50)
     shared, together = find_prefixes(tokens, lengths), np.repeat(np.arange(6), 2)
-    plan = plan_batch(lengths, dp=2, max_pack_tokens=400, together=together, shared=shared)
+    plan = plan_of(lengths, dp=2, max_pack_tokens=400, together=together, shared=shared)
     assert plan.shared is shared  # 700 tokens of a pair fit no pack of 400 unless they share
     assert all(np.array_equal(together[pack], np.repeat(together[pack[0]], 2)) for pack in packs_of(plan))
     with refused(BatchError, "batch.max_tokens_per_rank", "group 0", 700, 400):
-        plan_batch(lengths, dp=2, max_pack_tokens=400, together=together)
+        plan_of(lengths, dp=2, max_pack_tokens=400, together=together)
     costs = SampleCosts(lengths, COST, 1, 400, shared)
     assert groups(costs, np.arange(12), together).tokens.tolist() == [400] * 6
 
 
 def test_a_plan_with_sharing_depends_on_nothing_but_its_inputs():
     tokens, lengths = grouped(9, 5, 120, 30, system=40)
-    plans = [plan_batch(lengths, dp=4, max_pack_tokens=700, shared=find_prefixes(tokens, lengths)) for _ in range(2)]
+    plans = [plan_of(lengths, dp=4, max_pack_tokens=700, shared=find_prefixes(tokens, lengths)) for _ in range(2)]
     assert plans[0].digest() == plans[1].digest()
     assert all(np.array_equal(a, b) for a, b in itertools.zip_longest(packs_of(plans[0]), packs_of(plans[1])))
 

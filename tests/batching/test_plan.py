@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.groups import SampleCosts
-from slimefsdp.batching.plan import Plan, plan_batch, plan_update
+from slimefsdp.batching.plan import Plan, plan_update
 from slimefsdp.errors import BatchError
+from tests.support.plans import plan_of
 from tests.support.refusals import names, refused
 from tests.support.tiers import examples
 
@@ -44,7 +45,7 @@ def fewest_packs_by_search(lengths: list[int], cap: int) -> int:
 
 @st.composite
 def cases(draw):
-    """Arguments of plan_batch: lengths anywhere up to the cap, so that packs are tight as often as loose."""
+    """Arguments of plan_of: lengths anywhere up to the cap, so that packs are tight as often as loose."""
     cap = draw(st.integers(1, 60))
     lengths = np.array(draw(st.lists(st.integers(1, cap), min_size=1, max_size=60)), dtype=np.int64)
     trains = draw(st.none() | st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
@@ -63,7 +64,7 @@ def cases(draw):
 @given(cases())
 @examples(300)
 def test_every_kept_sample_is_used_once_per_epoch(case):
-    plan = plan_batch(**case)
+    plan = plan_of(**case)
     num_samples, epochs = len(case["lengths"]), case["epochs"]
     kept = np.arange(num_samples) if case["trains"] is None else np.flatnonzero(case["trains"])
     first = plan.num_first_epoch_updates
@@ -79,7 +80,7 @@ def test_every_kept_sample_is_used_once_per_epoch(case):
 @given(cases())
 @examples(300)
 def test_no_pack_exceeds_the_cap_and_ranks_have_equal_micro_batch_counts(case):
-    plan = plan_batch(**case)
+    plan = plan_of(**case)
     for update in plan.updates:
         assert len(update) == case["dp"]
         assert len({len(micro_batches) for micro_batches in update}) == 1
@@ -92,7 +93,7 @@ def test_no_pack_exceeds_the_cap_and_ranks_have_equal_micro_batch_counts(case):
 @given(cases())
 @examples(200)
 def test_a_rank_has_dummies_only_for_want_of_samples_and_always_last(case):
-    for update in plan_batch(**case).updates:
+    for update in plan_of(**case).updates:
         for micro_batches in update:
             sizes = [len(pack) for pack in micro_batches]
             num_dummies = sizes.count(0)
@@ -104,7 +105,7 @@ def test_a_rank_has_dummies_only_for_want_of_samples_and_always_last(case):
 @given(cases())
 @examples(100)
 def test_equal_input_gives_an_equal_digest(case):
-    first, second = plan_batch(**case), plan_batch(**case)
+    first, second = plan_of(**case), plan_of(**case)
     assert first.digest() == second.digest() == pickle.loads(pickle.dumps(first)).digest()
 
 
@@ -124,7 +125,7 @@ def test_samples_that_stay_together_are_in_one_pack_once_an_epoch_and_whole(case
     lengths, together, epochs = case["lengths"], case["together"], case["epochs"]
     trains = np.ones(len(lengths), dtype=bool) if case["trains"] is None else case["trains"]
     kept = {number: np.flatnonzero(together == number).tolist() for number in together[trains]}
-    plan = plan_batch(**case)
+    plan = plan_of(**case)
     first = plan.num_first_epoch_updates
     for updates, times in ((plan.updates[:first], 1), (plan.updates[first:], epochs - 1)):
         packs = [pack for update in updates for pack in packs_of(update) if len(pack)]
@@ -141,7 +142,7 @@ def test_an_update_holds_as_many_groups_as_samples_per_update_has_room_for(case)
     _, sizes = np.unique(case["together"], return_counts=True)
     per_update = case["samples_per_update"]
     groups = len(sizes) if per_update is None else max(1, per_update // sizes.max())
-    plan = plan_batch(**case)
+    plan = plan_of(**case)
     for update in range(len(plan.updates)):
         assert 1 <= len(np.unique(case["together"][plan.samples_of(update)])) <= groups
     assert len(plan.updates) + plan.num_skipped_updates == case["epochs"] * math.ceil(len(sizes) / groups)
@@ -151,15 +152,15 @@ def test_an_update_holds_as_many_groups_as_samples_per_update_has_room_for(case)
 @examples(50)
 def test_groups_of_one_are_planned_as_samples(case):
     alone = np.arange(len(case["lengths"]))
-    assert plan_batch(**case, together=alone).digest() == plan_batch(**case).digest()
+    assert plan_of(**case, together=alone).digest() == plan_of(**case).digest()
 
 
 def test_a_group_over_the_cap_is_refused_by_name_with_the_way_out():
     shape = {"dp": 2, "max_pack_tokens": 100, "together": np.array([8, 3, 8, 3])}
     with refused(BatchError, "batch.max_tokens_per_rank", "group 3", 130, 100) as caught:
-        plan_batch(np.array([10, 60, 20, 70]), **shape)
+        plan_of(np.array([10, 60, 20, 70]), **shape)
     assert names(caught.value.hint, 130)
-    assert plan_batch(np.array([10, 60, 20, 70]), **shape, trains=np.array([True, False, True, False])).num_dropped == 2
+    assert plan_of(np.array([10, 60, 20, 70]), **shape, trains=np.array([True, False, True, False])).num_dropped == 2
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20), st.integers(1, 3))
@@ -203,7 +204,7 @@ def test_the_digest_sees_where_an_update_ends():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_log_normal_lengths_are_balanced_over_ranks_in_few_packs(dp, num_samples, cap, seed):
     lengths = log_normal_lengths(num_samples, seed)
-    plan = plan_batch(lengths, dp=dp, max_pack_tokens=cap)
+    plan = plan_of(lengths, dp=dp, max_pack_tokens=cap)
     work = [(lengths[s] + lengths[s] ** 2 / (12 * 2048)).sum() for s in map(np.concatenate, plan.updates[0])]
     assert max(work) / np.mean(work) <= 1.02
     assert plan.imbalance(lengths) == pytest.approx(max(work) / np.mean(work), rel=1e-12)
@@ -213,7 +214,7 @@ def test_log_normal_lengths_are_balanced_over_ranks_in_few_packs(dp, num_samples
 
 def test_micro_batches_that_run_at_the_same_time_hold_similar_work():
     lengths = log_normal_lengths(4096)
-    (update,) = plan_batch(lengths, dp=8, max_pack_tokens=16384).updates
+    (update,) = plan_of(lengths, dp=8, max_pack_tokens=16384).updates
     costs = np.array([[COST.cost(lengths[pack]).sum() for pack in micro_batches] for micro_batches in update])
     assert (np.diff(costs, axis=1) <= 0).all(), "costliest first"
     waited_for = costs.max(axis=0).sum()  # ranks meet in every collective, so each step takes as long as its slowest
@@ -230,8 +231,7 @@ def test_imbalance_sums_the_slowest_rank_of_each_update():
 def test_cost_has_a_quadratic_term_and_decides_who_works_with_whom():
     lengths = np.array([1000, 250, 250, 250, 250, 250, 250])
     by_tokens, by_pairs = (
-        plan_batch(lengths, dp=2, max_pack_tokens=4000, cost_model=model)
-        for model in (CostModel(1, 0), CostModel(0, 1))
+        plan_of(lengths, dp=2, max_pack_tokens=4000, cost_model=model) for model in (CostModel(1, 0), CostModel(0, 1))
     )
     assert sorted(lengths[rank[0]].sum() for rank in by_tokens.updates[0]) == [1250, 1250]
     assert sorted(len(rank[0]) for rank in by_pairs.updates[0]) == [1, 6]
@@ -241,7 +241,7 @@ def test_cost_has_a_quadratic_term_and_decides_who_works_with_whom():
 def test_the_cap_is_what_one_pack_over_all_cp_ranks_may_hold():
     lengths = np.array([3000, 1000])
     max_tokens_per_rank, cp = 2000, 2
-    (update,) = plan_batch(lengths, dp=1, max_pack_tokens=max_tokens_per_rank * cp).updates
+    (update,) = plan_of(lengths, dp=1, max_pack_tokens=max_tokens_per_rank * cp).updates
     assert [pack.tolist() for pack in update[0]] == [[0, 1]]
 
 
@@ -249,7 +249,7 @@ def test_under_cp_a_sample_weighs_what_it_makes_its_ranks_send():
     # 100 tokens fit one of the four ranks, 101 do not: they are cut, and sending makes them cost four times as much
     lengths = np.array([101, *[100] * 4])
     shape = {"dp": 2, "max_pack_tokens": 400, "cost_model": CostModel(quadratic=0.0, comm=1.0)}
-    whole, cut = (plan_batch(lengths, cp=cp, **shape) for cp in (1, 4))
+    whole, cut = (plan_of(lengths, cp=cp, **shape) for cp in (1, 4))
     assert sorted(lengths[np.concatenate(rank)].tolist() for rank in whole.updates[0]) == [[100, 100, 100], [101, 100]]
     assert sorted(lengths[np.concatenate(rank)].tolist() for rank in cut.updates[0]) == [[100] * 4, [101]]
     assert cut.imbalance(lengths, shape["cost_model"], cp=4) == pytest.approx(404 / 402)
@@ -258,27 +258,27 @@ def test_under_cp_a_sample_weighs_what_it_makes_its_ranks_send():
 
 def test_on_one_rank_nothing_is_sent_and_sending_weighs_nothing():
     lengths = log_normal_lengths(200)
-    plans = [plan_batch(lengths, dp=4, max_pack_tokens=8192, cost_model=CostModel(comm=comm)) for comm in (0.0, 5.0)]
+    plans = [plan_of(lengths, dp=4, max_pack_tokens=8192, cost_model=CostModel(comm=comm)) for comm in (0.0, 5.0)]
     assert plans[0].digest() == plans[1].digest()
 
 
 @pytest.mark.parametrize("cp", [2, 8])
 def test_log_normal_lengths_are_balanced_over_ranks_under_cp(cp):
     lengths = log_normal_lengths(2048, longest=8192 * cp)
-    plan = plan_batch(lengths, dp=8, max_pack_tokens=8192 * cp, cp=cp)
+    plan = plan_of(lengths, dp=8, max_pack_tokens=8192 * cp, cp=cp)
     assert plan.imbalance(lengths, cp=cp) <= 1.02
 
 
 def test_packs_that_only_fit_tightly_are_found_and_not_overfilled():
     # Two packs of 10 hold these only as 5 + 5 and 4 + 3 + 3; spreading the work first puts 5 beside 4 and gets stuck.
-    (update,) = plan_batch(np.array([3, 5, 4, 5, 3]), dp=2, max_pack_tokens=10).updates
+    (update,) = plan_of(np.array([3, 5, 4, 5, 3]), dp=2, max_pack_tokens=10).updates
     assert sorted(pack.tolist() for pack in packs_of(update)) == [[0, 2, 4], [1, 3]]
 
 
 def test_where_spreading_the_work_does_not_fit_every_rank_still_gets_work_in_every_micro_batch():
     # First-fit decreasing needs seven packs and leaves the eighth empty; spread over eight, the last 8 finds no room.
     lengths = np.array([14, 14, 14, 14, 13, 13, 13, 12, 11, 11, 11, 10, 10, 10, 10, 9, 8])
-    (update,) = plan_batch(lengths, dp=4, max_pack_tokens=30).updates
+    (update,) = plan_of(lengths, dp=4, max_pack_tokens=30).updates
     assert len(update[0]) == 2 and min(len(pack) for pack in packs_of(update)) >= 1
     assert max(lengths[pack].sum() for pack in packs_of(update)) <= 30
 
@@ -286,37 +286,37 @@ def test_where_spreading_the_work_does_not_fit_every_rank_still_gets_work_in_eve
 def test_where_spreading_the_work_does_not_fit_ranks_are_still_balanced():
     # From a quarter to half the cap: two or three to a pack, and only first-fit decreasing's packs are few enough.
     lengths = np.random.default_rng(0).integers(2100, 4096, 2000)
-    plan = plan_batch(lengths, dp=8, max_pack_tokens=8192)
+    plan = plan_of(lengths, dp=8, max_pack_tokens=8192)
     assert plan.imbalance(lengths) <= 1.0025
 
 
 def test_a_sample_over_the_cap_is_refused_by_name_with_the_way_out():
     lengths = np.array([10, 5000, 20, 7000])
     with refused(BatchError, "batch.max_tokens_per_rank", "sample 3", 7000, 4096) as caught:
-        plan_batch(lengths, dp=2, max_pack_tokens=4096, samples_per_update=1)
+        plan_of(lengths, dp=2, max_pack_tokens=4096, samples_per_update=1)
     assert names(caught.value.hint, 7000)
     with refused(BatchError, "batch.max_tokens_per_rank", "sample 1", 5000, 4096):
         plan_update(SampleCosts(lengths, COST, 1, 4096), np.array([0, 1, 2]), dp=2)
 
 
 def test_a_sample_over_the_cap_that_trains_nothing_is_dropped_like_any_other():
-    plan = plan_batch(np.array([10, 5000]), dp=1, max_pack_tokens=4096, trains=np.array([True, False]))
+    plan = plan_of(np.array([10, 5000]), dp=1, max_pack_tokens=4096, trains=np.array([True, False]))
     assert plan.num_dropped == 1 and plan.samples_of(0).tolist() == [0]
 
 
 def test_updates_are_cut_before_samples_are_dropped():
     trains = np.array([True, False, True, True, True, False])
-    plan = plan_batch(np.full(6, 5), dp=2, max_pack_tokens=10, samples_per_update=3, trains=trains)
+    plan = plan_of(np.full(6, 5), dp=2, max_pack_tokens=10, samples_per_update=3, trains=trains)
     assert [plan.samples_of(update).tolist() for update in range(2)] == [[0, 2], [3, 4]]
     assert plan.num_dropped == 2
 
 
 def test_an_update_with_nothing_to_train_is_skipped_and_counted_in_every_epoch():
     trains = np.array([True, True, False, False, True])
-    plan = plan_batch(np.full(5, 5), dp=2, max_pack_tokens=10, samples_per_update=2, epochs=3, trains=trains)
+    plan = plan_of(np.full(5, 5), dp=2, max_pack_tokens=10, samples_per_update=2, epochs=3, trains=trains)
     assert plan.num_skipped_updates == 3 and plan.num_first_epoch_updates == 2
     assert [plan.samples_of(update).tolist() for update in range(6)] == [[0, 1], [4]] * 3
-    nothing = plan_batch(np.full(5, 5), dp=2, max_pack_tokens=10, trains=np.zeros(5, dtype=bool))
+    nothing = plan_of(np.full(5, 5), dp=2, max_pack_tokens=10, trains=np.zeros(5, dtype=bool))
     assert nothing.updates == () and nothing.num_skipped_updates == 1 and nothing.num_dropped == 5
     assert nothing.imbalance(np.full(5, 5)) == 1.0
 
@@ -324,7 +324,7 @@ def test_an_update_with_nothing_to_train_is_skipped_and_counted_in_every_epoch()
 def test_what_counts_and_does_not_train_is_in_the_denominators_of_its_update():
     trains, counts = np.array([1, 0, 1, 0, 0, 0], dtype=bool), np.array([1, 1, 1, 1, 0, 1], dtype=bool)
     shape = {"dp": 2, "max_pack_tokens": 10, "samples_per_update": 2, "trains": trains, "counts": counts}
-    dropped, kept = (plan_batch(np.full(6, 5), **shape, drop=drop) for drop in (True, False))
+    dropped, kept = (plan_of(np.full(6, 5), **shape, drop=drop) for drop in (True, False))
     for plan, samples in ((dropped, [[0], [2]]), (kept, [[0, 1], [2, 3]])):
         assert [plan.samples_of(update).tolist() for update in range(2)] == samples
         assert [plan.counted_of(update).tolist() for update in range(2)] == [[0, 1], [2, 3]]
@@ -338,7 +338,7 @@ def test_what_counts_and_does_not_train_is_in_the_denominators_of_its_update():
 def test_updates_are_the_same_whether_what_does_not_train_is_dropped_or_not(case, data):
     size = len(case["lengths"])
     counts = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=bool)
-    dropped, kept = (plan_batch(**case, counts=counts, drop=drop) for drop in (True, False))
+    dropped, kept = (plan_of(**case, counts=counts, drop=drop) for drop in (True, False))
     assert len(dropped.updates) == len(kept.updates) and dropped.num_skipped_updates == kept.num_skipped_updates
     trains = np.ones(size, dtype=bool) if case["trains"] is None else case["trains"]
     first = {s for update in range(kept.num_first_epoch_updates) for s in kept.samples_of(update).tolist()}
@@ -350,21 +350,21 @@ def test_updates_are_the_same_whether_what_does_not_train_is_dropped_or_not(case
 
 
 def test_a_last_short_update_runs_with_its_own_count():
-    plan = plan_batch(np.full(10, 7), dp=2, max_pack_tokens=14, samples_per_update=4)
+    plan = plan_of(np.full(10, 7), dp=2, max_pack_tokens=14, samples_per_update=4)
     assert [len(plan.samples_of(update)) for update in range(3)] == [4, 4, 2]
 
 
 def test_fewer_samples_than_ranks_leave_whole_ranks_with_dummies():
-    (update,) = plan_batch(np.array([5, 9, 7]), dp=8, max_pack_tokens=100).updates
+    (update,) = plan_of(np.array([5, 9, 7]), dp=8, max_pack_tokens=100).updates
     assert sorted(len(pack) for pack in packs_of(update)) == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_without_a_seed_updates_follow_the_batch_and_with_one_each_epoch_is_shuffled_anew():
     lengths = log_normal_lengths(64)
     shape = {"dp": 2, "max_pack_tokens": 16384, "samples_per_update": 16, "epochs": 2}
-    in_order = plan_batch(lengths, **shape)
+    in_order = plan_of(lengths, **shape)
     assert [in_order.samples_of(u).tolist() for u in range(8)] == np.tile(np.arange(64), 2).reshape(8, 16).tolist()
-    shuffled, other_seed = plan_batch(lengths, seed=3, **shape), plan_batch(lengths, seed=4, **shape)
+    shuffled, other_seed = plan_of(lengths, seed=3, **shape), plan_of(lengths, seed=4, **shape)
     first_updates = [shuffled.samples_of(0), shuffled.samples_of(4), other_seed.samples_of(0), in_order.samples_of(0)]
     assert len({tuple(samples) for samples in first_updates}) == 4
 
@@ -379,7 +379,7 @@ def test_an_update_does_not_depend_on_the_order_its_samples_come_in():
 @pytest.mark.slow
 def test_a_million_samples_for_1024_ranks_are_planned():
     lengths = log_normal_lengths(1_000_000, longest=16384)
-    plan = plan_batch(lengths, dp=1024, max_pack_tokens=16384)  # 6 s on one core; a quadratic step would take hours
+    plan = plan_of(lengths, dp=1024, max_pack_tokens=16384)  # 6 s on one core; a quadratic step would take hours
     assert plan.imbalance(lengths) <= 1.03
     assert np.array_equal(plan.samples_of(0), np.arange(1_000_000))
     assert max(lengths[pack].sum() for pack in packs_of(plan.updates[0])) <= 16384
@@ -387,7 +387,7 @@ def test_a_million_samples_for_1024_ranks_are_planned():
 
 def test_a_hundred_thousand_samples_for_1024_ranks_are_even_within_the_cap():
     lengths = log_normal_lengths(100_000, longest=16384)
-    plan = plan_batch(lengths, dp=1024, max_pack_tokens=16384)
+    plan = plan_of(lengths, dp=1024, max_pack_tokens=16384)
     assert np.array_equal(plan.samples_of(0), np.arange(100_000))
     assert max(lengths[pack].sum() for pack in packs_of(plan.updates[0])) <= 16384
     assert plan.imbalance(lengths) <= 1.03

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 
 from actors.fault_tolerance.call_log import SpilledBatches
-from slimefsdp.batching.plan import plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.training.prepare import PreparedBatch, batch_digest
+from tests.support.plans import plan_of
 from tests.support.process_resources import unnamed_files
 from tests.support.rollouts import batches, three_samples
 
 
 def prepared(batch: RolloutBatch | dict[str, Any]) -> PreparedBatch:
     found = batch if isinstance(batch, RolloutBatch) else RolloutBatch(**batch)
-    plan = plan_batch(
+    plan = plan_of(
         found.lengths, dp=2, max_pack_tokens=int(found.lengths.max()), samples_per_update=2, epochs=2, seed=1,
         counts=np.ones(found.num_samples, dtype=bool), shared=find_prefixes(found.tokens, found.lengths),
         min_gain=-math.inf,

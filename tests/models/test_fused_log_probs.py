@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.models import head_tiles
-from slimefsdp.models.fused_log_probs import HeadAdapter, token_log_probs
+from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs
 from slimefsdp.models.head_tiles import CHUNK_BYTES, HeadTiles, row_bounds
 from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
 from tests.support.tiers import examples
@@ -32,8 +32,7 @@ def test_values_and_gradients_equal_log_softmax_in_float64(kwargs):
     hidden, weight, targets, (w_log_prob, w_entropy) = random_case(29, 12, 83)
     want = naive_log_probs(hidden, weight, targets, **kwargs)
     got = token_log_probs(
-        hidden,
-        weight,
+        HeadInputs(hidden, weight),
         targets,
         with_entropy=True,
         entropy_grad=True,
@@ -55,8 +54,7 @@ def test_gradcheck_by_finite_differences(kwargs, entropy_grad):
 
     def outputs(hidden, weight):
         log_probs, entropy = token_log_probs(
-            hidden,
-            weight,
+            HeadInputs(hidden, weight),
             targets,
             with_entropy=True,
             entropy_grad=entropy_grad,
@@ -70,7 +68,7 @@ def test_gradcheck_by_finite_differences(kwargs, entropy_grad):
 
 def test_entropy_alone_may_be_the_loss():
     hidden, weight, targets, (_, w_entropy) = random_case(6, 4, 11)
-    _, got = token_log_probs(hidden, weight, targets, with_entropy=True, entropy_grad=True)
+    _, got = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, entropy_grad=True)
     _, want = naive_log_probs(hidden, weight, targets)
     got_grads = torch.autograd.grad((w_entropy * got).sum(), (hidden, weight))
     want_grads = torch.autograd.grad((w_entropy * want).sum(), (hidden, weight))
@@ -79,19 +77,19 @@ def test_entropy_alone_may_be_the_loss():
 
 def test_entropy_carries_no_graph_unless_asked():
     hidden, weight, targets, _ = random_case(6, 4, 11)
-    log_probs, entropy = token_log_probs(hidden, weight, targets, with_entropy=True)
+    log_probs, entropy = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True)
     assert log_probs.requires_grad and not entropy.requires_grad
     with_term = torch.autograd.grad((log_probs + entropy).sum(), (hidden, weight))
-    alone = torch.autograd.grad(token_log_probs(hidden, weight, targets)[0].sum(), (hidden, weight))
+    alone = torch.autograd.grad(token_log_probs(HeadInputs(hidden, weight), targets)[0].sum(), (hidden, weight))
     assert all(map(torch.equal, with_term, alone))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_only_what_requires_grad_gets_a_gradient(frozen):
     hidden, weight, targets, _ = random_case(6, 4, 11)
-    both = torch.autograd.grad(token_log_probs(hidden, weight, targets)[0].sum(), (hidden, weight))
+    both = torch.autograd.grad(token_log_probs(HeadInputs(hidden, weight), targets)[0].sum(), (hidden, weight))
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
-    token_log_probs(hidden, weight, targets)[0].sum().backward()
+    token_log_probs(HeadInputs(hidden, weight), targets)[0].sum().backward()
     assert (hidden.grad is None) == (frozen == "hidden") and (weight.grad is None) == (frozen == "weight")
     assert torch.equal(weight.grad, both[1]) if frozen == "hidden" else torch.equal(hidden.grad, both[0])
 
@@ -103,7 +101,7 @@ def test_a_frozen_weight_costs_no_tensor_of_its_size(has_adapter, dtype, monkeyp
     hidden, weight, targets, _ = random_case(6, 40, 11, dtype)
     adapter = HeadAdapter(hidden[:, :2], weight.detach()[:, :2].clone().requires_grad_()) if has_adapter else None
     with LargestTensor() as recorder:
-        token_log_probs(hidden, weight.detach(), targets, adapter=adapter)[0].sum().backward()
+        token_log_probs(HeadInputs(hidden, weight.detach(), adapter=adapter), targets)[0].sum().backward()
     assert hidden.grad is not None and 0 < recorder.elements < weight.numel()
 
 
@@ -114,7 +112,7 @@ def test_chunk_size_changes_nothing_in_float64(rows, rows_per_chunk, seed):
     results = []
     for chunk_bytes in (chunk_bytes_for(rows_per_chunk, 17), chunk_bytes_for(1000, 17)):
         log_probs, entropy = token_log_probs(
-            hidden, weight, targets, with_entropy=True, entropy_grad=True, chunk_bytes=chunk_bytes
+            HeadInputs(hidden, weight), targets, with_entropy=True, entropy_grad=True, chunk_bytes=chunk_bytes
         )
         grads = torch.autograd.grad((w_log_prob * log_probs + w_entropy * entropy).sum(), (hidden, weight))
         results.append((log_probs, entropy, *grads))
@@ -134,7 +132,7 @@ def test_chunks_cover_the_rows_within_the_bound_and_leave_no_lone_row(rows, rows
 
 def test_no_rows_give_empty_results_and_zero_gradients():
     hidden, weight, targets, _ = random_case(0, 4, 11, torch.bfloat16)
-    log_probs, entropy = token_log_probs(hidden, weight, targets, with_entropy=True, entropy_grad=True)
+    log_probs, entropy = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, entropy_grad=True)
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.shape == entropy.shape == (0,)
     assert hidden.grad.shape == (0, 4) and torch.equal(weight.grad, torch.zeros_like(weight))
@@ -142,7 +140,7 @@ def test_no_rows_give_empty_results_and_zero_gradients():
 
 def test_one_row_equals_log_softmax():
     hidden, weight, targets, _ = random_case(1, 4, 11)
-    got, want = token_log_probs(hidden, weight, targets)[0], naive_log_probs(hidden, weight, targets)[0]
+    got, want = token_log_probs(HeadInputs(hidden, weight), targets)[0], naive_log_probs(hidden, weight, targets)[0]
     grads = (torch.autograd.grad(log_probs.sum(), (hidden, weight)) for log_probs in (got, want))
     assert worst(got, want) < 1e-12 and max(map(worst, *grads)) < 1e-12
 
@@ -158,8 +156,7 @@ def test_forward_bits_do_not_depend_on_grad_mode_or_entropy(dtype, kwargs):
         for with_entropy, entropy_grad in ((False, False), (True, False), (True, True)):
             with torch.set_grad_enabled(grad_mode):
                 log_prob, entropy = token_log_probs(
-                    hidden,
-                    weight,
+                    HeadInputs(hidden, weight),
                     targets,
                     with_entropy=with_entropy,
                     entropy_grad=entropy_grad,
@@ -192,7 +189,7 @@ def test_float32_is_as_close_to_float64_as_plain_float32(scale):
 def test_log_probs_near_zero_keep_absolute_float32_precision():
     hidden, weight, _, _ = random_case(400, 48, 301, torch.float32, scale=3.0)
     targets = (hidden @ weight.t()).argmax(-1)  # logits are about 60, where float32 has steps of 4e-6
-    got = token_log_probs(hidden, weight, targets)[0]
+    got = token_log_probs(HeadInputs(hidden, weight), targets)[0]
     want = naive_log_probs(*as_float64(hidden, weight), targets)[0]
     confident = want > -1e-2
     assert confident.sum() > 100
@@ -213,7 +210,9 @@ def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients(monkeypatch)
 
 def fused_with_entropy_grad(hidden, weight, targets):
     chunk_bytes = chunk_bytes_for(16, weight.shape[0], torch.float32)
-    return token_log_probs(hidden, weight, targets, with_entropy=True, entropy_grad=True, chunk_bytes=chunk_bytes)
+    return token_log_probs(
+        HeadInputs(hidden, weight), targets, with_entropy=True, entropy_grad=True, chunk_bytes=chunk_bytes
+    )
 
 
 def outputs_and_grads(function, hidden, weight, targets, loss_weights):
@@ -241,7 +240,9 @@ def test_the_last_chunks_logits_are_computed_once(chunks, products):
     hidden, weight, targets, _ = random_case(12, 5, 83)
     with CountedLogits({83}) as counted:
         chunk_bytes = chunk_bytes_for(12 // chunks, 83)
-        token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=chunk_bytes)[0].sum().backward()
+        token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=chunk_bytes)[
+            0
+        ].sum().backward()
     assert counted.count == products
 
 
@@ -255,7 +256,9 @@ def test_the_logits_of_as_many_tiles_as_are_held_are_computed_once(held, with_en
     tiles = HeadTiles.of(12, 83, 8, "cpu", chunk_bytes)
     assert (len(tiles.words), len(tiles.rows), tiles.held) == (3, 4, min(held, 12))
     with CountedLogits({27, 28}) as counted:
-        got = token_log_probs(hidden, weight, targets, with_entropy=with_entropy, chunk_bytes=chunk_bytes)[0]
+        got = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=with_entropy, chunk_bytes=chunk_bytes)[
+            0
+        ]
         grads = torch.autograd.grad((loss_weights[0] * got).sum(), (hidden, weight))
     assert counted.count == 12 + 12 - tiles.held
     want = naive_log_probs(hidden, weight, targets)[0]
@@ -268,7 +271,9 @@ def test_the_logits_of_as_many_tiles_as_are_held_are_computed_once(held, with_en
 def test_a_second_backward_of_the_same_graph_gives_the_same_gradients(entropy_grad, words, monkeypatch):
     monkeypatch.setattr(head_tiles, "TILE_WORDS", words)
     hidden, weight, targets, _ = random_case(12, 5, 83)
-    outputs = token_log_probs(hidden, weight, targets, with_entropy=True, entropy_grad=entropy_grad, chunk_bytes=4000)
+    outputs = token_log_probs(
+        HeadInputs(hidden, weight), targets, with_entropy=True, entropy_grad=entropy_grad, chunk_bytes=4000
+    )
     loss = outputs[0].square().sum() + (outputs[1].square().sum() if entropy_grad else 0)
     first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and first[0].abs().max() > 0
@@ -280,7 +285,7 @@ def test_no_tensor_of_rows_by_vocab_ever_exists(dtype):
     rows, vocab = 8192, 152_000
     hidden, weight, targets, _ = random_case(rows, 8, vocab, dtype)
     with LargestTensor() as recorder:
-        log_probs, _ = token_log_probs(hidden, weight, targets, with_entropy=True)
+        log_probs, _ = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True)
         log_probs.sum().backward()
     assert hidden.grad.isfinite().all() and weight.grad.count_nonzero() > 0
     # the tiles that are held and the exponentials of one share the bytes; nothing is larger, and they are used

@@ -21,7 +21,9 @@ def test_no_tensor_is_larger_than_a_chunk(dtype: torch.dtype, with_kl: bool) -> 
             found = token_log_probs_and_kl(HeadInputs(hidden, weight), targets, reference, chunk_bytes=CHUNK_BYTES)
             loss = found[0].sum() + found[2].sum()
         else:
-            loss = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=CHUNK_BYTES)[0].sum()
+            loss = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=CHUNK_BYTES)[
+                0
+            ].sum()
         loss.backward()
     assert hidden.grad is not None and hidden.grad.isfinite().all()
     assert CHUNK_BYTES / 32 < recorder.elements <= CHUNK_BYTES / 4 < ROWS * VOCABULARY / 9

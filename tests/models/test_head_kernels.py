@@ -73,8 +73,8 @@ def outputs_and_grads(*, entropy_grad=False, with_kl=False, is_kl_trained=False,
         )  # fmt: skip
     else:
         outputs = token_log_probs(
-            hidden, weight, targets, temperature=temperature, with_entropy=True, entropy_grad=entropy_grad,
-            chunk_bytes=bound, softcap=softcap, adapter=adapter,
+            HeadInputs(hidden, weight, softcap, adapter), targets, temperature=temperature,
+            with_entropy=True, entropy_grad=entropy_grad, chunk_bytes=bound,
         )  # fmt: skip
     trained = [True, entropy_grad, is_kl_trained]
     slopes = torch.randn(3, ROWS, generator=generator, dtype=torch.float64)

@@ -176,7 +176,7 @@ def test_equal_models_have_a_kl_of_exactly_zero_and_no_gradient_of_it(dtype, sof
 def test_the_reference_changes_no_bit_of_log_probs_entropy_and_their_gradients(dtype):
     hidden, weight, targets, _ = random_case(37, 24, 1237, dtype)
     chunk_bytes = chunk_bytes_for(8, 1237, torch.promote_types(dtype, torch.float32))
-    alone = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=chunk_bytes)
+    alone = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=chunk_bytes)
     beside = token_log_probs_and_kl(
         HeadInputs(hidden, weight), targets, random_reference(37, 20, 1237, dtype), chunk_bytes=chunk_bytes
     )

@@ -22,7 +22,7 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.models.build import build_policy, load_policy
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.hf_folder import SUPPORTED_MODELS, read_model_folder
-from slimefsdp.training.packs import evaluate, micro_batches
+from slimefsdp.training.packs import RankPacks, evaluate, micro_batches
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
@@ -62,7 +62,7 @@ def packed_log_probs(
     policy: PolicyModel, batch: RolloutBatch, order: list[int], mesh: Mesh, temperature: float = 1.0
 ) -> torch.Tensor:
     """[R] in the batch's order, all samples in one pack, by the way that training goes."""
-    (micro_batch,) = micro_batches(batch, [np.array(order)], policy.attention, mesh, trained_only=False)
+    (micro_batch,) = micro_batches(RankPacks(batch, [np.array(order)]), policy.attention, mesh, trained_only=False)
     log_probs, _ = evaluate(policy, micro_batch, mesh, temperature=temperature)
     at = micro_batch.packed.response_index
     return log_probs.new_zeros(batch.num_response_tokens).index_put((at,), log_probs)

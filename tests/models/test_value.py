@@ -20,7 +20,7 @@ from slimefsdp.models.build import build_model, build_policy, load_model
 from slimefsdp.models.decoder import ValueModel
 from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.models.load_weights import check_tensor_names
-from slimefsdp.training.packs import evaluate, micro_batches
+from slimefsdp.training.packs import RankPacks, evaluate, micro_batches
 from tests.support.classifiers import plain_classifier, save_classifier, separate_values
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
@@ -49,7 +49,7 @@ def packed_values(model: ValueModel, batch: RolloutBatch) -> torch.Tensor:
     """[R] in the batch's order, all samples in one pack, every rank the same."""
     mesh = build_mesh(dist.get_world_size(), 1, CPU)
     order = np.array([3, 1, 0, 5, 4, 2])
-    (micro_batch,) = micro_batches(batch, [order], model.attention, mesh, trained_only=False)
+    (micro_batch,) = micro_batches(RankPacks(batch, [order]), model.attention, mesh, trained_only=False)
     (values,) = evaluate(model, micro_batch, mesh)
     return values.new_zeros(batch.num_response_tokens).index_put((micro_batch.packed.response_index,), values)
 

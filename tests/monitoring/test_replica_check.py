@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
-from slimefsdp.optim.optimizer import build_optimizer
 from slimefsdp.results import MAX_LISTED, Description, Difference, ReplicaCheck
+from tests.support.optimizers import optimizer_of
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import tiny_model
 
@@ -115,7 +115,7 @@ def checked(
 ) -> ReplicaCheck:
     """The check after `spoil` on the tensors of these names, on one rank each; `number` on the last rank."""
     policy = sharded_policy(sizes)
-    optimizer = build_optimizer(policy.named_weights(), "adamw", lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    optimizer = optimizer_of(policy.named_weights(), "adamw", lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
     tensors = {**dict(model_tensors(policy)), **dict(optimizer_tensors(policy, optimizer))}
     for name, where in spoiled.items():
         if where == rank:

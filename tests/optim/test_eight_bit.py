@@ -15,9 +15,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import buckets
 from slimefsdp.optim.eight_bit import block_of, dequantize, dynamic_map, quantize_
-from slimefsdp.optim.optimizer import build_optimizer, update_shards
+from slimefsdp.optim.optimizer import update_shards
 from tests.support.comparisons import largest_difference
 from tests.support.moments import SPREADS, loads_other, trained
+from tests.support.optimizers import optimizer_of
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
@@ -130,7 +131,7 @@ def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, l
         return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
 
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(torch.float64).items()}
-    optimizer = build_optimizer(named.items(), "adamw", how, state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
+    optimizer = optimizer_of(named.items(), "adamw", how, state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(buckets.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
@@ -203,7 +204,7 @@ def test_a_small_problem_converges_as_in_float32() -> None:
     losses = {}
     for dtype in (None, torch.uint8):
         weight = nn.Parameter(torch.zeros(2, 64))
-        optimizer = build_optimizer(
+        optimizer = optimizer_of(
             [("w", weight)], "adamw", state_dtype=dtype, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
         )
         draw = torch.Generator().manual_seed(1)
@@ -223,7 +224,7 @@ def steps_beside_large_gradients(dtype: torch.dtype | None, ratio: float) -> tor
     """
     weight = nn.Parameter(torch.zeros(4, 64))
     how: dict[str, Any] = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer = build_optimizer([("w", weight)], "adamw", state_dtype=dtype, **how)
+    optimizer = optimizer_of([("w", weight)], "adamw", state_dtype=dtype, **how)
     generator = torch.Generator().manual_seed(0)
     steps = []
     for update in range(300):

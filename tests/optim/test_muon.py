@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.optim.muon import assign_owners, newton_schulz
-from slimefsdp.optim.optimizer import MuonRule, build_optimizer, matrix_names, update_shards
+from slimefsdp.optim.muon import MuonRule, assign_owners, newton_schulz
+from slimefsdp.optim.optimizer import matrix_names, update_shards
+from tests.support.optimizers import optimizer_of
 from tests.support.plain_muon import is_matrix_of_a_layer
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
@@ -95,7 +96,7 @@ def test_steps_of_one_process_are_torchs_own_in_bits(
     rule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = parameters(dtype)
-    optimizer = build_optimizer(named.items(), "muon", matrices=MATRICES, muon=RULES[rule], **OPTIONS)
+    optimizer = optimizer_of(named.items(), "muon", matrices=MATRICES, muon=RULES[rule], **OPTIONS)
     assert all(state.keys() == {"momentum_buffer"} for p, state in optimizer.state.items() if p is not named["vector"])
     for update in range(3):
         for name, gradient in gradients(update, dtype).items():
@@ -113,7 +114,7 @@ def steps_on_ranks(rank: int, rule: MuonRule, copies: int) -> dict[str, torch.Te
         return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
 
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters().items()}
-    optimizer = build_optimizer(named.items(), "muon", matrices=MATRICES, muon=rule, **OPTIONS)
+    optimizer = optimizer_of(named.items(), "muon", matrices=MATRICES, muon=rule, **OPTIONS)
     for update in range(3):
         for name, gradient in gradients(update).items():
             named[name].grad = shards(gradient)

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.optim.optimizer import build_optimizer, undecayed_names, update_shards
+from slimefsdp.optim.optimizer import undecayed_names, update_shards
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
+from tests.support.optimizers import optimizer_of
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
@@ -31,7 +32,7 @@ PRODUCTS = re.compile(
 
 def build(named: list[tuple[str, nn.Parameter]], name: str = "adamw", **changes: Any) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5, **changes}
-    return build_optimizer(named, name, **options)  # type: ignore[arg-type]
+    return optimizer_of(named, name, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

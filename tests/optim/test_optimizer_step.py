@@ -19,8 +19,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import StateError
 from slimefsdp.optim import buckets
-from slimefsdp.optim.optimizer import build_optimizer, learning_rate
+from slimefsdp.optim.optimizer import learning_rate
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
+from tests.support.optimizers import optimizer_of
 from tests.support.rank_pool import RankPool
 
 SHAPES = {"model.layers.0.mlp.weight": (5, 3), "model.layers.1.mlp.weight": (7,), "lm_head.weight": (2, 2)}
@@ -41,7 +42,7 @@ class Rank:
         self.named = [
             (name, nn.Parameter(self._sharded(torch.ones(shape, dtype=dtype)))) for name, shape in SHAPES.items()
         ]
-        optimizer = build_optimizer(self.named, "sgd", lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        optimizer = optimizer_of(self.named, "sgd", lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
         self.updater = OptimizerStep(
             optimizer,
             self.named,
@@ -302,7 +303,7 @@ class Halved:
         shapes = {"a": (4, 64), "b": (6, 64), "norm": (64,)}
         self.named = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
         options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-        self.optimizer = build_optimizer(self.named, undecayed={"norm"}, **options, **how)
+        self.optimizer = optimizer_of(self.named, undecayed={"norm"}, **options, **how)
         self.updater = OptimizerStep(
             self.optimizer, self.named, lambda update: 0.1, max_grad_norm=1.0, max_skipped=2,
             loss_scaling=LossScale(4.0, growth_interval=3),

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import buckets
-from slimefsdp.optim.optimizer import build_optimizer, update_shards
+from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.optim.stochastic_rounding import noise_of, stochastic_round_
 from tests.support.comparisons import largest_difference
 from tests.support.moments import SPREADS, loads_other, trained
+from tests.support.optimizers import optimizer_of
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 
@@ -93,7 +94,7 @@ def steps_on_ranks(rank: int, copies: int, dtype: torch.dtype, bucket: int, how:
         return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
 
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(dtype).items()}
-    optimizer = build_optimizer(named.items(), "adamw", how, state_dtype=torch.bfloat16, seed=5, **OPTIONS)  # type: ignore[arg-type]
+    optimizer = optimizer_of(named.items(), "adamw", how, state_dtype=torch.bfloat16, seed=5, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(buckets.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
@@ -161,7 +162,7 @@ def test_in_float32_all_ranks_have_the_bits_of_one(ranks: RankPool) -> None:
 def test_a_second_moment_that_rounding_to_nearest_would_freeze_follows_its_gradients() -> None:
     """Gradients of 2 after a second moment of 1 under beta 0.999: a step changes it by less than half its last bit."""
     parameter = nn.Parameter(torch.zeros(4096))
-    optimizer = build_optimizer(
+    optimizer = optimizer_of(
         [("p", parameter)], "adamw", state_dtype=torch.bfloat16, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
     )
     optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)
@@ -182,7 +183,7 @@ def test_a_small_problem_converges_as_in_float32() -> None:
     losses = {}
     for dtype in (None, torch.bfloat16):
         weight = nn.Parameter(torch.zeros(32))
-        optimizer = build_optimizer(
+        optimizer = optimizer_of(
             [("w", weight)], "adamw", state_dtype=dtype, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
         )
         draw = torch.Generator().manual_seed(1)
@@ -212,7 +213,7 @@ class WaitsForDevice(TorchDispatchMode):
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
 def test_an_update_has_the_host_wait_for_nothing(state_dtype: torch.dtype) -> None:
     named = [(f"p{i}", nn.Parameter(torch.ones(4, 64))) for i in range(3)]
-    optimizer = build_optimizer(named, "adamw", "fused", state_dtype=state_dtype, **OPTIONS)
+    optimizer = optimizer_of(named, "adamw", "fused", state_dtype=state_dtype, **OPTIONS)
     for update in range(2):
         for _, parameter in named:
             parameter.grad = torch.ones_like(parameter)

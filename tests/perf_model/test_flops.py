@@ -13,7 +13,7 @@ from slimefsdp.batching.packing import LocalShare
 from slimefsdp.distributed.activation_checkpointing import recompute_layers
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.models.fused_log_probs import token_log_probs
+from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 from slimefsdp.models.lora import Lora, add_adapters
 from slimefsdp.perf_model.flops import executed_flops, forward_flops, training_flops
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
@@ -91,7 +91,7 @@ def test_a_head_computes_the_logits_of_all_its_chunks_but_the_last_again(rows_pe
     targets = torch.zeros(12, dtype=torch.int64)
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as flops:
         log_probs, _ = token_log_probs(
-            hidden, weight, targets, with_entropy=True, chunk_bytes=rows_per_chunk * 50 * 4 * 2
+            HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=rows_per_chunk * 50 * 4 * 2
         )
         log_probs.sum().backward()
     expected = executed_flops(model_spec, np.array([12]), counted_rows=12, recomputed_head=again)

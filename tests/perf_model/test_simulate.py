@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from slimefsdp.batching.cost import CostModel, Strategy
 from slimefsdp.batching.cp_sharding import hybrid_layout, layout_time, tokens_of
-from slimefsdp.batching.plan import plan_batch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.lengths import sample_lengths
 from slimefsdp.perf_model.memory import ByteSizes, Computing, MicroBatches, sharding_traffic, step_memory
 from slimefsdp.perf_model.simulate import MeshShape, Simulation, attention_comm_bytes, simulate
+from tests.support.plans import plan_of
 from tests.support.refusals import refused
 from tests.support.tiers import examples
 
@@ -39,7 +39,7 @@ def test_the_report_adds_up_the_packs_of_the_plan(strategy: Strategy) -> None:
     mesh = MeshShape(dp_replicate=2, dp=2, cp=4)
     found = simulated(mesh, strategy=strategy, samples_per_update=60, computing=RECOMPUTED)
     cost = CostModel.of_model(MODEL, strategy=strategy)
-    plan = plan_batch(LENGTHS, dp=4, max_pack_tokens=4 * 8192, samples_per_update=60, cost_model=cost, cp=4)
+    plan = plan_of(LENGTHS, dp=4, max_pack_tokens=4 * 8192, samples_per_update=60, cost_model=cost, cp=4)
     assert [(u.samples, u.tokens, u.micro_batches) for u in found.updates] == [
         (len(plan.samples_of(u)), LENGTHS[plan.samples_of(u)].sum(), len(plan.updates[u][0])) for u in range(3)
     ]

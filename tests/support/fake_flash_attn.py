@@ -97,7 +97,7 @@ def _flash_attn_varlen_backward(
     _check(dropout_p, causal, window_size_left, window_size_right)
     assert deterministic, "replays must be bit-identical"
     scoring = _scoring(softmax_scale, window_size_left, softcap)
-    grads = eager.backward(dout, q, k, v, out, softmax_lse, call, scoring, causal=causal)
+    grads = eager.backward(dout, (q, k, v), out, softmax_lse, call, scoring, causal=causal)
     for target, grad in zip((dq, dk, dv), grads, strict=True):
         target.copy_(grad)
     CALLS.append({"pass": "backward", "causal": causal, "window": scoring.window, "softcap": scoring.softcap})

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimefsdp.batching.plan import plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -17,6 +16,7 @@ from slimefsdp.rpc import Role
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.metrics import Throughput
 from slimefsdp.training.plan import plan_training
+from tests.support.plans import plan_of
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder, tiny_model
 from tests.support.trainers import CPU, fresh_batch, settings
@@ -37,7 +37,7 @@ def group_of_four() -> RolloutBatch:
 
 def test_tokens_and_operations_a_second_are_those_of_the_updates_taken() -> None:
     batch = group_of_four()
-    plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60, samples_per_update=2)
+    plan = plan_of(batch.lengths, dp=1, max_pack_tokens=60, samples_per_update=2)
     assert len(plan.updates) == 2
     for updates in ((), (0,), (1,), (0, 1)):  # of a skipped one nothing is counted
         chosen = [sample for update in updates for sample in plan.samples_of(update)]
@@ -57,7 +57,7 @@ def test_what_samples_share_is_computed_and_counted_once() -> None:
     batch = group_of_four()
     found = find_prefixes(batch.tokens, batch.lengths)
     assert found is not None
-    plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60, shared=found, min_gain=-np.inf)
+    plan = plan_of(batch.lengths, dp=1, max_pack_tokens=60, shared=found, min_gain=-np.inf)
     assert len(plan.updates[0][0]) == 1, "one pack holds them all"
     metrics = Throughput(ranks=1, model_spec=DIMENSIONS).metrics(plan, batch, 1.0, [0])
     nodes, depths = np.array([20, 3, 4, 5, 6]), np.array([0, 20, 20, 20, 20])
@@ -68,7 +68,7 @@ def test_what_samples_share_is_computed_and_counted_once() -> None:
 
 def test_a_critic_has_no_vocabulary_and_a_frozen_weight_no_gradient() -> None:
     batch = group_of_four()
-    plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60)
+    plan = plan_of(batch.lengths, dp=1, max_pack_tokens=60)
     throughput = Throughput(ranks=1, model_spec=DIMENSIONS, trained_share=0.25, has_vocabulary_head=False)
     flops = training_flops(DIMENSIONS, batch.lengths, counted_rows=0, trained_share=0.25)
     assert throughput.metrics(plan, batch, 1.0, [0])["tflops_per_rank"] == pytest.approx(flops.total / 1e12, rel=1e-12)
@@ -76,7 +76,7 @@ def test_a_critic_has_no_vocabulary_and_a_frozen_weight_no_gradient() -> None:
 
 def test_unknown_dimensions_leave_the_tokens() -> None:
     batch = group_of_four()
-    plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60)
+    plan = plan_of(batch.lengths, dp=1, max_pack_tokens=60)
     metrics = Throughput(ranks=2, model_spec=None, peak_tflops=1.0).metrics(plan, batch, 1.0, [0])
     assert metrics.keys() == {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank"}
 

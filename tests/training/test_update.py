@@ -64,9 +64,9 @@ def watched_update(rank: int, config: RunConfig, batch: RolloutBatch) -> int:
     trainer, original = Trainer(config, device=torch.device("cpu")), step.accumulate_gradients
     watch = FailsWhereTheHostWaits()
 
-    def accumulate_gradients(*args: Any, **kwargs: Any) -> None:
+    def accumulate_gradients(*args: Any, **kwargs: Any) -> Any:
         with watch:
-            original(*args, **kwargs)
+            return original(*args, **kwargs)
 
     step.accumulate_gradients = accumulate_gradients
     try:

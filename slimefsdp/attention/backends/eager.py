@@ -62,9 +62,7 @@ def forward(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     call: CallPlan,
@@ -72,7 +70,8 @@ def backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v in their shapes and dtypes."""
+    """Returns the gradients of q, k and v in their shapes and dtypes."""
+    q, k, v = qkv
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for block in _blocks(call, q, scoring.window, causal=causal):

@@ -58,9 +58,7 @@ def forward(
 
 def backward(
     grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
     call: CallPlan,
@@ -68,7 +66,8 @@ def backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v in their shapes and dtypes."""
+    """Returns the gradients of q, k and v in their shapes and dtypes."""
+    q, k, v = qkv
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     _interface()._flash_attn_varlen_backward(
         grad_out, q, k, v, out, lse, dq, dk, dv, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k,
