@@ -100,7 +100,7 @@ def _follow(config: RunConfig, rank: int) -> int:
             return error.exit_code
         raise
     except RuntimeError as error:
-        from slimefsdp.distributed.torch_errors import lost_a_peer, peer_failed
+        from slimefsdp.distributed.collectives import lost_a_peer, peer_failed
 
         if not lost_a_peer(error):
             raise

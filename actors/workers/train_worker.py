@@ -236,8 +236,8 @@ class TrainWorker(Watched):
                 error.rank = self.rank
             return error
         from actors.workers.oom_advice import memory_error
+        from slimefsdp.distributed.collectives import is_out_of_memory, lost_a_peer, peer_failed
         from slimefsdp.distributed.mesh import choose_device
-        from slimefsdp.distributed.torch_errors import is_out_of_memory, lost_a_peer, peer_failed
 
         try:
             # a collective that was aborted leaves values that may break anything behind it

@@ -30,7 +30,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdvantageInputs:
-    """What estimators read of B samples with R response tokens (at least one each), in the batch's order."""
+    """What estimators read of B samples with R response tokens (each sample has at least one), in the batch's order."""
 
     scores: Floats  # [B] reward of the whole sample: its scalar reward plus all its token rewards
     token_rewards: Floats  # [R] the same where they were earned; the scalar reward at the last trained token
@@ -43,7 +43,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOptions:
-    """The numbers in the formulas; each estimator says which it reads."""
+    """The parameters of the formulas; each estimator documents which ones it reads."""
 
     gamma: float = 1.0
     gae_lambda: float = 1.0
@@ -52,7 +52,7 @@ class AdvantageOptions:
 
 
 class Estimator(NamedTuple):
-    """A function of the table, and what must be true of a batch before it is called."""
+    """An estimator's function, and what it requires of a batch."""
 
     function: Callable[[AdvantageInputs, AdvantageOptions], Floats]  # -> [B] one per sample, or [R] one per token
     reads: tuple[str, ...] = ("rewards",)  # fields of RolloutBatch that must be there
@@ -260,7 +260,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def advantages(inputs: AdvantageInputs, estimator: Estimator, options: AdvantageOptions, *, whiten: bool) -> Floats:
-    """The advantage of every response token, float64 [R]; exactly 0.0 at masked tokens.
+    """Returns the advantage of every response token, float64 [R]; exactly 0.0 at masked tokens.
 
     Without whitening, those of a group whose rewards are all equal are exactly 0.0 under every estimator that compares
     within groups, so that a planner may drop such samples by comparing with zero.
@@ -318,7 +318,7 @@ def whitened(values: Floats, mask: npt.NDArray[np.bool_], epsilon: float = 1e-8)
 
 
 def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
-    """What a critic's values should have been, [R]: gae advantage, not whitened, plus value; 0.0 at masked tokens.
+    """Returns a critic's targets, [R]: GAE advantages, not whitened, plus values; 0.0 at masked tokens.
 
     The lambda-return: with lambda 1 the discounted rewards to go, whatever the values (arXiv 1506.02438, section 5).
     """
@@ -327,7 +327,7 @@ def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def zero_variance_share(scores: npt.NDArray[np.floating], group_ids: Integers) -> float:
-    """The share of groups whose scores are all equal, of those with two samples or more; 0.0 if there are none.
+    """Returns the share of groups with equal scores among groups of two samples or more; 0.0 if there are none.
 
     Args:
         scores: [B].

@@ -64,7 +64,7 @@ def kl_estimate(
     estimator: str,
     old_log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Per-token estimate of KL(policy || reference) in nats, exactly 0 where the two log-probs are equal.
+    """Returns the per-token estimate of KL(policy || reference) in nats; exactly 0 where the two log-probs are equal.
 
     Args:
         log_probs: [tokens] of the policy; the gradient flows through them.
@@ -79,7 +79,7 @@ def kl_estimate(
 
 
 def next_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """The KL coefficient after a step, so that the KL nears its target.
+    """Returns the KL coefficient after a step, moved so that the KL approaches its target.
 
     A proportional controller in log space, Ziegler et al. (arXiv 1909.08593), section 2.2:
     coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and l
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What the losses read about each token; all [tokens], None where nothing reads it."""
+    """What the losses read of each token; all [tokens], None if nothing reads it."""
 
     weights: torch.Tensor
     sample_ids: torch.Tensor  # int64, below num_samples
@@ -56,25 +56,24 @@ class TokenInputs:
     returns: torch.Tensor | None = None  # what its values should be
 
     def at(self, index: torch.Tensor) -> TokenInputs:
-        """The tokens at `index` [pairs]."""
+        """Returns the tokens at `index` [pairs]."""
         return self._each(lambda value: value[index])
 
     def to(self, device: torch.device) -> TokenInputs:
-        """On `device`."""
         return self._each(lambda value: on_device(value, device))
 
     def as_dtype(self, dtype: torch.dtype) -> TokenInputs:
-        """Numbers with a fraction as `dtype`."""
+        """Returns the inputs with floating-point fields in `dtype`."""
         return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     @property
     def sequences(self) -> Sequences:
-        """The sample of each token."""
+        """The sample that each token belongs to."""
         return Sequences(self.sample_ids, self.num_samples)
 
     @property
     def groups(self) -> Sequences | None:
-        """The pair of each token."""
+        """The pair that each token belongs to."""
         return None if self.group_ids is None else Sequences(self.group_ids, self.num_samples)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenInputs:
@@ -99,7 +98,7 @@ class Objective:
     trains_without_advantage: bool = False  # a token of advantage 0 has a gradient
 
     def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
-        """The 0-d loss of one pack.
+        """Returns the 0-d loss of one pack.
 
         Args:
             outputs: of the policy, [2 or 3, tokens]: log-probs and entropies, and the KL over the whole vocabulary
@@ -158,7 +157,7 @@ class Objective:
         return per_token
 
     def _kl(self, outputs: torch.Tensor, old: torch.Tensor, ref_log_probs: torch.Tensor | None) -> torch.Tensor:
-        """KL(policy || reference) of each token."""
+        """Returns KL(policy || reference) of each token."""
         if len(outputs) > 2:
             return outputs[2]
         assert ref_log_probs is not None
@@ -168,7 +167,7 @@ class Objective:
     def _correction(
         self, current: torch.Tensor, old: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
     ) -> torch.Tensor:
-        """Weights of the policy loss, [tokens] without graph: how the engine's probabilities differ from ours."""
+        """Returns importance weights of the policy loss for the engine's probabilities, [tokens], without a graph."""
         assert inputs.advantages is not None
         sequences, options = inputs.sequences, self.correction_options
         nowhere = torch.zeros_like(current, dtype=torch.bool)

@@ -29,17 +29,21 @@ class Sequences:
     count: int  # may be larger than how many occur, such as the samples of the whole batch
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Of `values` [tokens] over each sequence, [count]; 0 where a sequence has no token; differentiable."""
+        """Returns the sum of `values` [tokens] over each sequence, [count]; 0 for a sequence without tokens;
+        differentiable.
+        """
         # in float64: atomics add in any order on a GPU, and ranks that hold the same pack must decide alike
         totals = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         return totals.index_add(0, self.index, values.double()).to(values.dtype)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Of `values` [tokens] over each sequence, [count]; 0 where a sequence has no token; differentiable."""
+        """Returns the mean of `values` [tokens] over each sequence, [count]; 0 for a sequence without tokens;
+        differentiable.
+        """
         return self.sum(values) / self.lengths().clamp(min=1)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """To each token the value of its sequence, [count] to [tokens]; differentiable."""
+        """Returns for each token the value of its sequence, [count] to [tokens]; differentiable."""
         return per_sequence.index_select(0, self.index)
 
     def lengths(self) -> torch.Tensor:
@@ -67,7 +71,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """The numbers that the losses have; which of them a loss reads stands in its docstring."""
+    """The parameters of the losses; each loss documents which ones it reads."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -198,7 +202,8 @@ def dpo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
 
 
 def pair_metrics(tokens: PolicyTokens, beta: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What DPO says of each pair, by the field's names, and which pairs have tokens here; all [pairs], no graph.
+    """Returns DPO's metrics of each pair, under the field's names, and which pairs have tokens here; all [pairs], no
+    graph.
 
     The implicit reward of a sample is beta * log(policy / reference), summed over its trained tokens.
     """

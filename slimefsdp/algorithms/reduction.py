@@ -81,7 +81,7 @@ def token_weights(
     constant_length: int | None = None,
     denominator: float | None = None,
 ) -> npt.NDArray[np.float64]:
-    """The weight of each response token of one update, so that its loss is sum(weight * per-token loss).
+    """Returns the weight of each response token of one update, so that the loss is sum(weight * per-token loss).
 
     When one update is computed in several calls, give each of them the denominator of the whole
     (`update_denominator` of all its tokens): their sums then add up to the whole. A sample's tokens must stay in one
@@ -120,7 +120,7 @@ def sample_weights(
     constant_length: int | None = None,
     denominator: float | None = None,
 ) -> npt.NDArray[np.float64]:
-    """The weight of each trained token of a sample, float64 [samples]; 0 where it has none.
+    """Returns the weight of each trained token of a sample, float64 [samples]; 0 for a sample without trained tokens.
 
     Args:
         counts: int64 [samples], trained tokens of each.
@@ -154,7 +154,7 @@ def update_denominator(
     *,
     group_ids: Integers | None = None,
 ) -> float:
-    """The denominator of these tokens: how many tokens, samples or prompts are trained (see the table).
+    """Returns the denominator of these tokens: the number of trained tokens, samples or prompts (see the table).
 
     Arguments and errors as in `token_weights`. Adds up over calls that hold different samples, under prompt_mean
     different prompts; 0.0 if no token is trained.

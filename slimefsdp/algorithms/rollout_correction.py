@@ -23,7 +23,7 @@ from slimefsdp.algorithms.policy_losses import Sequences
 
 @dataclass(frozen=True, slots=True)
 class CorrectionOptions:
-    """Bounds on rho, and what else drops a sequence; None: no such bound."""
+    """Bounds on rho, and what else drops a sequence; None: no bound."""
 
     low: float | None = None
     high: float | None = None
@@ -39,7 +39,7 @@ class Correction(NamedTuple):
     above: torch.Tensor  # bool, truncated or dropped because it is above `high`
 
     def dropping(self, dropped: torch.Tensor) -> Correction:
-        """The same with weight 0 where `dropped` [tokens] bool."""
+        """Returns the same correction with weight 0 where `dropped` [tokens] bool."""
         return self._replace(weights=self.weights.masked_fill(dropped, 0.0))
 
 
@@ -49,7 +49,7 @@ def _truncated(rho: torch.Tensor, options: CorrectionOptions) -> Correction:
 
 
 def _masked(rho: torch.Tensor, judged: torch.Tensor, options: CorrectionOptions) -> Correction:
-    """Weight rho where `judged` is within the bounds, else 0."""
+    """Returns the weight rho where `judged` is within the bounds, else 0."""
     nowhere = torch.zeros_like(judged, dtype=torch.bool)
     below = nowhere if options.low is None else judged < options.low
     above = nowhere if options.high is None else judged > options.high
@@ -134,7 +134,7 @@ def kept_by_opsm(
 
 
 class Statistic(NamedTuple):
-    """Something of an update whose mean or maximum is wanted."""
+    """A quantity of an update whose mean or maximum is reported."""
 
     kind: Literal["mean", "max"]
     values: torch.Tensor  # one a token, or one a sequence of `Sequences`
@@ -145,7 +145,7 @@ Statistics = dict[str, Statistic]
 
 
 def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statistics:
-    """How far the engine's probabilities are from the trainer's, whatever is done about it.
+    """Measures how far the engine's probabilities are from the trainer's, before any correction.
 
     | name                     | values a token, or a sequence (s), whose mean or maximum is wanted                 |
     |--------------------------|------------------------------------------------------------------------------------|
@@ -170,7 +170,7 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
 
 
 def correction_statistics(correction: Correction, sequences: Sequences) -> Statistics:
-    """What a correction did; its weights may have been zeroed further by a veto or by OPSM.
+    """Measures the effect of a correction, whose weights a veto or OPSM may have zeroed further.
 
     | name                         | values a token, or a sequence (s), whose mean is wanted                    |
     |------------------------------|----------------------------------------------------------------------------|

@@ -49,12 +49,12 @@ def clipped_value_loss(
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The critic's loss of a pack under the update's token weights; called as the policy's `Objective`."""
+    """The critic's loss of a pack under the update's token weights; it is called like the policy's `Objective`."""
 
     clip: float | None = 0.2
 
     def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
-        """The 0-d loss of one pack.
+        """Returns the 0-d loss of one pack.
 
         Args:
             outputs: of the critic, [1, tokens]: values, with their graph.
@@ -77,7 +77,7 @@ class ValueObjective:
 
 
 def value_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of an update whose sums `ValueObjective` filled, over all its tokens: with `explained_variance`.
+    """Returns the metrics of an update from the sums that `ValueObjective` filled, with `explained_variance`.
 
     It is 1 - Var(R - v) / Var(R): 1 where values are right, 0 where a constant would do as well; absent where returns
     do not vary.

@@ -72,13 +72,13 @@ class CallPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no segment at all, as on a rank without tokens."""
+        """Whether there are no segments, as on a rank without tokens."""
         return len(self.cu_q) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCall:
-    """What a rank's queries see of one source's keys, all of it in their past: a non-causal call."""
+    """A non-causal call: a rank's queries over keys of one source, all of which precede them."""
 
     segments: CallPlan
     q_rows: Rows  # [q_tokens] among the local rows
@@ -87,7 +87,7 @@ class SourceCall:
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """The calls of one rank for one pack, keys arriving source by source."""
+    """One rank's calls for one pack, with keys arriving source by source."""
 
     own: CallPlan  # causal, over the rank's own rows
     sources: tuple[SourceCall | None, ...]  # by rank
@@ -97,7 +97,7 @@ class RingPlan:
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """One causal call of one rank: queries are its rows, keys are rows of [its own rows, the others' sent rows]."""
+    """One causal call of one rank. Queries are its rows; keys are rows of [its own rows, the rows other ranks send]."""
 
     call: CallPlan
     key_rows: torch.Tensor  # int64 [k_tokens]
@@ -107,7 +107,7 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class UlyssesPlan:
-    """How the rows of all ranks, one rank after the other, make up the pack."""
+    """How the rows of all ranks, rank after rank, make up the pack."""
 
     counts: tuple[int, ...]  # rows of every rank
     pack_to_ranks: torch.Tensor  # int64 [tokens]: the place, rank after rank, of every row of the pack
@@ -115,7 +115,7 @@ class UlyssesPlan:
 
 
 def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None) -> RingPlan:
-    """The plan of `rank`.
+    """Returns the ring plan of `rank`.
 
     Args:
         layout: the pieces of every rank.
@@ -147,7 +147,7 @@ def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
 def gather_plan(
     layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None
 ) -> GatherPlan:
-    """The plan of `rank`; arguments as for `ring_plan`."""
+    """Returns the all-gather plan of `rank`; arguments as for `ring_plan`."""
     forest = _Forest(layout, parents)
     sent = sent_pieces(layout, parents)
     # the key buffer: own rows, then the others' sent rows, rank after rank
@@ -174,7 +174,7 @@ def gather_plan(
 
 
 def ulysses_plan(layout: Layout, device: torch.device) -> UlyssesPlan:
-    """The same on every rank."""
+    """Returns the Ulysses plan, which is the same on every rank."""
     pieces = [piece for owned in layout for piece in owned]
     parts = [torch.arange(piece.start, piece.end) for piece in pieces]
     ranks_to_pack = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
@@ -186,7 +186,7 @@ def ulysses_plan(layout: Layout, device: torch.device) -> UlyssesPlan:
 
 
 class _Forest:
-    """The pieces of every rank by node, and the one predicate."""
+    """The pieces of every rank by node, and which pieces see which."""
 
     def __init__(self, layout: Layout, parents: Sequence[int | None] | None) -> None:
         self.layout = layout
@@ -202,7 +202,7 @@ class _Forest:
             self._all_parts.setdefault(node, []).append(part)
 
     def seen_by(self, piece: Piece, source: int | None, *, own_node: bool = True) -> list[Piece]:
-        """The pieces of one rank, or of all, that `piece` sees, root first and in order."""
+        """Returns the pieces of one rank, or of all ranks, that `piece` sees, root first and in order."""
         seen = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]
         if own_node:
             seen += [part for part in self._parts(piece.node, source) if part.end <= piece.start]
@@ -215,7 +215,7 @@ class _Forest:
 def _source_call(
     forest: _Forest, rank: int, source: int, key_offsets: dict[Piece, int], device: torch.device
 ) -> SourceCall | None:
-    """Pieces that see the same keys of the source share a segment."""
+    """Builds the call over one source; pieces that see the same keys share a segment."""
     queries_of: dict[tuple[Piece, ...], list[Piece]] = {}
     for piece in forest.layout[rank]:
         # within the rank, a piece's own node is the causal call's affair
@@ -236,7 +236,7 @@ def _tokens(pieces: Iterable[Piece]) -> int:
 
 
 def _offsets(pieces: Iterable[Piece]) -> dict[Piece, int]:
-    """Where each piece begins when they lie end to end."""
+    """Returns where each piece begins when the pieces are concatenated."""
     offsets, end = {}, 0
     for piece in pieces:
         offsets[piece] = end

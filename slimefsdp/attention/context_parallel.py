@@ -65,11 +65,11 @@ class Attention:
 
     @property
     def padding_multiple(self) -> int:
-        """Packs must have a multiple of this many tokens; 1 for all strategies of our own."""
+        """Packs have a multiple of this many tokens; 1 for all of our own strategies."""
         return self.comm.size if self.comm is not None and self.choice.name == "ring_flash_attn" else 1
 
     def layout(self, cu_seqlens: Sequence[int], forest: Forest | None = None) -> Layout:
-        """Which rank computes which tokens of a pack whose nodes have these offsets and hang together like this."""
+        """Returns which rank computes which tokens of a pack with these node offsets and this forest."""
         if self.comm is None:
             return zigzag_layout(cu_seqlens, 1)
         if self.choice.name == "ring_flash_attn":
@@ -80,7 +80,7 @@ class Attention:
     def for_pack(
         self, layout: Layout, device: torch.device, parents: Sequence[int | None] | None = None
     ) -> PackAttention:
-        """What every layer calls for one pack.
+        """Returns the attention of every layer over one pack.
 
         Args:
             layout: of `self.layout`.
@@ -103,7 +103,7 @@ class Attention:
 
 
 def _local(layout: Layout, device: torch.device, parents: Sequence[int | None] | None) -> PackAttention:
-    """Attention over a whole pack on one rank."""
+    """Computes attention over a whole pack on one rank."""
     assert len(layout) == 1
     calls = ring_plan(layout, 0, device, parents)
     # a window reaches from a node into its parent: the calls cannot be parted there

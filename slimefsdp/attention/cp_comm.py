@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class Transfer:
-    """Messages under way; what they read and write must not be touched before `wait`."""
+    """Messages in flight; their buffers must not be touched before `wait`."""
 
     def __init__(
         self, received: list[torch.Tensor], requests: Sequence[dist.Work], sent: Sequence[torch.Tensor]
@@ -19,14 +19,16 @@ class Transfer:
         self._sent = sent  # kept alive until the messages are out
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors received, once they are complete."""
+        """Returns the received tensors once they are complete."""
         for request in self._requests:
             request.wait()
         return self._received
 
 
 class Comm:
-    """The ranks that share a pack. All make the same calls in the same order; sizes may differ, and may be 0."""
+    """Communication between the ranks that share a pack. All make the same calls in the same order; sizes may differ or
+    be 0.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
@@ -50,7 +52,7 @@ class Comm:
         return self._start([(outgoing[r], r) for r in others], [(arriving[r], r) for r in reversed(others)])
 
     def all_to_all(self, rows: torch.Tensor, outgoing: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
-        """Sends outgoing[r] rows to every rank r and receives arriving[r] from it, both rank after rank."""
+        """Sends outgoing[r] rows to every rank r and receives arriving[r] from it; both are concatenated by rank."""
         received = rows.new_empty(sum(arriving), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), list(arriving), list(outgoing), group=self._group)
         self.sent_bytes += (rows.shape[0] - outgoing[self.rank]) * rows[0:1].nbytes

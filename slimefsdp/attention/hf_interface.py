@@ -24,7 +24,7 @@ _UNSUPPORTED = {"position_bias": "a position bias", "cache_position_bias": "a po
 
 
 def register_attention() -> str:
-    """Makes our attention known to transformers; returns the name to load a model with.
+    """Registers our attention with transformers; returns the name to load a model with.
 
     Raises:
         ModelError: this transformers calls attention functions in a way this code was not written for.
@@ -35,7 +35,7 @@ def register_attention() -> str:
 
 
 def check_attention_interface(builtin: Any) -> None:
-    """Compares transformers' own attention function with the calling convention ours relies on.
+    """Compares transformers' own attention function with the calling convention that ours relies on.
 
     Raises:
         ModelError: the leading parameters differ, or `scaling`, `dropout` or further keywords are not accepted.
@@ -69,7 +69,9 @@ def _attention(
     pack_attention: PackAttention | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, heads, tokens, head_dim], key/value [1, kv_heads, tokens, head_dim] to [1, tokens, heads, head_dim]."""
+    """Maps query [1, heads, tokens, head_dim] and key/value [1, kv_heads, tokens, head_dim] to [1, tokens, heads,
+    head_dim].
+    """
     if pack_attention is None or attention_mask is not None:
         raise ModelError(
             f"{type(module).__name__} was called without a pack's attention, or with a mask of its own",
@@ -95,7 +97,7 @@ def _attention(
 
 
 def _scale_of(module: torch.nn.Module, head_dim: int) -> float:
-    """The scale of a layer that names none: GPT-2 of transformers 5.0 leaves its own rules to the function."""
+    """Returns the scale of a layer that passes none: GPT-2 of transformers 5.0 leaves it to the attention function."""
     scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
     if getattr(module, "scale_attn_by_inverse_layer_idx", False):
         scale /= int(getattr(module, "layer_idx", 0)) + 1

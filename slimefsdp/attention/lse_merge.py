@@ -31,7 +31,7 @@ def merge_rows(out: torch.Tensor, lse: torch.Tensor, rows: Rows, part: torch.Ten
 
 
 def add_rows(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
-    """Adds to some rows, in place; a row may be named several times.
+    """Adds to some rows, in place; a row may occur several times.
 
     Args:
         total: [tokens, heads, head_dim].
@@ -45,13 +45,15 @@ def add_rows(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
 
 
 def absorb_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp with one sink logit a head, `sinks` [heads], among the keys."""
+    """Returns output and log-sum-exp with one more key per head, whose logit is in `sinks` [heads]."""
     merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * _share(lse, merged), merged
 
 
 def sinks_grad(grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Gradient of the sink logits, [heads]: minus each sink's probability times what its row's output was pulled by."""
+    """Returns the gradient of the sink logits, [heads]: minus the sum over rows of the sink's probability times
+    rowsum(dO * O).
+    """
     pull = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).t()  # [heads, tokens]
     return -((sinks.to(lse.dtype)[:, None] - lse).exp() * pull).sum(1).to(sinks.dtype)
 

@@ -26,7 +26,7 @@ def ring_attention(
     scoring: AttentionParams,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries, [local_tokens, heads, head_dim].
+    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim].
 
     Args:
         q: [local_tokens, heads, head_dim].
@@ -120,7 +120,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Ring:
-    """The order in which one rank meets the sources, and what it passes on meanwhile."""
+    """The order in which one rank receives the sources' keys, and what it passes on meanwhile."""
 
     def __init__(self, plan: RingPlan, comm: Comm | None) -> None:
         self._plan = plan
@@ -131,14 +131,14 @@ class _Ring:
         self.order = [(rank - step) % size for step in range(size if self.travels else 1)]
 
     def start(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
-        """Sends those of this rank's own rows that other ranks see."""
+        """Sends this rank's own rows that other ranks see."""
         if len(self.order) == 1:
             return None
         rows = self._plan.sent_rows
         return self.pass_on(torch.stack([k[rows], v[rows]]), 0)
 
     def pass_on(self, held: torch.Tensor, step: int) -> Transfer | None:
-        """Sends what was held at `step`, unless everybody has seen it."""
+        """Sends the rows that arrived at `step`, unless every rank has seen them."""
         if step + 1 >= len(self.order):
             return None
         assert self._comm is not None
@@ -146,19 +146,19 @@ class _Ring:
 
     @staticmethod
     def received(transfer: Transfer | None) -> torch.Tensor:
-        """[2, rows, kv_heads, head_dim]: a source's keys and values."""
+        """Returns a source's keys and values, [2, rows, kv_heads, head_dim]."""
         assert transfer is not None
         return transfer.wait()[0]
 
     def accumulator(
         self, returning: Transfer | None, source: int, *, like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The gradient sums of a source's keys and values, as the previous rank left them, or zeros at the first."""
+        """Returns the sums of a source's key and value gradients from the previous rank, or zeros on the first one."""
         if returning is not None:
             return returning.wait()[0]
         return like.new_zeros(2, self._plan.sent_counts[source], *like.shape[1:], dtype=dtype)
 
     def hand_over(self, sums: torch.Tensor, source: int) -> Transfer:
-        """Sends the sums to the next rank and receives those of the next source; the owner's come last."""
+        """Sends the sums to the next rank and receives those of the next source; the owner receives its own last."""
         assert self._comm is not None
         return self._comm.pass_on(sums, self._plan.sent_counts[(source - 1) % self._comm.size])

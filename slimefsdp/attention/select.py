@@ -22,7 +22,7 @@ _KERNEL_NAMES = {"flash_attn": "the flash-attn package", "flash_attn_3": "FlashA
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What of a model decides which strategies and kernels can serve it."""
+    """The properties of a model that decide which strategies and kernels can serve it."""
 
     heads: int
     kv_heads: int
@@ -33,7 +33,7 @@ class AttentionShape:
 
     @classmethod
     def of_model_spec(cls, model_spec: ModelSpec) -> AttentionShape:
-        """As config.json says it, which is what the built model has."""
+        """Returns the shape from config.json; the built model has the same."""
         return cls(
             model_spec.heads,
             model_spec.kv_heads,
@@ -46,7 +46,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A strategy, and why it was taken."""
+    """A strategy, and why it was chosen."""
 
     name: StrategyName | Literal["local"]
     reason: str
@@ -56,14 +56,16 @@ class Choice:
 
     @property
     def traffic(self) -> Strategy:
-        """Whose bytes it sends: the ring-flash-attn package gathers all keys; one rank sends nothing under any."""
+        """The strategy that describes the bytes sent: the ring-flash-attn package gathers all keys; one rank sends
+        nothing.
+        """
         if self.name == "ring_flash_attn":
             return "all_gather"
         return "ring" if self.name == "local" else self.name
 
 
 def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionShape, cp: int) -> Choice:
-    """The strategy of a model over `cp` ranks.
+    """Returns the strategy of a model over `cp` ranks.
 
     Raises:
         ConfigError: naming `attention.strategy`; the one asked for cannot serve this model on this mesh.
@@ -94,12 +96,12 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
 
 
 def serving_strategies(shape: AttentionShape, cp: int) -> list[Strategy]:
-    """Of the strategies that need no package, those that can serve a model over `cp` ranks."""
+    """Returns the strategies without a package that can serve a model over `cp` ranks."""
     return [name for name in STRATEGIES if not _problem(name, shape, cp)]
 
 
 def _problem(name: StrategyName, shape: AttentionShape, cp: int) -> str | None:
-    """Why a strategy cannot serve; None: it can."""
+    """Returns why a strategy cannot serve the model; None: it can."""
     if name == "ring" and shape.has_windows:
         return "the ring cannot express sliding windows, which this model has"
     if name == "ulysses" and shape.heads % cp:
@@ -114,7 +116,7 @@ def _problem(name: StrategyName, shape: AttentionShape, cp: int) -> str | None:
 
 
 def check_kernel(setting: KernelSetting, shape: AttentionShape, *, deterministic: bool) -> None:
-    """Whether the kernels that are asked for compute every attention call of a model.
+    """Checks that the chosen kernels compute every attention call of a model.
 
     Args:
         deterministic: as run.deterministic.
@@ -143,7 +145,7 @@ def check_kernel(setting: KernelSetting, shape: AttentionShape, *, deterministic
 
 
 def is_flash_head_dim(head_dim: int) -> bool:
-    """Whether flash kernels on CUDA take heads of so many features: whole 16-byte words, and not too many."""
+    """Returns whether flash kernels on CUDA take this head size: whole 16-byte words, up to a limit."""
     return head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
@@ -154,6 +156,8 @@ def _head_dim_problem(name: str, head_dim: int) -> str:
 
 
 def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
-    """As many as ranks can share out evenly, each with its own query heads; at worst one for every query head."""
+    """Returns the number of key/value heads that ranks can share evenly, each with its own query heads; at most one per
+    query head.
+    """
     repeated = math.lcm(kv_heads, cp)
     return repeated if heads % repeated == 0 else heads

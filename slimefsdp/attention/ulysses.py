@@ -27,7 +27,7 @@ def ulysses_attention(
     attend: LocalAttention,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries, [local_tokens, heads, head_dim].
+    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim].
 
     Args:
         q: [local_tokens, heads, head_dim]; heads a multiple of the number of ranks.
@@ -51,7 +51,9 @@ def ulysses_attention(
 
 
 class _ToHeads(torch.autograd.Function):
-    """[local_tokens, ranks, heads, head_dim] to [tokens, heads, head_dim] of this rank's heads, in the pack's order."""
+    """Exchanges [local_tokens, ranks, heads, head_dim] for [tokens, heads, head_dim] of this rank's heads, in pack
+    order.
+    """
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:
@@ -64,7 +66,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """The way back: [tokens, heads, head_dim] to [local_tokens, ranks, heads, head_dim]."""
+    """Exchanges [tokens, heads, head_dim] for [local_tokens, ranks, heads, head_dim]; inverse of `_ToHeads`."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:

@@ -30,7 +30,7 @@ _BAND, _LONG_BAND = 64, 512  # query rows per masked call: with up to so many ke
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the backward needs from the forward beyond its inputs and output."""
+    """What the backward needs of the forward besides inputs and output."""
 
     lse: torch.Tensor  # [heads, tokens] natural log, at least float32
     rng_state: torch.Tensor | None = None  # torch's CUDA kernel hands these through
@@ -40,7 +40,7 @@ class Saved:
 def varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: AttentionParams, *, causal: bool
 ) -> tuple[torch.Tensor, Saved]:
-    """Attention of each query segment over its key segment.
+    """Computes the attention of each query segment over its key segment.
 
     Args:
         q: [q_tokens, heads, head_dim].
@@ -130,7 +130,7 @@ def varlen_backward(
 
 
 def _kernel_for(q: torch.Tensor, scoring: AttentionParams) -> Literal["cpu", "cuda", "plain", "flash_attn"]:
-    """Which kernel computes a call; the same one in forward and backward."""
+    """Returns the kernel of a call, the same in forward and backward."""
     if scoring.kernel == "flash_attn":
         return "flash_attn"
     if scoring.softcap is not None:
@@ -168,12 +168,12 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _by_segment(x: torch.Tensor, segments: Sequence[_Segment]) -> tuple[torch.Tensor, ...]:
-    """[tokens, heads, head_dim] as [1, heads, rows, head_dim] of each segment."""
+    """Splits [tokens, heads, head_dim] into [1, heads, rows, head_dim] of each segment."""
     return _heads_first(x).split([segment.rows for segment in segments], 2)
 
 
 class _Segment(NamedTuple):
-    """What one call of the CPU kernel computes; the rows of all, one after the other, are all queries."""
+    """One call of the CPU kernel. The rows of all calls, concatenated, are all queries."""
 
     rows: int
     first_key: int
@@ -182,7 +182,7 @@ class _Segment(NamedTuple):
 
 
 def _masked_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool) -> list[_Segment]:
-    """The CPU kernel's calls for a call, worked out once: every layer asks in forward and backward."""
+    """Returns the CPU kernel's calls for a call plan, cached because every layer asks in forward and backward."""
     asked = (window, dtype, causal)
     if asked not in call.prepared:
         call.prepared[asked] = list(_make_segments(call, window, dtype, causal=causal))
@@ -191,8 +191,9 @@ def _masked_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, 
 
 
 def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool) -> Iterator[_Segment]:
-    """The kernel's own causal mask aligns queries and keys at their beginning, so it serves segments of equal lengths
-    alone. Others, and where it pays, are cut into bands of queries with a mask each.
+    """Yields the CPU kernel's calls. The kernel's own causal mask aligns queries and keys at their beginning, so it
+    only serves segments of equal lengths. Other segments, and those for which it is faster, are cut into bands of
+    queries with a mask each.
     """
     triangles: dict[int, torch.Tensor] = {}
     masks: dict[tuple[int, ...], torch.Tensor] = {}
@@ -217,7 +218,9 @@ def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, ca
 
 
 def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """[band, keys] mask of a band of queries, the last of which sees all keys; masks of fewer keys are its columns."""
+    """Returns the [band, keys] mask of a band of queries whose last query sees all keys; its columns are the masks of
+    fewer keys.
+    """
     mask = torch.zeros(band, keys, dtype=dtype)
     mask[:, -band:].masked_fill_(torch.ones(band, band, dtype=torch.bool).triu(1), float("-inf"))
     return mask
@@ -226,7 +229,7 @@ def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
 def _windowed_segments(
     k0: int, queries: int, more: int, window: int, dtype: torch.dtype, masks: dict[tuple[int, ...], torch.Tensor]
 ) -> Iterator[_Segment]:
-    """Of one segment, with `more` keys than queries.
+    """Yields the calls of one windowed segment, with `more` keys than queries.
 
     Args:
         masks: found so far, which most bands share.

@@ -28,7 +28,7 @@ Packs = list[list[int]]  # positions in the order of descending length, pack by 
 
 
 def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items pack by pack and rank by rank, equally many packs for every rank, its costliest first.
+    """Packs items for every rank: equally many packs each, a rank's costliest first.
 
     11/9 of the fewest possible packs at most, plus one and the rounding to dp (first-fit decreasing, Dosa 2007).
 
@@ -67,7 +67,7 @@ def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) 
 
 
 def _bounds_of_packs(tokens: np.ndarray, cap: int) -> tuple[int, int]:
-    """The least and the most packs that first-fit decreasing can make.
+    """Returns the least and the most packs that first-fit decreasing can make.
 
     It opens a pack for an item only where no other has room for it: all of those hold more than the cap less the
     longest item.
@@ -77,7 +77,9 @@ def _bounds_of_packs(tokens: np.ndarray, cap: int) -> tuple[int, int]:
 
 
 def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
-    """First-fit decreasing, pack by pack: a pack takes the longest item left that fits until none does."""
+    """Packs by first-fit decreasing, pack by pack: a pack takes the longest remaining item that fits
+    until none does.
+    """
     ascending = [-length for length in tokens]
     num_items = len(tokens)
     next_left = list(range(num_items + 1))  # union-find: leads to the first item left at or after a position
@@ -101,7 +103,7 @@ def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
 
 
 def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.ndarray:
-    """As `_balanced_packs` without a cap; where no pack of the result exceeds one, it is that of `_balanced_packs`."""
+    """Balances without a cap. If no pack of the result exceeds the cap, it is the result of `_balanced_packs`."""
     rank_of = _least_loaded(work, dp)
     if micro_batches == 1:
         return rank_of
@@ -113,7 +115,7 @@ def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.
 
 
 def _least_loaded(work: np.ndarray, places: int) -> np.ndarray:
-    """Of each item the place with least work when it comes, the first of equal ones, int64 [items]."""
+    """Assigns each item in turn to the bin with the least work, the first of equal ones; int64 [items]."""
     keys = list(range(places))
     taken = [heapreplace(keys, keys[0] + added) for added in (work * places).tolist()]
     return np.array(taken, dtype=np.int64) % places
@@ -122,7 +124,8 @@ def _least_loaded(work: np.ndarray, places: int) -> np.ndarray:
 def _balanced_packs(
     tokens: Sequence[int], work: np.ndarray, dp: int, micro_batches: int, cap: int
 ) -> np.ndarray | None:
-    """The pack of every item, int64, numbered rank by rank: longest item first, to the rank and pack with least work.
+    """Returns the pack of every item, int64, numbered rank by rank: longest item first, to the rank and pack with the
+    least work.
 
     Returns None if an item finds no room. Items only get shorter, so a pack without room for the present one is
     parked and reopened once it has room, and so is a rank without an open pack: a few heap operations per item,
@@ -169,7 +172,7 @@ def _reopen(parked: list[tuple[int, int]], is_open: list[int], length: int) -> N
 
 
 def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
-    """As many packs as asked for, by halving the costliest that can be halved; empty ones only where none can."""
+    """Halves the costliest pack that can be halved until there are enough packs; adds empty ones if none can."""
     packs = list(packs)
     splittable = [
         (-cost, index) for index, cost in enumerate(_costs_of(packs, costs).tolist()) if len(packs[index]) > 1
@@ -186,7 +189,9 @@ def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
 
 
 def _dealt(packs: Packs, costs: np.ndarray, dp: int) -> np.ndarray:
-    """The pack of every item, rank by rank: of every dp packs of similar cost, the costliest to the rank with least."""
+    """Returns the pack of every item, rank by rank: of every dp packs of similar cost, the costliest goes to the least
+    loaded rank.
+    """
     pack_costs = _costs_of(packs, costs)
     tiers = np.argsort(-pack_costs, kind="stable").reshape(-1, dp)  # [micro_batches, dp]
     number = np.empty(len(packs), dtype=np.int64)  # of every pack, rank by rank
@@ -202,7 +207,7 @@ def _dealt(packs: Packs, costs: np.ndarray, dp: int) -> np.ndarray:
 
 
 def _flat(packs: Packs) -> tuple[np.ndarray, np.ndarray]:
-    """(positions end to end, the pack each is in); int64 [samples] both."""
+    """Returns concatenated positions and the pack of each; int64 [samples] both."""
     positions = np.fromiter(chain.from_iterable(packs), np.int64)
     return positions, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
 

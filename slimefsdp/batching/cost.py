@@ -26,7 +26,7 @@ FLOPS_PER_BYTE = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Estimated time of a sample of n tokens: linear * n + quadratic * n^2, and n^2 cut off at a window.
+    """Estimates the time of a sample of n tokens: linear * n + quadratic * n^2, with n^2 limited by a sliding window.
 
     A forward pass through a transformer layer of hidden size h takes about 24 h^2 n FLOPs in its matrices (12 h^2
     weights) and 4 h n^2 in the two attention products, half of which the causal mask saves: quadratic / linear is
@@ -41,7 +41,7 @@ class CostModel:
     splits_heads: bool = False  # Ulysses: attention is even over the cp ranks, whoever owns the tokens
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
-        """Costs, float64, in the shape of lengths."""
+        """Returns the costs, float64, in the shape of lengths."""
         tokens = lengths.astype(np.float64)
         work = tokens * (self.linear + self.quadratic * tokens)
         if self.windowed:
@@ -50,7 +50,7 @@ class CostModel:
         return work
 
     def cost_after_split(self, lengths: np.ndarray, *, cp: int, is_cut: np.ndarray) -> np.ndarray:
-        """Estimated time of samples, or of what they begin with, on cp ranks that share their work evenly.
+        """Returns the estimated time of samples, or of prefixes, on cp ranks that share their work evenly.
 
         Args:
             lengths: tokens, from the beginning of each sample.
@@ -63,7 +63,7 @@ class CostModel:
         return (self.cost(lengths) + sent) / cp
 
     def of_owner(self) -> CostModel:
-        """The part of the work that falls to the rank that owns a token."""
+        """Returns the part of the work that falls to the rank that owns a token."""
         return CostModel(linear=self.linear, quadratic=0.0, comm=0.0) if self.splits_heads else self
 
     @classmethod
@@ -76,7 +76,7 @@ class CostModel:
         flops_per_byte: float = FLOPS_PER_BYTE,
         attention_slowdown: float = 1.0,
     ) -> CostModel:
-        """The cost of this model's tokens: all matrices it runs a token through, the head included.
+        """Returns the costs of a model's tokens: all matrices that a token runs through, the head included.
 
         Args:
             strategy: how cp ranks exchange keys and values.

@@ -26,7 +26,7 @@ MAX_IMBALANCE = 1.05  # work of the busiest cp rank over the mean; whole sequenc
 
 
 class Piece(NamedTuple):
-    """Tokens [start, end) of the pack, all of sequence `node`."""
+    """Tokens [start, end) of the pack, all of the sequence `node`."""
 
     node: int
     start: int
@@ -37,7 +37,8 @@ Layout = list[list[Piece]]  # the pieces of every cp rank, each rank's in ascend
 
 
 def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
-    """Every sequence in 2*cp chunks as even as can be; one too short for that stays whole, where tokens are fewest.
+    """Cuts every sequence into 2*cp chunks of nearly equal size; a shorter sequence stays whole, on the rank with the
+    fewest tokens.
 
     Args:
         cu_seqlens: [sequences + 1] offsets of the sequences in the pack, first 0.
@@ -73,7 +74,8 @@ def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
 def hybrid_layout(
     cu_seqlens: Sequence[int], cp: int, cost: CostModel = DEFAULT_COST_MODEL, forest: Forest | None = None
 ) -> Layout:
-    """The longest sequences cut, the others whole; how many is whatever is estimated to take the least time.
+    """Cuts the longest sequences and keeps the others whole; the number to cut is the one with the least estimated
+    time.
 
     No rank holds more than its even share of the tokens, rounded up, so a pack of at most cp times a rank's cap keeps
     every rank below it. Never slower by the estimate (`layout_time`) than `zigzag_layout` where that keeps this too.
@@ -110,12 +112,11 @@ def hybrid_layout(
 
 
 def tokens_of(layout: Layout) -> list[int]:
-    """Tokens that every rank owns, [cp]."""
     return [sum(piece.end - piece.start for piece in pieces) for pieces in layout]
 
 
 def sent_pieces(layout: Sequence[Sequence[Piece]], parents: Sequence[int | None] | None = None) -> Layout:
-    """Of every rank's pieces those whose keys and values another rank needs; only they travel.
+    """Returns the pieces of every rank whose keys and values other ranks need; only these are sent.
 
     A piece is needed where another rank has a later piece of its node, or a piece of a node below it.
 
@@ -142,7 +143,7 @@ def sent_pieces(layout: Sequence[Sequence[Piece]], parents: Sequence[int | None]
 
 
 def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
-    """The nodes above a node, root first."""
+    """Returns the nodes above a node, root first."""
     above: list[int] = []
     parent = None if parents is None else parents[node]
     while parents is not None and parent is not None:
@@ -152,12 +153,14 @@ def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
 
 
 def sent_rows(layout: Layout, parents: Sequence[int | None] | None = None) -> list[int]:
-    """Tokens of every rank whose keys and values others need, [cp]; arguments as for `sent_pieces`."""
+    """Returns how many tokens of every rank other ranks need as keys and values, [cp]; arguments as for
+    `sent_pieces`.
+    """
     return tokens_of(sent_pieces(layout, parents))
 
 
 def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: Forest | None = None) -> np.ndarray:
-    """Estimated work of the tokens that every rank owns, their attention included; float64 [cp]."""
+    """Returns the estimated work of the tokens that every rank owns, attention included; float64 [cp]."""
     pieces = [piece for owned in layout for piece in owned]
     nodes, starts, ends = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
     beginnings = np.asarray(cu_seqlens, dtype=np.int64)
@@ -169,8 +172,9 @@ def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: 
 
 
 def layout_time(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: Forest | None = None) -> float:
-    """Estimated time of a pack: ranks meet in every layer's attention, so what comes before it takes as long as on the
-    rank with most tokens, and attention as long as on the rank with most pairs to compute and keys and values to send.
+    """Returns the estimated time of a pack. Ranks meet in every layer's attention. So what precedes it takes as long as
+    on the rank with the most tokens, and attention as long as on the rank with the most pairs to compute and rows to
+    send.
     """
     local = cost.of_owner()
     tokens = np.array(tokens_of(layout)) * local.linear
@@ -188,7 +192,7 @@ class _Placement(NamedTuple):
 
 
 class _Pack:
-    """What every candidate layout of a pack starts from: its nodes, in the order in which they are cut."""
+    """What all candidate layouts of a pack share: its nodes, in the order in which they are cut."""
 
     def __init__(self, cu_seqlens: Sequence[int], cp: int, cost: CostModel, forest: Forest | None) -> None:
         self.nodes = _whole(cu_seqlens)
@@ -226,7 +230,7 @@ class _Pack:
         self.per_attention = cp / total if (total := sum(self.attention)) > 0 else 0.0
 
     def least_time(self, num_cut: int) -> float:
-        """Next to no layout in which so many nodes are cut is faster."""
+        """Returns a lower bound, up to rounding, on the time of every layout with this many nodes cut."""
         return (self.total_work + self.sending * self.cut_tokens[num_cut]) / self.cp
 
     def least_time_of_zigzag(self) -> float:
@@ -235,7 +239,9 @@ class _Pack:
         return (self.total_work + self.sending * sent) / self.cp
 
     def placed(self, num_cut: int) -> _Placement | None:
-        """The first `num_cut` nodes cut, what hangs from them whole; None where something whole finds no room."""
+        """Returns the layout with the first `num_cut` nodes cut and the others whole; None if a whole one
+        does not fit.
+        """
         tokens = [0] * self.cp
         attention = [0.0] * self.cp
         whole: list[tuple[int, int]] = []
@@ -267,7 +273,8 @@ class _Pack:
         return _Placement(time, work * self.cp / self.total_work, whole, cut)
 
     def _best_rank(self, tokens: list[int], attention: list[float], length: int, pairs: float) -> int | None:
-        """With room, and afterwards least full by tokens or attention, whichever it has more of relative to the mean.
+        """Returns the rank with room that would be least full, by tokens or attention, whichever is larger relative to
+        the mean.
 
         Balancing their sum would let a rank with one long sequence wait for another with many short ones.
         """
@@ -297,7 +304,7 @@ class _Pack:
 
 
 def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
-    """None, one, two ... and then in growing strides, at last all."""
+    """Yields how many nodes to cut: none, one, two, ..., then in growing strides, at last all."""
     number = 0
     while number < num_sequences:
         yield number
@@ -306,7 +313,7 @@ def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
 
 
 def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
-    """How many of `amount` more tokens every rank takes, so that ranks become as even as they can; [cp]."""
+    """Distributes `amount` more tokens so that ranks become as even as possible, [cp]."""
     ranks = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))
     held = 0
     for count, rank in enumerate(ranks, start=1):
@@ -321,7 +328,7 @@ def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
 
 
 def _give(owned: Layout, sequence: Piece, shares: Sequence[int]) -> None:
-    """Cuts a sequence so that rank r gets shares[r] tokens: half from the front, half as far from the back."""
+    """Cuts a sequence so that rank r gets shares[r] tokens: half from the front, and half equally far from the back."""
     start, end = sequence.start, sequence.end
     for rank, share in enumerate(shares):
         front, back = share - share // 2, share // 2

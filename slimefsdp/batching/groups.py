@@ -13,7 +13,7 @@ from slimefsdp.batching.prefix_tree import SharedPrefixes
 
 
 class Groups(NamedTuple):
-    """Samples that are placed as one, item after item."""
+    """Groups of samples that are placed as one item each."""
 
     samples: np.ndarray  # int64 [samples]
     sizes: np.ndarray  # int64 [items], samples of each
@@ -23,7 +23,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SampleCosts:
-    """What the samples of a batch take, alone and together."""
+    """The tokens and costs of a batch's samples, alone and in packs."""
 
     lengths: np.ndarray  # int64 [B]
     model: CostModel
@@ -41,11 +41,11 @@ class SampleCosts:
         object.__setattr__(self, "each", self.model.cost_after_split(self.lengths, cp=self.cp, is_cut=is_cut))
 
     def tokens(self, samples: np.ndarray) -> int:
-        """Of these samples in one pack."""
+        """Returns the tokens of these samples in one pack."""
         return int(self.tokens_each(samples, np.array([len(samples)]))[0])
 
     def tokens_each(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Tokens of every pack of some, int64 [packs]; arguments as of `works`."""
+        """Returns the tokens of every pack, int64 [packs]; arguments as for `works`."""
         own = self.lengths[samples]
         if self.shared is not None:
             samples, shared = self.shared.among_each(samples, sizes)
@@ -55,11 +55,13 @@ class SampleCosts:
         return before[ends] - before[ends - sizes]
 
     def work(self, samples: np.ndarray) -> float:
-        """Cost of these samples in one pack."""
+        """Returns the cost of these samples in one pack."""
         return float(self.works(samples, np.array([len(samples)]))[0])
 
     def works(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Cost of every pack of some, float64 [packs], whose samples lie end to end, `sizes` of each."""
+        """Returns the cost of every pack, float64 [packs]. The packs' samples are concatenated, `sizes` of
+        each pack.
+        """
         ends = np.cumsum(sizes).tolist()
         bounds = list(zip([0, *ends], ends, strict=False))
         each = self.each[samples]
@@ -70,7 +72,7 @@ class SampleCosts:
         return found
 
     def roughly(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """As `works`, with other rounding, and sooner."""
+        """Returns `works` faster, with other rounding."""
         pack_of = np.repeat(np.arange(len(sizes)), sizes)
         found = np.bincount(pack_of, self.each[samples], len(sizes))
         if self.shared is not None:
@@ -78,7 +80,8 @@ class SampleCosts:
         return found
 
     def saved(self, samples: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        """What each sample costs less because its first `shared` tokens are in the pack already; float64 [samples].
+        """Returns how much cost each sample saves if its first `shared` tokens are in the pack already; float64
+        [samples].
 
         As if all samples that share were cut or none: where some are longer than a rank's cap and others not, what is
         sent for their prefix is an estimate.
@@ -87,12 +90,12 @@ class SampleCosts:
 
 
 def singles(costs: SampleCosts, samples: np.ndarray) -> Groups:
-    """Every sample by itself."""
+    """Makes every sample a group of its own."""
     return Groups(samples, np.ones_like(samples), costs.lengths[samples], costs.each[samples])
 
 
 def groups(costs: SampleCosts, samples: np.ndarray, together: np.ndarray) -> Groups:
-    """Samples of equal number in `together` [B], in the order of these numbers."""
+    """Groups samples of equal number in `together` [B], in the order of these numbers."""
     _, group_of = np.unique(together[samples], return_inverse=True)
     sizes = np.bincount(group_of)
     samples = samples[np.argsort(group_of, kind="stable")]
@@ -100,7 +103,7 @@ def groups(costs: SampleCosts, samples: np.ndarray, together: np.ndarray) -> Gro
 
 
 class PrefixGroups:
-    """The ways in which some samples can be parted into groups with a common beginning.
+    """Splits samples into groups with a common prefix, as large as a limit allows.
 
     Args:
         costs: which know what is shared.
@@ -120,7 +123,7 @@ class PrefixGroups:
         self._unrelated = np.append(np.flatnonzero(self._shared == 0), len(samples))  # who shares with none before
 
     def within(self, limit: int) -> Groups:
-        """As many samples together as make at most `limit` tokens and pairs, or one sample.
+        """Returns groups of at most `limit` tokens and pairs, or of one sample.
 
         What shares more stays together longer: a range of samples that is too large is parted where neighbours have
         least in common, and what that leaves is joined again up to about equally large prefix groups.
@@ -137,11 +140,13 @@ class PrefixGroups:
         return Groups(self._samples, np.diff(bounds), self._sizes(first, bounds[1:]), costs)
 
     def _sizes(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Tokens of ranges of samples, or their pairs where they are more."""
+        """Returns the tokens of ranges of samples, or their pairs where there are more of these."""
         return np.maximum(self._new[high] - self._new[low] + self._shared[low], self._pairs[high] - self._pairs[low])
 
     def _parted(self, low: int, high: int, limit: int, starts: list[int]) -> list[tuple[int, int]]:
-        """What to look at in place of a range of samples that share; where that is nothing, `starts` has its start."""
+        """Returns the ranges to try in place of a range of samples that share; if there are none, `starts` receives its
+        start.
+        """
         if high - low == 1 or self._sizes(low, high) <= limit:  # type: ignore[arg-type]
             starts.append(low)
             return []
@@ -156,7 +161,7 @@ class PrefixGroups:
 def _joined(
     parts: list[tuple[int, int]], sizes: list[int], pairs: np.ndarray, common: int, limit: int
 ) -> list[tuple[int, int]]:
-    """Neighbouring parts joined while they stay within the limit, about equally large.
+    """Joins neighbouring parts while they stay within the limit, to about equal sizes.
 
     Args:
         sizes: tokens of every part.

@@ -32,7 +32,7 @@ _MAX_BYTES = 1_000_000  # of a calibration, which has one or two thousand
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one rank."""
+    """The measured rates of one rank."""
 
     source: str  # where the numbers are from
     matrix_tflops: float  # products in the compute dtype; a multiply and an add are two operations
@@ -44,17 +44,17 @@ class Rates:
 
     @property
     def attention_slowdown(self) -> float:
-        """How many operations in matrices take as long as one in attention."""
+        """The time of an operation in attention, in operations of a matrix product."""
         return self.matrix_tflops / self.attention_tflops
 
     @property
     def flops_per_byte(self) -> float:
-        """Operations in matrices in the time that a byte is sent."""
+        """Operations of a matrix product in the time that one byte takes to be sent."""
         return 1e3 * self.matrix_tflops / self.comm_gbps
 
 
 def guessed_rates(device: str, compute_bytes: int) -> Rates:
-    """Rates of a device that nobody measured.
+    """Returns the rates of a device that has not been measured.
 
     Args:
         device: one of DEVICES.

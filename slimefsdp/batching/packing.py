@@ -24,7 +24,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Several samples laid end to end; without shared prefixes each is a node and has its pairs to itself."""
+    """Several samples concatenated; without shared prefixes each sample is a node with its own pairs."""
 
     tokens: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64, of each in its sample
@@ -47,12 +47,11 @@ class LocalShare:
     pairs: torch.Tensor  # [local_pairs] int64, their places among the pack's pairs
 
     def to(self, device: torch.device) -> LocalShare:
-        """The same on another device."""
         return LocalShare(*(on_device(getattr(self, field.name), device) for field in fields(self)))
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device, without waiting for what the device is at: copies to CUDA leave from locked pages."""
+    """Copies a tensor to the device without waiting for pending work: copies to CUDA start from page-locked memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -64,7 +63,7 @@ def pack(
     multiple_of: int = 1,
     shared: SharedPrefixes | None = None,
 ) -> PackedBatch:
-    """The given samples as one pack.
+    """Packs the given samples.
 
     Args:
         batch: where they are.
@@ -108,7 +107,7 @@ def pack(
 
 
 def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *, trained_only: bool) -> PackedBatch:
-    """The samples as a forest.
+    """Packs the samples as a forest of shared prefixes.
 
     Args:
         samples, shared: of `SharedPrefixes.among`.
@@ -163,7 +162,7 @@ def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *
 
 
 def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank: int) -> LocalShare:
-    """What cp rank `cp_rank` computes of the pack, given every rank's pieces."""
+    """Returns what cp rank `cp_rank` computes of the pack, given every rank's pieces."""
     if len(layout) == 1:
         everything = torch.arange(len(packed.rows))
         return LocalShare(packed.tokens, packed.positions, packed.rows, packed.targets, everything)
@@ -194,6 +193,6 @@ def _filled_up(packed: PackedBatch, multiple_of: int) -> PackedBatch:
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """[start, start + size) of every entry, end to end; int64 [sum of sizes]."""
+    """Returns [start, start + size) of every entry, concatenated; int64 [sum of sizes]."""
     within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(starts, sizes) + within

@@ -44,7 +44,7 @@ class Plan:
     counted: tuple[np.ndarray, ...] | None = None
 
     def digest(self) -> str:
-        """sha256 over the whole content, as hex; equal on every rank that made the same plan."""
+        """Returns the sha256 over the whole content as hex; equal on every rank that made the same plan."""
         counts = (self.num_dropped, self.num_skipped_updates, self.num_first_epoch_updates, self.max_pack_tokens)
         # every count precedes what it counts, so no two plans write the same numbers
         parts = [np.array([*counts, len(self.updates)])]
@@ -58,15 +58,18 @@ class Plan:
         return hashlib.sha256(np.concatenate(parts).astype("<i8").tobytes()).hexdigest()
 
     def samples_of(self, update: int) -> np.ndarray:
-        """All sample indices of one update, ascending; int64 [samples]."""
+        """Returns all sample indices of one update, ascending; int64 [samples]."""
         return np.sort(np.concatenate([pack for packs in self.updates[update] for pack in packs]))
 
     def counted_of(self, update: int) -> np.ndarray:
-        """The samples that one update's loss is divided by, ascending; int64 [samples], `samples_of` among them."""
+        """Returns the samples that one update's loss is divided by, ascending, `samples_of` included; int64
+        [samples].
+        """
         return self.samples_of(update) if self.counted is None else self.counted[update]
 
     def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL, cp: int = 1) -> float:
-        """Cost of the busiest dp rank over the mean, summed update by update because ranks meet after each; 1 is ideal.
+        """Returns the busiest dp rank's cost over the mean, summed over updates because ranks meet after each; 1 is
+        ideal.
 
         Args:
             lengths: int64 [B], tokens per sample of the batch that was planned.
@@ -79,13 +82,15 @@ class Plan:
         return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())  # [updates, dp]
 
     def computed_tokens(self, lengths: np.ndarray) -> int:
-        """Tokens of all packs, what samples share counted once; of a batch of these lengths, int64 [B]."""
+        """Returns the tokens of all packs, shared ones counted once, for a batch of these lengths, int64 [B]."""
         whole = SampleCosts(lengths, DEFAULT_COST_MODEL, 1, self.max_pack_tokens, self.shared)
         packs = (self.packs_of(update) for update in range(len(self.updates)))
         return sum(int(whole.tokens_each(samples, sizes.ravel()).sum()) for samples, sizes in packs)
 
     def packs_of(self, update: int) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of one update rank by rank and pack by pack, int64, and how many each pack has, [dp, packs]."""
+        """Returns the samples of one update rank by rank and pack by pack, int64, and the sizes of the packs, [dp,
+        packs].
+        """
         packs = [pack for of_rank in self.updates[update] for pack in of_rank]
         sizes = np.array([len(pack) for pack in packs], dtype=np.int64)
         return np.concatenate([*packs, np.zeros(0, dtype=np.int64)]), sizes.reshape(len(self.updates[update]), -1)
@@ -186,7 +191,7 @@ def plan_batch(
 
 
 def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: np.ndarray | None = None) -> Update:
-    """One update as [dp_rank][micro_batch] -> ascending sample indices, each rank's costliest micro-batch first.
+    """Plans one update as [dp_rank][micro_batch] -> ascending sample indices, each rank's costliest micro-batch first.
 
     Depends on which samples there are, not on their order.
 
@@ -301,7 +306,9 @@ def _placed(items: Groups, costs: SampleCosts, dp: int) -> _Placed:
 
 
 def _time_of(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> float:
-    """Of the rank with most work; the others wait for it. Arguments as `_Placed`."""
+    """Returns the time of the rank with the most work, for which the others wait. Arguments as the fields
+    of `_Placed`.
+    """
     ends = np.cumsum(sizes.sum(axis=1))
     ranks = costs.roughly(samples, sizes.ravel()).reshape(sizes.shape).sum(axis=1)
     busiest = np.flatnonzero(ranks >= ranks.max() * (1 - 1e-6))  # rounding moves a sum by far less
@@ -310,7 +317,7 @@ def _time_of(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> floa
 
 
 def _loads(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> np.ndarray:
-    """The work of every rank, float64 [dp]; arguments as `_Placed`."""
+    """Returns the work of every rank, float64 [dp]; arguments as the fields of `_Placed`."""
     works = costs.works(samples, sizes.ravel()).reshape(sizes.shape)
     # one after another, as a sum of Python's: a sum of numpy's would depend on its blocks
     return np.cumsum(works, axis=1)[:, -1] if sizes.shape[1] else np.zeros(len(sizes))

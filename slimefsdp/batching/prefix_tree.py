@@ -17,7 +17,7 @@ MIN_SHARED_TOKENS = 16  # a node of fewer tokens costs more in further attention
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """How the nodes of a pack hang together: runs of tokens, each going on from another or beginning a sample."""
+    """The nodes of a pack: runs of tokens, each of which continues another node or begins a sample."""
 
     parents: tuple[int | None, ...]  # of every node, the one it goes on from; parents come before children
     depths: tuple[int, ...]  # tokens above every node in its samples
@@ -25,7 +25,7 @@ class Forest:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SharedPrefixes:
-    """Samples in the order of their tokens, and what each shares with the one before.
+    """Samples in the order of their tokens, and how many tokens each shares with the one before.
 
     What is shared ends at the same few depths for all samples, so what two of them have in common is the least of the
     numbers between their places.
@@ -35,7 +35,9 @@ class SharedPrefixes:
     shared: np.ndarray  # int64 [B], by place: tokens in common with the place before; 0 at the first
 
     def among(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Some samples in the order of their tokens, and what each shares with the one before of them, int64 [n]."""
+        """Returns some samples in the order of their tokens, and how many tokens each shares with the one before, int64
+        [n].
+        """
         samples = samples[np.argsort(self.place[samples])]
         places = self.place[samples]
         shared = np.zeros(len(samples), dtype=np.int64)
@@ -44,7 +46,7 @@ class SharedPrefixes:
         return samples, shared
 
     def among_each(self, samples: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `among` of several choices of samples that lie end to end, `sizes` of each; what comes first shares 0."""
+        """Applies `among` to several concatenated selections, `sizes` of each; the first sample of each shares 0."""
         num_samples = len(self.place)
         at = np.empty(num_samples, dtype=np.int64)
         at[self.place] = np.arange(num_samples)
@@ -57,7 +59,7 @@ class SharedPrefixes:
         return at[places], shared
 
     def tokens(self, lengths: np.ndarray, samples: np.ndarray) -> int:
-        """Tokens to compute for these samples, together.
+        """Returns the tokens to compute for these samples together.
 
         Args:
             lengths: int64 [B], tokens per sample of the batch.
@@ -65,7 +67,7 @@ class SharedPrefixes:
         return int(lengths[samples].sum() - self.among(samples)[1].sum())
 
     def fit(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
-        """Whether these samples do begin with what they are said to share."""
+        """Returns whether these samples really share these prefixes."""
         num_samples = len(lengths)
         if not len(self.place) == len(self.shared) == num_samples:
             return False
@@ -87,7 +89,7 @@ class SharedPrefixes:
 
 
 def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHARED_TOKENS) -> SharedPrefixes | None:
-    """What a batch's samples share; None where nobody shares anything.
+    """Returns the prefixes that a batch's samples share; None if there are none.
 
     Args:
         tokens: int64 [T], all samples end to end.
@@ -109,7 +111,7 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHAR
 
 
 def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarray, np.ndarray, np.ndarray]:
-    """The nodes of a pack, in the order in which they lie in it.
+    """Returns the nodes of a pack, in the order of their tokens in it.
 
     Args:
         lengths, shared: int64 [n], of the pack's samples in the order of `SharedPrefixes.among`.
@@ -156,7 +158,7 @@ def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarr
 
 
 def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, least: int) -> np.ndarray:
-    """The samples whose first `least` tokens another sample begins with, too; ascending indices."""
+    """Returns the samples whose first `least` tokens another sample has, too; ascending indices."""
     long_enough = np.flatnonzero(lengths >= least)
     # by a hash: two that have it in common by chance are told apart when they are compared
     factors = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, least + 1, dtype=np.uint64)
@@ -170,7 +172,8 @@ def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, le
 def _sorted_by_tokens(
     tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples in the order of their tokens, equal ones as they were, and what each has in common with the one before.
+    """Returns samples in the order of their tokens, stable for equal ones, and the common prefix of each with the one
+    before.
 
     Samples that are alike so far are a block. All blocks are looked at together, a few tokens further in every round:
     where its samples part, a block is sorted by that token and falls into smaller ones; a sample alone is in its place.
@@ -209,7 +212,7 @@ _WINDOW = 32  # tokens that a round looks ahead
 
 
 def _window(tokens: np.ndarray, starts: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """The next tokens of samples, and -1 behind their ends; int64 [samples, window].
+    """Returns the next tokens of samples, and -1 after their ends; int64 [samples, window].
 
     Args:
         left: of each sample, its tokens from its start on.
@@ -222,7 +225,7 @@ def _window(tokens: np.ndarray, starts: np.ndarray, left: np.ndarray) -> np.ndar
 
 
 def _least_of_ranges(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """The least of values[low:high] for each of many ranges, none of them empty.
+    """Returns the minimum of values[low:high] for many non-empty ranges.
 
     From the least of every run of 1, 2, 4... values: two runs that overlap make a range. n log n whatever the ranges.
     """
@@ -237,7 +240,7 @@ def _least_of_ranges(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> n
 
 
 def _thinned(common: np.ndarray, least: int) -> np.ndarray:
-    """What neighbours share, cut down so that no node that is shared has fewer than `least` tokens.
+    """Shortens shared prefixes so that no shared node has fewer than `least` tokens.
 
     Args:
         common: int64 [n], tokens that each of the sorted samples has in common with the one before; 0 at the first.

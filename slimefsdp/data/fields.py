@@ -36,12 +36,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def refuse(field: str, message: str, hint: str) -> NoReturn:
-    """Raise the BatchError."""
     raise BatchError(message, field=field, hint=hint)
 
 
 def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str = "") -> NoReturn:
-    """Raise the BatchError that `name` is not `what`, with the nearest of the `known` names as the way out."""
+    """Raises BatchError that `name` is not a known `what`, with the nearest of the `known` names as a hint."""
     nearest = difflib.get_close_matches(str(name)[:60], list(known), n=1, cutoff=0.0)[0]
     refuse(str(name)[:60], f"{short_repr(name)} is not {what}", f"write {nearest!r} if that is meant{otherwise}")
 
@@ -49,7 +48,7 @@ def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str
 def as_array(
     field: str, value: Any, *, label: str, place: Callable[[int], str], size: int | None = None
 ) -> npt.NDArray[Any]:
-    """`value` as a flat, contiguous array of the field's dtype; the same object where it is one already.
+    """Returns `value` as a flat, contiguous array of the field's dtype; the same object if it is one already.
 
     Args:
         label: what an error calls the value.
@@ -88,7 +87,7 @@ def as_array(
 
 
 def as_scalar(field: str, value: Any) -> float | int | None:
-    """A temperature above 0 or a weight version from 0 as a Python number; None stays None."""
+    """Returns a temperature above 0 or a weight version from 0 as a Python number; None stays None."""
     if value is None:
         return None
     try:
@@ -146,7 +145,7 @@ _SLIME_REFUSED = {  # leaving these out in silence would train something else th
 
 
 def fields_from_samples(samples: Iterable[Mapping[str, Any] | object]) -> dict[str, npt.NDArray[Any]]:
-    """The array fields of a batch of these samples; `RolloutBatch.from_samples` says what a sample is."""
+    """Returns the array fields of a batch of these samples; see `RolloutBatch.from_samples`."""
     if not isinstance(samples, Iterable):
         refuse("samples", f"samples is a {type(samples).__name__}", "pass a list with one mapping or object per sample")
     rows = [s if isinstance(s, Mapping) else {key: getattr(s, key, None) for key in _SAMPLE_KEYS} for s in samples]
@@ -157,7 +156,7 @@ def fields_from_samples(samples: Iterable[Mapping[str, Any] | object]) -> dict[s
 
 
 def samples_from_fields(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One dict per sample, with a key for each field that is present; the inverse of `fields_from_samples`."""
+    """Returns one dict per sample, with a key for each field that is present; inverse of `fields_from_samples`."""
     columns: dict[str, Sequence[Any]] = {}
     for key, field in _SAMPLE_KEYS.items():
         if field in PER_SAMPLE and field in fields:
@@ -171,7 +170,7 @@ def samples_from_fields(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def fields_from_slime(
     data: Mapping[str, Any], samples_per_group: int | None, reward_key: str | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """The array fields of a batch of slime's rollout dict; `RolloutBatch.from_slime` says what the arguments mean.
+    """Returns the array fields of a batch of slime's rollout dict; see `RolloutBatch.from_slime`.
 
     Source: `_convert_samples_to_train_data` in slime/ray/rollout.py.
     - Taken as they are: `tokens`, `response_lengths`, `rollout_log_probs`, `ref_log_probs`, `values`, `advantages`,
@@ -211,7 +210,7 @@ def fields_from_slime(
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it has entries by number, as lists, arrays and tensors do; an array of no dimension has none."""
+    """Whether it has entries by index, as lists, arrays and tensors do; a 0-d array has none."""
     if isinstance(value, Mapping | str | bytes) or not hasattr(value, "__getitem__"):
         return False
     try:
@@ -221,7 +220,9 @@ def _is_list(value: Any) -> bool:
 
 
 def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
-    """The array fields of a batch, `lengths` included: each column's entries end to end, columns of None left out."""
+    """Returns the array fields of a batch with `lengths`: each column's entries concatenated, columns of
+    None left out.
+    """
     num_samples = len(columns["tokens"][1]) if "tokens" in columns else 0
     if num_samples == 0:
         refuse("tokens", "there are no samples; a batch has at least one", "skip the update when nothing was sampled")
@@ -246,7 +247,7 @@ def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
 
 
 def _parts(field: str, key: str, entries: Sequence[Any], num_samples: int) -> list[npt.NDArray[Any]]:
-    """One array per sample; empty when every entry is None."""
+    """Returns one array per sample; an empty list if every entry is None."""
     if len(entries) != num_samples:
         refuse(field, f"{key} has {len(entries)} entries for {num_samples} samples", "pass one entry per sample")
     lacking = [i for i, entry in enumerate(entries) if entry is None]

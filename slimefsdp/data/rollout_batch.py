@@ -55,7 +55,7 @@ _DIGEST = "sha256"
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutBatch:
-    """Sampled sequences with what is known about them; the unit that a trainer is given.
+    """Sampled sequences with everything that is known about them; the input of a trainer.
 
     Arrays may be given as lists or in another dtype that loses nothing (any float or int for float32, rounded to
     float32). An array that already fits is kept as a read-only view, not copied: do not write to it afterwards.
@@ -86,7 +86,7 @@ class RolloutBatch:
     weight_version: int | None = None  # which weights sampled it; the oldest, where tokens are of several
 
     def __new__(cls, *values: Any, **fields: Any) -> RolloutBatch:
-        """Refuses what `__init__` could only raise a TypeError for."""
+        """Raises BatchError for arguments for which `__init__` could only raise TypeError."""
         for name in fields:
             if name not in DTYPES:
                 refuse_unknown(name, DTYPES, "a field of RolloutBatch")
@@ -131,7 +131,7 @@ class RolloutBatch:
             object.__setattr__(self, name, as_scalar(name, getattr(self, name)))
 
     def _normalise(self, name: str, size: int | None) -> None:
-        """Replace the field `name` by a read-only array of its dtype with `size` entries; None sets no size."""
+        """Replaces the field `name` by a read-only array of its dtype with `size` entries; None sets no size."""
         value = getattr(self, name)
         if value is None and name not in REQUIRED:
             return
@@ -181,7 +181,7 @@ class RolloutBatch:
             refuse(name, message, hint)
 
     def _place(self, name: str, index: int) -> str:
-        """Words for entry `index` of field `name`: its sample, and the position in it."""
+        """Describes entry `index` of field `name`: its sample, and the position in it."""
         if name in PER_SAMPLE:
             return f"sample {index}"
         offsets, unit = (self.token_offsets, "token") if name == "tokens" else (self.response_offsets, "response token")
@@ -190,17 +190,14 @@ class RolloutBatch:
 
     @property
     def num_samples(self) -> int:
-        """B."""
         return self.lengths.size
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.tokens.size
 
     @property
     def num_response_tokens(self) -> int:
-        """R."""
         return int(self.response_lengths.sum())
 
     @property
@@ -224,11 +221,13 @@ class RolloutBatch:
         return np.repeat(np.arange(self.num_samples, dtype=np.int64), self.response_lengths)
 
     def any_token(self, values: Bool) -> Bool:
-        """Whether any response token of a sample has a True, [B]; of values [R]."""
+        """Returns for each sample whether any of its response tokens is True, [B]; values are [R]."""
         return np.logical_or.reduceat(values, self.response_offsets[:-1])  # every response has a token
 
     def trained_tokens(self, skipped: Int64 | int = 0) -> Int64:
-        """Trained tokens of each sample, [B], behind the first `skipped` of its response ([B] or one for all)."""
+        """Returns the trained tokens of each sample, [B], after the first `skipped` of its response ([B] or a
+        number).
+        """
         skipped = np.minimum(skipped, self.response_lengths)
         if self.loss_mask is None:
             return self.response_lengths - skipped
@@ -237,7 +236,7 @@ class RolloutBatch:
         return before[offsets[1:]] - before[offsets[:-1] + skipped]
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise BatchError naming sample, position and value of the first token id that is not below `vocab_size`."""
+        """Raises BatchError naming sample, position and value of the first token id that is not below `vocab_size`."""
         for name in ("tokens", "target_tokens"):
             if (ids := getattr(self, name)) is not None:
                 self._require(
@@ -255,7 +254,7 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """One batch from one mapping or object per sample.
+        """Makes one batch from one mapping or object per sample.
 
         Needed: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts as
         absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `target_tokens`,
@@ -275,7 +274,7 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """One batch from slime's rollout dict, as its RolloutManager builds it before splitting over dp ranks.
+        """Makes one batch from slime's rollout dict, as its RolloutManager builds it before splitting over dp ranks.
 
         Args:
             data: lists with one entry per sample; `fields_from_slime` in slimefsdp/data/fields.py says which keys are
@@ -290,11 +289,13 @@ class RolloutBatch:
         return cls(**fields, temperature=temperature, weight_version=weight_version)
 
     def to_samples(self) -> list[dict[str, Any]]:
-        """One dict per sample, as `from_samples` takes them: arrays as views, numbers as Python's, no absent keys."""
+        """Returns one dict per sample, as `from_samples` takes them: arrays as views, Python numbers, no
+        absent keys.
+        """
         return samples_from_fields(self._present())
 
     def select(self, indices: npt.ArrayLike) -> RolloutBatch:
-        """The samples `indices` (integers from 0 to B - 1, repeats allowed), in that order, as a batch of their own."""
+        """Returns the samples `indices` (integers from 0 to B - 1, repeats allowed), in that order, as a new batch."""
         try:
             chosen = np.asarray(indices)
         except (TypeError, ValueError) as error:  # ragged lists
@@ -314,13 +315,13 @@ class RolloutBatch:
         return self.replace(**{name: value[rows[name]] for name, value in self._present().items() if name in rows})
 
     def replace(self, **fields: Any) -> RolloutBatch:
-        """A new batch with these fields exchanged (None removes an optional one), validated like any other."""
+        """Returns a new, validated batch with these fields replaced; None removes an optional field."""
         for name in fields.keys() - DTYPES.keys():
             refuse_unknown(name, DTYPES, "a field of RolloutBatch")
         return dataclasses.replace(self, **fields)
 
     def copy(self) -> RolloutBatch:
-        """The same batch in arrays of its own: writing to those that this one was made of does not reach it."""
+        """Returns the same batch in arrays of its own, which share no memory with this one's."""
         made = object.__new__(RolloutBatch)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -331,14 +332,14 @@ class RolloutBatch:
         return made
 
     def same_as(self, other: object) -> bool:
-        """Whether `other` is a batch with the same fields present and equal values in them."""
+        """Returns whether `other` is a batch with the same fields present and equal values in them."""
         if not isinstance(other, RolloutBatch):
             return False
         mine, theirs = self._present(), other._present()
         return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, tensors named as the fields; `path` holds the old content or all of the new.
+        """Writes one safetensors file, tensors named as the fields; `path` holds the old content or all of the new.
 
         Raises:
             BatchError: the file cannot be written; the OSError is its cause.
@@ -356,7 +357,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RolloutBatch:
-        """The batch in a file of `save`. BatchError names the file if it is missing, damaged or not such a file."""
+        """Reads the batch in a file of `save`. BatchError names a file that is missing, damaged or of another kind."""
         require_path(path)
         fields = read_fields(path)
         try:
@@ -366,7 +367,6 @@ class RolloutBatch:
             raise BatchError(message, field=error.field, hint=error.hint) from error
 
     def _present(self) -> dict[str, Any]:
-        """The fields that are not None."""
         return {name: value for name in DTYPES if (value := getattr(self, name)) is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -388,7 +388,7 @@ def _offsets(lengths: Int64 | Bool) -> Int64:
 
 
 def _ragged_rows(offsets: Int64, chosen: Int64) -> Int64:
-    """The flat indices of the runs `chosen`, in that order, of an array cut at `offsets`."""
+    """Returns the flat indices of the runs `chosen`, in that order, of an array cut at `offsets`."""
     lengths = np.diff(offsets)[chosen]
     return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(offsets[chosen] - _offsets(lengths)[:-1], lengths)
 
@@ -397,13 +397,13 @@ def _ragged_rows(offsets: Int64, chosen: Int64) -> Int64:
 
 
 def require_path(path: object) -> None:
-    """Raise BatchError for what names no file."""
+    """Raises BatchError if `path` cannot name a file."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise BatchError(f"path={short_repr(path)} is not a path", field="path", hint="name a file")
 
 
 def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write the file; whatever fails, `path` holds the old content or all of the new. Raises OSError."""
+    """Writes the file; whatever fails, `path` holds the old content or all of the new. Raises OSError."""
     tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in fields.items()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -419,7 +419,7 @@ def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tensors of a file of `write_fields` by name, with exactly the dtypes that it writes.
+    """Reads the tensors of a file of `write_fields` by name, with exactly the dtypes that were written.
 
     BatchError names the file if it is missing, is no safetensors file, was changed after it was written, or holds other
     tensors than the fields'. Sizes and values are not looked at.
@@ -457,7 +457,7 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """Of names, dtypes, shapes and bytes."""
+    """Returns a digest of names, dtypes, shapes and bytes."""
     names = sorted(tensors)
     described = [[name, _STORED_DTYPES[tensors[name].dtype.name], list(tensors[name].shape)] for name in names]
     digest = hashlib.sha256(json.dumps(described).encode())

@@ -75,7 +75,9 @@ def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
 
 
 class _OffloadedInput:
-    """A layer's input, for one forward and the recomputation of it: in between it is where `store` puts it."""
+    """Holds a layer's input for one forward pass and its recomputation; in between the input is where
+    `store` puts it.
+    """
 
     def __init__(self, hidden: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._hidden: torch.Tensor | None = hidden
@@ -83,7 +85,7 @@ class _OffloadedInput:
         self._stored = store(hidden.detach())
 
     def restore(self) -> torch.Tensor:
-        """The input itself the first time, to compute; afterwards what was stored, on its device, to recompute."""
+        """Returns the input itself the first time, and afterwards the stored copy, moved back to its device."""
         hidden, self._hidden = self._hidden, None
         if hidden is None:  # recomputing reads values; gradients go through the graph of the forward
             hidden = self._stored.to(self._device, non_blocking=True).detach().requires_grad_(self._needs_gradient)
@@ -113,7 +115,7 @@ def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recomputed(forward: Callable[..., Any], saved: list[Any] | None) -> Callable[..., Any]:
-    """`saved`: the operations whose results are stored; None: no result is."""
+    """Wraps a layer. `saved` are the operations whose results are stored; None: no result is stored."""
     # no layer draws random numbers, so there are no generators to put back
     run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if saved is not None:

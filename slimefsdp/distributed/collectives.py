@@ -8,18 +8,21 @@ has the communicators aborted. Not yet run on a GPU.
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from slimefsdp.errors import PeerFailed
+
 # groups of saves, adapters and the like are used beside the call, or by some ranks alone
 _COUNTED = ("default_pg", "mesh_")
 
 
 def collectives_begun(device_type: str) -> int:
-    """Collectives that this process has begun in the groups of all ranks and of meshes, in all.
+    """Returns how many collectives this process has begun in the default group and the groups of meshes.
 
     Ranks begin the same ones, so of ranks in one call the one with the fewest has kept the others waiting. Answers from
     any thread, also while a collective is stuck.
@@ -37,7 +40,7 @@ def collectives_begun(device_type: str) -> int:
 
 
 def needs_abort() -> bool:
-    """Whether collectives of this process wait for a peer that is gone until they are aborted.
+    """Returns whether collectives of this process wait for a lost peer until they are aborted.
 
     NCCL's do; gloo's raise by themselves when the peer's process ends.
     """
@@ -45,7 +48,7 @@ def needs_abort() -> bool:
 
 
 def abort_collectives() -> None:
-    """Ends all collectives of this process for good: kernels that wait for peers return, what is begun later raises.
+    """Ends all collectives of this process for good: waiting kernels return, and later collectives raise.
 
     For where `needs_abort`. What the collectives were to bring is not there, and a thread that waits for it goes on
     with whatever is in its place before this returns: results have to be refused from before the call on.
@@ -54,3 +57,47 @@ def abort_collectives() -> None:
         RuntimeError: a communicator cannot be aborted.
     """
     distributed_c10d._abort_process_group()
+
+
+# ---------------------------------------------------------------------- what an error of torch means
+
+# gloo names its source file in most of its errors; after a timeout a pair of connections has only these words left
+_GLOO = re.compile(
+    r"gloo/.*(connection (closed|reset|refused|abort)|broken pipe|(read|write) error|short (read|write)|timed out"
+    r"|no route to host|network is (down|unreachable))"
+    r"|^Application timeout caused pair closure",
+    re.IGNORECASE | re.DOTALL,
+)
+_NCCL = re.compile(
+    r"ncclRemoteError|remote (process|peer)|connection (closed|reset|refused)|communicator was aborted|time(d )?out",
+    re.IGNORECASE,
+)
+
+# of RuntimeErrors: torch's allocators, and libraries that allocate beside them
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether the device, the host or Python ran out of memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Returns whether this rank failed only because another rank failed, or came too late to a collective."""
+    if isinstance(error, dist.DistBackendError):
+        return _NCCL.search(str(error)) is not None
+    if isinstance(error, dist.DistStoreError | dist.DistNetworkError):
+        return True  # the store is where ranks meet
+    return isinstance(error, RuntimeError) and _GLOO.search(str(error)) is not None
+
+
+def peer_failed(error: BaseException) -> PeerFailed:
+    """Returns the typed error for an error that `lost_a_peer` accepts, with torch's message in it."""
+    said = str(error).partition("\n")[0]
+    return PeerFailed(
+        f"another rank is gone, or did not come in time: {said}",
+        field="cluster.call_timeout_s" if re.search("time(d )?out", said, re.IGNORECASE) else "process_group",
+        hint="look at what ended that rank or held it up",
+    )

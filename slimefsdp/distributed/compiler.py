@@ -14,7 +14,7 @@ from slimefsdp.errors import ConfigError
 
 
 def require_compiler(device_type: str) -> None:
-    """Whether torch can compile for a kind of device on this machine.
+    """Checks that torch can compile for a kind of device on this machine.
 
     On a CPU it makes C++ extensions of Python. On CUDA the kernels are Triton's, which compiles the C in which Python
     launches them when a process uses it for the first time.

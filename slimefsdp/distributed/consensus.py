@@ -16,33 +16,35 @@ from slimefsdp.errors import SlimeError, portable
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collective: what every rank brings, in rank order; it can be pickled."""
+    """Collective: returns the values of all ranks, in rank order. They must be picklable."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
-    """Collective: whether every rank brings the same value, as its sha256 tells; no rank is sent the others' values."""
+    """Collective: returns whether the value is the same on every rank, by its sha256; ranks do not
+    exchange the values.
+    """
     digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), dtype=np.int64)
     largest, of_inverted = np.split(_largest([*digest, *~digest], group), 2)
     return bool((largest == ~of_inverted).all())  # the largest is the smallest, too
 
 
 def any_true(value: bool, group: dist.ProcessGroup) -> bool:
-    """Collective: whether any rank brings True."""
+    """Collective: returns whether the value is True on any rank."""
     return bool(_largest([int(value)], group)[0])
 
 
 def _largest(values: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
-    """Collective: the largest of what ranks bring, number by number, int64."""
+    """Collective: returns the elementwise maximum over the ranks, int64."""
     found = torch.tensor(np.array(values, dtype=np.int64), device=_get_object_coll_device(group))
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return found.cpu().numpy()
 
 
 def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
-    """Collective: every rank runs `action`, itself without collectives; all raise the first error in rank order.
+    """Collective: runs `action`, which has no collectives, on every rank; all raise the first error in rank order.
 
     A typed error names the rank it comes from, here and in `run_on_first`.
     """
@@ -52,7 +54,7 @@ def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None
 
 
 def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream: Iterable[object] = ()) -> None:
-    """Collective: rank 0 runs `action`; its error is raised by all.
+    """Collective: runs `action` on rank 0; all ranks raise its error.
 
     Args:
         stream: a collective iterable that `action` consumes. The other ranks keep step with it, and rank 0 finishes it
@@ -65,12 +67,12 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
 
 
 def sendable(error: Exception | None) -> Exception | None:
-    """An error as it can be gathered: one that cannot be pickled would, in the collective, leave the peers waiting."""
+    """Returns an error that can be gathered: an unpicklable one would leave the peers waiting in the collective."""
     return None if error is None else portable(error)
 
 
 def raise_first(errors: Sequence[Exception | None], own: Exception | None, group: dist.ProcessGroup) -> None:
-    """Raises the first error in rank order, on every rank the same.
+    """Raises the first error in rank order, the same on every rank.
 
     Args:
         errors: gathered; None of a rank that has none.
@@ -86,7 +88,7 @@ def raise_first(errors: Sequence[Exception | None], own: Exception | None, group
 
 
 def error_of(action: Callable[[], object]) -> Exception | None:
-    """What an action raises; None: nothing."""
+    """Returns what an action raises; None: nothing."""
     try:
         action()
     except Exception as error:

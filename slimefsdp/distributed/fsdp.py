@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # a name for mypy only: models lie above this package
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """What `parallelize` does to a model; the settings of `fsdp`, `precision` and `model` as values."""
+    """How `parallelize` shards and computes a model: values of the settings in `fsdp`, `precision` and `model`."""
 
     compute_dtype: torch.dtype
     master_dtype: torch.dtype  # of parameters, gradients and optimiser state
@@ -45,7 +45,7 @@ class Parallelism:
 
 
 def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderModel:
-    """Prepares the layers and shards the policy over the mesh, in place; its parameters may have no memory yet.
+    """Prepares the layers and shards the policy over the mesh, in place. Its parameters may not have memory yet.
 
     The order matters: a compiled layer may be recomputed, and sharding comes last, around both.
 
@@ -91,7 +91,7 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """While a unit computes, the next `depth` ones in forward, or previous ones in backward, are gathered.
+    """While a unit computes, gathers the next `depth` units in forward, and the previous ones in backward.
 
     With a depth of 0 each unit names itself for backward: an empty list would mean FSDP's own order, and a unit that
     is whole already is not gathered again.
@@ -105,7 +105,7 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
 
 @contextmanager
 def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]:
-    """Collective: inside, gradients add up unsharded on each rank until the last micro-batch, where ranks sum them.
+    """Collective: inside, gradients accumulate unsharded on each rank, and ranks sum them at the last micro-batch only.
 
     So a rank holds all gradients, in the dtype that they are summed in. With `keep_parameters` parameters are gathered
     once, too, and stay whole until then. Every rank runs the same number of micro-batches, so the last is the same
@@ -128,7 +128,7 @@ def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]
 
 
 def abandon_update(policy: nn.Module) -> None:
-    """After an error in a forward or backward pass: drops all gradients, so that the next pass begins an update anew.
+    """Drops all gradients after an error in a forward or backward pass, so that the next pass begins a new update.
 
     FSDP takes itself to be inside of the failed backward still, and would leave the next one's gradients unsummed.
     """
@@ -148,7 +148,7 @@ def abandon_update(policy: nn.Module) -> None:
 
 
 def reshard(policy: nn.Module) -> None:
-    """Frees every gathered parameter, and finishes gathers under way: whoever changes the shards must not be outrun.
+    """Frees every gathered parameter and finishes pending gathers, so that the shards may be changed.
 
     A unit that was prefetched and then not called would otherwise begin its next forward with what was gathered before.
     """
@@ -160,7 +160,7 @@ def reshard(policy: nn.Module) -> None:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """torch's own record of a unit's parameters; torch 2.13 keeps a list of them, earlier versions at most one."""
+    """Returns torch's records of a unit's parameters; torch 2.13 keeps a list, earlier versions at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -170,7 +170,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 def choose_units(
     policy: DecoderModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
 ) -> list[nn.Module]:
-    """The units, outer ones before those inside them, otherwise in the order in which the model registers them.
+    """Returns the modules to shard, outer before inner ones, otherwise in the order of the model.
 
     Args:
         wrap_layers: class names; all modules of these classes are units.
@@ -201,7 +201,7 @@ def choose_units(
 
 
 def _candidates(policy: DecoderModel) -> list[nn.Module]:
-    """Modules with parameters that the decoder calls, in its order; a list of modules is never called."""
+    """Returns the modules with parameters that the decoder calls, in its order; a list of modules is never called."""
     decoder = policy.hf.get_decoder()
     in_root = {decoder, policy.hf.get_input_embeddings()} if policy.has_tied_embeddings else {decoder}
     return [
@@ -214,7 +214,7 @@ def _candidates(policy: DecoderModel) -> list[nn.Module]:
 
 
 def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, chosen: set[nn.Module]) -> int:
-    """Adds to `chosen` from the inside out; returns the parameters of `module` that are in no unit."""
+    """Adds to `chosen` from the inside out, and returns the parameters of `module` that are in no unit yet."""
     rest = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     rest += sum(_choose_by_size(child, candidates, least, chosen) for child in module.children())
     if module in candidates and rest >= least:

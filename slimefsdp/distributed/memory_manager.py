@@ -26,7 +26,7 @@ from slimefsdp.results import TAGS, Memory, MemoryReport, Tag
 
 
 class MemoryManager:
-    """Sleep and wake-up by tag.
+    """Moves a rank's memory between device and host by tag, see `results.TAGS`.
 
     What each tag stands for is set by who makes it; a tag without anything has nothing to move.
 
@@ -44,7 +44,7 @@ class MemoryManager:
         self._offloaders = {tag: StorageOffloader(pin_memory=pin_memory) for tag in TAGS}
 
     def sleep(self, tags: Sequence[Tag]) -> MemoryReport:
-        """Collective: frees the device memory behind the tags; idempotent.
+        """Collective: moves the memory of the tags to the host; idempotent.
 
         Raises:
             ConfigError: there is no such tag.
@@ -54,7 +54,7 @@ class MemoryManager:
         return self._move(tags, lambda tag: self._offloaders[tag].sleep(self._tensors(tag)))
 
     def wake_up(self, tags: Sequence[Tag]) -> MemoryReport:
-        """Collective: brings it back; idempotent.
+        """Collective: moves the memory of the tags back to the device; idempotent.
 
         Raises:
             ConfigError: there is no such tag.
@@ -63,17 +63,16 @@ class MemoryManager:
         return self._move(tags, lambda tag: self._offloaders[tag].wake_up())
 
     def drop(self, tag: Tag) -> None:
-        """Frees the device memory of a model that is of no more use, also where something still refers to it."""
+        """Frees the device memory of a model that is not used any more, even if something still refers to it."""
         self._offloaders[tag].drop(self._tensors(tag))
         self.models.pop(tag, None)
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
-        """The tags whose memory is on the host now."""
+        """The tags whose memory is on the host."""
         return tuple(tag for tag in TAGS if self._offloaders[tag].is_asleep)
 
     def memory(self) -> Memory:
-        """Bytes held now."""
         parameters, optimizer, reference = (
             sum(storage.nbytes() for storage in distinct_storages(self._tensors(tag))) for tag in TAGS
         )
@@ -95,7 +94,7 @@ class MemoryManager:
         return sum(reports, MemoryReport(0, 0, 0, 0.0))
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:
-        """Parameters, their gradients and buffers; or moments, without the step counts, which stay where they are."""
+        """Returns parameters with gradients and buffers, or moments; the step counts stay where they are."""
         tensors: list[torch.Tensor] = []
         if tag in self.models:
             parameters = list(self.models[tag].parameters())
@@ -108,7 +107,7 @@ class MemoryManager:
 
 
 def allocator_state(device: torch.device) -> dict[str, int]:
-    """What torch's CUDA allocator holds of the device, under the names of `MemoryReport`; zeros on a CPU."""
+    """Returns what torch's CUDA allocator holds, under the names of `MemoryReport`; zeros on a CPU."""
     if device.type != "cuda":
         return {"device_reserved": 0, "device_allocated": 0, "largest_free_block": 0}
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -129,7 +128,7 @@ def allocator_state(device: torch.device) -> dict[str, int]:
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Bytes in use now, and at most so far; as `Health` has them. Waits for no device, and may be called by any thread.
+    """Returns the bytes in use now and at the peak, as in `Health`. Does not wait for the device; safe in any thread.
 
     On a CPU without /proc only the peak is known, and stands for both.
     """
@@ -146,7 +145,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """From now on the peak of CUDA's allocator counts anew; that of a process cannot be forgotten."""
+    """Resets the peak of CUDA's allocator; the peak of a process on the CPU cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -166,7 +165,7 @@ FINE_BYTES = 2**20  # no more than this is ever taken in vain
 
 
 class HostBuffers:
-    """Host memory that is kept from one use to the next and only grows: bytes end to end, cut into chunks.
+    """Host memory for reuse that only grows: one row of bytes, cut into chunks.
 
     Chunks are powers of two, `chunk_bytes` at most.
     """
@@ -178,18 +177,17 @@ class HostBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it has."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def grow_to(self, nbytes: int) -> None:
-        """Has at least so many bytes. What could be had stays when it fails, with MemoryError or RuntimeError."""
+        """Allocates up to `nbytes` in all. On MemoryError or RuntimeError what was allocated stays."""
         while (missing := nbytes - self.nbytes) > 0:
             last = 1 << (missing - 1).bit_length()  # holds all that is missing
             size = min(self._chunk_bytes, last if last <= FINE_BYTES else 1 << (missing.bit_length() - 1))
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory))
 
     def views(self, sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
-        """For each of these sizes its own bytes, one size after the other, as pieces that no chunk border cuts."""
+        """Yields for each size the next bytes, as pieces that each lie in one chunk."""
         rest = iter(self._chunks)
         free = torch.empty(0, dtype=torch.uint8)
         for size in sizes:
@@ -217,16 +215,15 @@ class StorageOffloader:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether any storage is on the host."""
         return bool(self._asleep)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory, which stay between sleeps."""
+        """Bytes of host memory, which is kept between sleeps."""
         return self._host_buffers.nbytes
 
     def sleep(self, tensors: Iterable[torch.Tensor]) -> MemoryReport:
-        """Copies every distinct storage to the host and frees it; returns when the memory is really free.
+        """Copies every distinct storage to the host and frees it; returns when the device memory is free.
 
         Nothing happens while something sleeps already.
 
@@ -256,7 +253,7 @@ class StorageOffloader:
         return MemoryReport(total, 0, self.host_bytes, time.perf_counter() - start)
 
     def wake_up(self) -> MemoryReport:
-        """Brings everything back; nothing happens when nothing sleeps.
+        """Moves everything back to the device; does nothing if nothing sleeps.
 
         Raises:
             ResourceError: the device has no memory for it; everything is asleep.
@@ -280,14 +277,14 @@ class StorageOffloader:
         return MemoryReport(0, total, self.host_bytes, time.perf_counter() - start)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Frees tensors that nobody needs any more, awake or asleep; the host memory stays for others."""
+        """Frees tensors that are not needed any more, awake or asleep; the host memory stays for others."""
         for storage in distinct_storages(tensors):
             if storage.resizable():
                 storage.resize_(0)
         self._asleep = []
 
     def _copy(self, sized: list[tuple[torch.UntypedStorage, int]], *, to_host: bool) -> None:
-        """Copies all storages one way and returns when every copy is done."""
+        """Copies all storages one way, and returns when every copy is complete."""
         device = next((storage.device for storage, _ in sized if storage.device.type == "cuda"), None)
         side = None if device is None else torch.cuda.Stream(device)
         if side is not None:
@@ -317,7 +314,7 @@ def _allocate(action: Callable[[], None], need: str, hint: str) -> None:
 
 
 def prefer_expandable_segments(device: torch.device) -> None:
-    """Has CUDA's caching allocator map memory in pages, so that sleeping in parts leaves no holes too small to use.
+    """Makes CUDA's caching allocator map memory in pages, so that sleeping tags leave no holes too small to use.
 
     For a rank's start, before its first allocation. An allocator that the environment configures is left as it is.
     """
@@ -329,7 +326,7 @@ def prefer_expandable_segments(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free on a rank's device; a machine's memory is counted as if all ranks shared it."""
+    """Returns the free memory of a rank's device; a machine's memory is divided by the number of all ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     known = Path("/proc/meminfo")
@@ -342,7 +339,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages that have memory, each once."""
+    """Returns the storages that have memory, each once."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = local_shard(tensor).detach().untyped_storage()
@@ -352,7 +349,7 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
 
 
 def give_back_free_memory() -> None:
-    """Hands what torch and the allocator of the host keep for later to whoever else is on the machine."""
+    """Returns unused memory of torch's and the host's allocator to the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc

@@ -22,7 +22,7 @@ from slimefsdp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a group of ranks, row-major with cp ranks adjacent.
+    """The axes of a group of ranks, row-major, with cp ranks adjacent.
 
     A batch is cut over dp_replicate x dp data ranks, a pack over cp. Parameters are sharded over dp x cp; every
     such copy of the model is the same, and gradients are summed over all ranks.
@@ -40,27 +40,26 @@ class Mesh:
 
     @property
     def data_ranks(self) -> int:
-        """Shares that a batch is cut into."""
+        """Ranks that get packs of their own: dp_replicate x dp."""
         return self.dp_replicate * self.dp
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """All ranks."""
         return self.flat.get_group()
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks whose shards make up one copy of the model, this rank's."""
+        """The ranks whose shards make up this rank's copy of the model."""
         return self.fsdp.get_group(self.fsdp.ndim - 1)
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank's shards belong to the copy that is written to disk; the others hold the same bits."""
+        """Whether this rank's shards belong to the copy that is written to disk; other copies hold the same bits."""
         return self.fsdp.ndim == 1 or self.fsdp.get_local_rank(0) == 0
 
 
 def choose_device(setting: str) -> torch.device:
-    """The device of this rank for `mesh.device`: auto takes CUDA where there is one.
+    """Returns this rank's device for `mesh.device`; auto takes CUDA if there is any.
 
     Raises:
         ConfigError: cuda is asked for and there is none.
@@ -84,7 +83,7 @@ def start_process_group(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> None:
-    """Joins the ranks; rank 0 listens on `address` alone.
+    """Joins the ranks' process group; rank 0 listens on `address` only.
 
     torch's own `tcp://` rendezvous listens on every interface, so rank 0 hands its store a bound socket.
 
@@ -115,7 +114,7 @@ def start_process_group(
 
 
 def start_process_group_from_environment(device: torch.device, *, timeout_s: float) -> None:
-    """Joins the ranks that torchrun started, or makes a group of one where no launcher did."""
+    """Joins the ranks that torchrun started, or makes a group of one without a launcher."""
     if "RANK" not in os.environ:
         start_process_group(device, rank=0, world_size=1, address="127.0.0.1", port=0, timeout_s=timeout_s)
         return
@@ -134,7 +133,7 @@ def build_mesh(
     is_whole_on_every_rank: bool = False,
     timeout_s: float | None = None,
 ) -> Mesh:
-    """The (dp_replicate, dp, cp) mesh over the ranks of the process group.
+    """Returns the (dp_replicate, dp, cp) mesh over the ranks of the process group.
 
     Calls with the same arguments share a mesh. Torch frees the threads and connections of a mesh's groups only with
     the process group of all ranks, so a process that makes many Trainers would gather them.
@@ -200,7 +199,7 @@ def _new_mesh(
 
 
 def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh: Mesh) -> torch.Tensor:
-    """Per-token values of the whole pack on every cp rank, differentiable through this rank's own ones.
+    """Returns per-token values of the whole pack on every cp rank, differentiable through this rank's own values.
 
     Args:
         local: [..., local_pairs] of this rank.
@@ -218,7 +217,7 @@ def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh:
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a sharded tensor, or all of one that is not sharded; writing to them changes the tensor."""
+    """Returns this rank's rows of a sharded tensor, or a whole tensor; writing to the result changes the tensor."""
     if not isinstance(tensor, DTensor):
         return tensor
     # without autograd they are the shard itself; of a parameter torch makes a view first, at ten times the cost

@@ -31,9 +31,8 @@ from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
-from slimefsdp.models.load_adapters import add_adapters_of, read_adapters
 from slimefsdp.models.load_weights import ReadBy, check_tensor_names, read_weights
-from slimefsdp.models.lora import Lora, add_adapters, draw_adapters
+from slimefsdp.models.lora import Lora, add_adapters, add_adapters_of, draw_adapters, read_adapters
 from slimefsdp.models.peft_folder import PeftFolder
 from slimefsdp.models.random_init import draw_weights
 
@@ -129,7 +128,7 @@ def choose_what_trains(model: DecoderModel, folder: ModelFolder, trains: Trains,
 
 
 def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.dtype) -> AnyModel:
-    """The model of a folder, its parameters on the meta device in `master_dtype`, its buffers real.
+    """Builds the model of a folder, its parameters on the meta device in `master_dtype`, its buffers real.
 
     Args:
         kind: PolicyModel or ValueModel.
@@ -173,7 +172,7 @@ def materialise(
     *,
     buffer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Gives every (sharded) parameter memory on `device`; buffers move there with their values; ties stay tied.
+    """Allocates every (sharded) parameter on `device`; buffers move there with their values; tied parameters stay tied.
 
     Args:
         parameters_on: another device for the parameters alone.
@@ -227,7 +226,7 @@ def _switch_noise_off(config: PretrainedConfig) -> None:
 
 
 def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lora: Lora | None = None) -> PolicyModel:
-    """The architecture of a folder, its weights empty until somebody sends them.
+    """Builds the architecture of a folder with uninitialised weights, to be filled by weight updates.
 
     Args:
         lora: has adapters beside the same modules as the trainer.
@@ -262,7 +261,8 @@ def load_for_sampling(
     buffer_dtype: torch.dtype | None = None,
     random_seed: int | None = None,
 ) -> PolicyModel:
-    """The folder's model whole in this process, its weights those that a trainer freezes beside adapters, to the bit.
+    """Loads the whole model of a folder in this process, with weights bit-equal to those that a trainer freezes under
+    adapters.
 
     Args:
         dtype: of weights and adapters, what the trainer computes in.
@@ -288,7 +288,7 @@ def load_for_sampling(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, new parameters take no memory and no initialisation, while buffers are computed as always.
+    """Inside, new parameters take no memory and are not initialised, while buffers are computed as always.
 
     `torch.device("meta")` would leave the buffers that no checkpoint stores (rotary frequencies) as garbage.
     """

@@ -31,7 +31,7 @@ from slimefsdp.models.peft_folder import MATRICES
 
 
 class DecoderModel(nn.Module):
-    """A decoder and whatever head a subclass reads its hidden states with.
+    """A decoder, and the head that a subclass adds to its hidden states.
 
     It is the root of the sharded units: embeddings, final norm and head are unsharded inside its forward and nowhere
     else, so the head's weight must not be touched from outside.
@@ -44,13 +44,13 @@ class DecoderModel(nn.Module):
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Whether the embedding is the head's weight, too."""
+        """Whether the embedding is also the head's weight."""
         raise NotImplementedError
 
     def hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, pack_attention: PackAttention
     ) -> torch.Tensor:
-        """[local_tokens, hidden_dim] after the final norm, one row where there is no token; for use in `forward`.
+        """Returns [local_tokens, hidden_dim] after the final norm, one row if there is no token; for use in `forward`.
 
         Args:
             tokens: [local_tokens] int64.
@@ -73,7 +73,7 @@ class DecoderModel(nn.Module):
         return hidden
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """Takes the parameters whose names match a shell-style pattern out of training; call it before sharding.
+        """Excludes parameters whose names match a shell-style pattern from training; call it before sharding.
 
         A tensor with two names, a tied embedding, is frozen under either of them.
 
@@ -100,14 +100,13 @@ class DecoderModel(nn.Module):
             )
 
     def decoder_layers(self) -> nn.ModuleList:
-        """The stack of decoder layers."""
         decoder = self.hf.get_decoder()
         layers = decoder.h if hasattr(decoder, "h") else decoder.layers  # GPT-2's name, and everybody else's
         assert isinstance(layers, nn.ModuleList)
         return layers
 
     def attention_shape(self) -> AttentionShape:
-        """What of this architecture decides how its attention can be computed, and shared between ranks."""
+        """Returns the properties that decide how the model's attention can be computed and split between ranks."""
         config = self.hf.config
         heads = config.num_attention_heads
         return AttentionShape(
@@ -120,18 +119,18 @@ class DecoderModel(nn.Module):
         )
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters under the names that transformers gives them in memory, a tied one once.
+        """Returns the parameters under their names in transformers, a tied one once, without adapters.
 
         The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_weight_names).
         """
         return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(MATRICES)]
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The `named_weights`, and the matrices of adapters (slimefsdp.models.lora) after those that they change."""
+        """Returns the `named_weights` and the matrices of adapters, each after the weight that it adapts."""
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """What a checkpoint holds: the `named_weights`; of a model with adapters the trained ones, the rest stays.
+        """Returns what a checkpoint holds: the `named_weights`, or of a model with adapters the trained weights only.
 
         Where nothing has adapters, frozen weights are among them.
         """
@@ -140,11 +139,11 @@ class DecoderModel(nn.Module):
 
     @property
     def trained_beside_adapters(self) -> frozenset[str]:
-        """Names of the weights that are trained whole where all others have adapters or are frozen."""
+        """Names of the weights that are trained in full although the model has adapters."""
         return frozenset()
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named_weights` that a folder with these tensors fills: all; a head may begin at 0 instead.
+        """Returns the `named_weights` that a folder with these tensors fills: all, except a head that may begin at 0.
 
         Raises:
             ModelError: the folder is of another kind of model.
@@ -152,11 +151,11 @@ class DecoderModel(nn.Module):
         return self.named_weights()
 
     def unread(self, stored: Mapping[str, TensorEntry]) -> frozenset[str]:
-        """Tensors that such a folder may hold, and that this model has no use for."""
+        """Returns the tensors that such a folder may hold and this model does not read."""
         return frozenset()
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a folder with these weights, from that of the folder they began with.
+        """Returns config.json for a folder with these weights, from the config.json of the folder they began with.
 
         Raises:
             ModelError: no folder can hold them.
@@ -164,12 +163,12 @@ class DecoderModel(nn.Module):
         return dict(config)
 
     def trained_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `all_parameters` that have gradients: all but what `freeze` took out, or adapters and a new head."""
+        """Returns the parameters of `all_parameters` that have gradients."""
         return [(name, parameter) for name, parameter in self.all_parameters() if parameter.requires_grad]
 
 
 def _without_the_only_token(attend: PackAttention) -> PackAttention:
-    """Hides a rank's one token from the pack's attention; what the token gets is 0."""
+    """Hides a rank's one placeholder token from the pack's attention; the token's output is 0."""
 
     def attend_to_nothing(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams, sinks: torch.Tensor | None
@@ -198,7 +197,7 @@ class PolicyModel(DecoderModel):
         entropy_grad: bool = False,
         reference: HeadInputs | None = None,
     ) -> torch.Tensor:
-        """Log-probs of the share's targets, and the entropies they were drawn from, [2, pairs].
+        """Returns log-probs of the share's targets, and the entropies of their distributions, [2, pairs].
 
         Args:
             share: this rank's part of a pack.
@@ -222,7 +221,8 @@ class PolicyModel(DecoderModel):
         return torch.stack([log_probs, entropy])
 
     def head_inputs(self, share: LocalShare, pack_attention: PackAttention) -> HeadInputs:
-        """What the share's logits are made of, [pairs, hidden_dim] and [vocab, hidden_dim], and the head's adapter.
+        """Returns what the share's logits are made of, [pairs, hidden_dim] and [vocab, hidden_dim], and the head's
+        adapter.
 
         Of a sharded model it is called like `forward`, once it is known to FSDP (`register_fsdp_forward_method`); the
         weight is the gathered one, which lasts until the root is resharded.
@@ -230,7 +230,9 @@ class PolicyModel(DecoderModel):
         return self.head_inputs_of(self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows])
 
     def head_inputs_of(self, hidden: torch.Tensor) -> HeadInputs:
-        """What the logits of hidden states [rows, hidden_dim] are made of; of a model whose weights are whole."""
+        """Returns what the logits of hidden states [rows, hidden_dim] are made of, for a model with
+        unsharded weights.
+        """
         head = self.hf.get_output_embeddings()
         adapter = None
         if isinstance(head, LoraLinear) and head.is_on:
@@ -238,7 +240,9 @@ class PolicyModel(DecoderModel):
         return HeadInputs(hidden, head.weight, self.softcap, adapter)
 
     def is_like(self, other: PolicyModel) -> bool:
-        """Whether another policy computes the same function of equal weights: same configuration, names and shapes."""
+        """Returns whether two policies compute the same function of equal weights: same configuration, names and
+        shapes.
+        """
         configs = [
             {key: value for key, value in policy.hf.config.to_dict().items() if key not in _NOT_OF_THE_FUNCTION}
             for policy in (self, other)
@@ -248,7 +252,6 @@ class PolicyModel(DecoderModel):
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Whether the LM head is the embedding."""
         return self.hf.get_output_embeddings().weight is self.hf.get_input_embeddings().weight
 
 
@@ -258,7 +261,7 @@ _LM_HEAD = "lm_head.weight"
 
 
 class ValueModel(DecoderModel):
-    """A decoder with a head of one number.
+    """A decoder with a head that outputs one number.
 
     The head takes the place of the language model's, under the names of transformers' token classifiers
     (`score.weight`, `score.bias`): a folder of one of those with one label is read whole, and an export is one. Out of
@@ -276,7 +279,7 @@ class ValueModel(DecoderModel):
         hf.score = nn.Linear(hf.config.hidden_size, 1, device=embedding.device, dtype=embedding.dtype)
 
     def forward(self, share: LocalShare, pack_attention: PackAttention) -> torch.Tensor:
-        """Values of the share's pairs, [1, pairs], float32, or float64 where the model is.
+        """Returns the values of the share's pairs, [1, pairs], float32, or float64 for a float64 model.
 
         The row of a response token is the one before it, as for its log-prob: what is expected of the response from
         there on, before the token is chosen.
@@ -293,16 +296,15 @@ class ValueModel(DecoderModel):
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Never: the head has one row."""
+        """Always False: the head has one row."""
         return False
 
     @property
     def trained_beside_adapters(self) -> frozenset[str]:
-        """The head, which may begin at 0."""
         return frozenset(_HEADS)
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
-        """The decoder's, out of the folder of a causal LM; all out of that of a token classifier.
+        """Returns the decoder's weights for the folder of a causal LM, and all weights for that of a token classifier.
 
         Raises:
             ModelError: the classifier has several labels.
@@ -317,11 +319,11 @@ class ValueModel(DecoderModel):
         return [named for named in self.named_weights() if head is not None or named[0] not in _HEADS]
 
     def unread(self, stored: Mapping[str, TensorEntry]) -> frozenset[str]:
-        """The head of a causal LM."""
+        """Returns the head of a causal LM."""
         return frozenset() if _HEAD in stored else frozenset([_LM_HEAD])
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """That of a token classifier with one label.
+        """Returns the config.json of a token classifier with one label.
 
         Raises:
             ModelError: transformers has none of this architecture whose head has our names.

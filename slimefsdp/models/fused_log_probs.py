@@ -314,7 +314,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 class _Words:
-    """A part of the vocabulary: its rows of the head, and what is computed of its logits, tile by tile.
+    """A part of the vocabulary: its rows of the head, and the computations on its logits, tile by tile.
 
     On a CPU half-precision weights are widened, once for all its tiles: only CUDA has a product of halves with a
     float32 result, and float32 products are also the faster ones on a CPU.
@@ -339,16 +339,16 @@ class _Words:
 
     @classmethod
     def of_reference(cls, reference: HeadInputs, words: tuple[int, int], temperature: float) -> _Words:
-        """Those of a reference, which has no adapter."""
         return cls(reference.weight, None, None, words, temperature, reference.softcap)
 
     def tile_of(self, buffer: Tensor, rows: slice) -> Tensor:
-        """[rows, words] at the beginning of a buffer."""
+        """Returns [rows, words] at the beginning of a buffer."""
         count = rows.stop - rows.start
         return buffer[: count * self._size].view(count, self._size)
 
     def write_logits(self, hidden: Tensor, rows: slice, out: Tensor, tanh: Tensor | None = None) -> None:
-        """out = the logits of some rows of hidden [all rows, hidden_dim], capped and scaled; accumulated in its dtype.
+        """Writes the logits of some rows of hidden [all rows, hidden_dim] to `out`, capped and scaled, accumulated in
+        its dtype.
 
         Args:
             tanh: keeps tanh(logits / softcap).
@@ -368,18 +368,20 @@ class _Words:
             out.div_(self._temperature)
 
     def read_targets(self, logits: Tensor, targets: Tensor, out: Tensor) -> None:
-        """out [rows] = the logits of those targets that are among these words; others are left as they are."""
+        """Writes to `out` [rows] the logits of the targets that are among these words; leaves other rows as
+        they are.
+        """
         here, is_here = self._places(targets)
         found = logits.gather(1, here).squeeze(1)
         out.copy_(found if is_here is None else torch.where(is_here, found, out))
 
     def add_at_targets(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Adds values [rows] to the logits of those targets that are among these words."""
+        """Adds values [rows] to the logits of the targets that are among these words."""
         here, is_here = self._places(targets)
         logits.scatter_add_(1, here, (values if is_here is None else values.masked_fill(~is_here, 0.0))[:, None])
 
     def _places(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[rows, 1] columns, and whether they are the targets' own; None: all are."""
+        """Returns [rows, 1] columns, and whether they are the targets' own; None: all are."""
         if self._is_all:
             return targets[:, None], None
         here = (targets - self._start)[:, None]
@@ -388,14 +390,15 @@ class _Words:
 
 
 class _RowSums(NamedTuple):
-    """Of each row z of a tile: m = max z, sum e^(z - m), and sum (z - m) e^(z - m); [rows] each."""
+    """For each row z of a tile: m = max z, sum e^(z - m), and sum (z - m) e^(z - m); [rows] each."""
 
     largest: Tensor
     exp_sums: Tensor
     exp_logits: Tensor
 
     def write(self, logits: Tensor, exps: Tensor | None, *, with_entropy: bool, has_kernels: bool) -> None:
-        """Of logits, which torch leaves relative to their largest, and kernels as they are.
+        """Computes the sums. In plain torch the logits become relative to their largest; kernels leave them as they
+        are.
 
         Args:
             exps: of logits' shape, to work in; kernels take none.
@@ -420,7 +423,7 @@ def _write_slopes(
     difference: Tensor | None,
     kl_slope: Tensor | None,
 ) -> None:
-    """Logits z, relative to the largest of all, become e^z (offset + slope z + kl_slope difference).
+    """Replaces logits z, relative to the largest of all, by e^z (offset + slope z + kl_slope difference).
 
     Args:
         exps: of logits' shape, to work in; None: there is no slope.
@@ -439,7 +442,7 @@ def _write_slopes(
 
 
 class _RowsGrad:
-    """The gradient of what has a row for each target, hidden states or an adapter's: a sum over the vocabulary."""
+    """Sums over the vocabulary the gradient of hidden states or of an adapter's inputs, [rows, columns]."""
 
     def __init__(self, rows: Tensor, dtype: torch.dtype, has_parts: bool) -> None:
         self._is_summed = has_parts or (rows.dtype != dtype and not rows.is_cuda)
@@ -454,7 +457,7 @@ class _RowsGrad:
             torch.mm(logits_grad.to(weight.dtype), weight, out=self._grad[rows])
 
     def total(self) -> Tensor:
-        """The sum, in the dtype of what it is the gradient of."""
+        """Returns the sum in the dtype of the input."""
         return self._grad.to(self._dtype)
 
 
@@ -467,18 +470,20 @@ def _has_kernels(logits: Tensor) -> bool:
 
 
 def _held_logits(tiles: HeadTiles, like: Tensor) -> Tensor:
-    """[held, elements], once for all tiles: fresh large buffers cost more in page faults than in arithmetic."""
+    """Allocates [held, elements] once for all tiles: fresh large buffers cost more in page faults than in
+    arithmetic.
+    """
     return like.new_empty(tiles.held, tiles.elements)
 
 
 def _slots(tiles: HeadTiles, held: Tensor) -> Iterator[Tensor]:
-    """Where the logits of each tile are, in the order of forward: the last have a place each, the others share one."""
+    """Yields the buffer of each tile's logits in forward order: the last tiles have one each, the others share one."""
     count = len(tiles.words) * len(tiles.rows)
     return (held[max(0, index - (count - tiles.held))] for index in range(count))
 
 
 def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """total [rows, columns] += left @ right, in total's dtype, without a second tensor of total's size."""
+    """Computes total [rows, columns] += left @ right, in total's dtype, without a second tensor of total's size."""
     if right.is_cuda and right.dtype != total.dtype:
         torch.addmm(total, left.to(right.dtype), right, out_dtype=total.dtype, out=total)
     else:

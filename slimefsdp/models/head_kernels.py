@@ -27,7 +27,7 @@ _WARPS = 8
 
 @cache
 def can_launch(device: torch.device) -> bool:
-    """Whether these kernels run on a device: both are tried on one row, once in a process.
+    """Returns whether these kernels run on a device; both are tried on one row, once in a process.
 
     Triton compiles with the machine's C compiler, into a folder that it must be able to write and load from. What it
     lacks is logged, and the head does without it.
@@ -46,7 +46,7 @@ def can_launch(device: torch.device) -> bool:
 
 
 def row_sums(logits: Tensor, largest: Tensor, exp_sums: Tensor, exp_logits: Tensor) -> None:
-    """Of each row z of logits: m = max z, sum e^(z - m), and sum (z - m) e^(z - m).
+    """Computes for each row z of logits: m = max z, sum e^(z - m), and sum (z - m) e^(z - m).
 
     Args:
         logits: [rows, words] float32, contiguous.
@@ -61,7 +61,7 @@ def row_sums(logits: Tensor, largest: Tensor, exp_sums: Tensor, exp_logits: Tens
 def logits_grad(
     logits: Tensor, largest: Tensor, factors: Tensor, targets: Tensor, target_grads: Tensor, out: Tensor
 ) -> None:
-    """out = factors e^(logits - largest), plus target_grads in the columns of targets.
+    """Computes out = factors e^(logits - largest), plus target_grads in the columns of targets.
 
     Args:
         logits: [rows, words] float32, contiguous; left as they are.

@@ -37,7 +37,7 @@ class HeadTiles:
 
     @classmethod
     def of(cls, rows: int, vocab: int, itemsize: int, device: DeviceType, chunk_bytes: int | None = None) -> HeadTiles:
-        """Those of a head.
+        """Returns the tiles of a head.
 
         Args:
             rows: whose logits are computed, any number.
@@ -56,19 +56,19 @@ class HeadTiles:
 
     @property
     def elements(self) -> int:
-        """Of the largest tile."""
+        """Elements of the largest tile."""
         words, rows = (max((end - start for start, end in bounds), default=0) for bounds in (self.words, self.rows))
         return words * rows
 
     @property
     def recomputed_share(self) -> float:
-        """Of the tiles, those whose logits backward computes again."""
+        """The share of tiles whose logits backward computes again."""
         count = len(self.words) * len(self.rows)
         return 1 - self.held / count if count else 0.0
 
 
 def row_bounds(rows: int, most: int) -> Bounds:
-    """[start, end) of near-equal parts of `rows`, of at most max(most, 3) each.
+    """Returns [start, end) of near-equal parts of `rows`, of at most max(most, 3) each.
 
     None has one row unless `rows` is 1: a matrix product with one row takes another path than the same row among
     others, so a lone row would differ in its last bits from what it is under another split.

@@ -111,7 +111,9 @@ _PACK_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A checked local folder: absolute path, config.json, where every tensor lies, the tokenizer files it has."""
+    """A checked local folder: absolute path, config.json, the location of every tensor, and the tokenizer
+    files it has.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -133,7 +135,7 @@ class ModelFolder:
 
     @property
     def max_sample_tokens(self) -> int | None:
-        """Tokens of the longest sample that the model has positions for; None where positions are not learned."""
+        """The number of learned positions, which limits a sample; None if positions are not learned."""
         if self.model_type != "gpt2":
             return None
         positions: int = self.config.get("n_positions", 1024)  # transformers' default
@@ -141,7 +143,7 @@ class ModelFolder:
 
 
 def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
-    """Whether a folder has the files of a tokenizer, without which transformers would make an empty one.
+    """Checks that a folder has the files of a tokenizer, without which transformers would make an empty one.
 
     Raises:
         ModelError: naming the files that are missing.
@@ -156,7 +158,7 @@ def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
 
 
 def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> None:
-    """Whether models of this type can be trained here.
+    """Checks that models of this type can be trained here.
 
     Raises:
         ModelError: naming the type and the ones that can, the folder's quantisation, or what packing cannot honour.
@@ -176,7 +178,7 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
 
 
 def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "model.path") -> None:
-    """Whether a configuration, as written or as transformers completed it, can be computed exactly on packed samples.
+    """Checks that a configuration can be computed exactly on packed samples.
 
     Raises:
         ModelError: naming the first thing that cannot.
@@ -240,7 +242,7 @@ def _check_model_type(model_type: str, path: Path, field: str | None) -> None:
 
 
 def read_model_folder(path: str | Path, *, field: str = "model.path", with_weights: bool = True) -> ModelFolder:
-    """The folder's configuration and the location of every tensor, without reading any tensor.
+    """Reads a folder's configuration and the location of every tensor, without reading any tensor.
 
     The weights are the files that `model.safetensors.index.json` names; without one, `model.safetensors` alone where it
     exists (as transformers reads it), else all `*.safetensors` files together.
@@ -281,7 +283,7 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Whether a folder, which may be a part of a download, lacks files of weights."""
+    """Returns whether a folder, which may be a partial download, lacks files of weights."""
     try:
         _weight_files(folder, _read_index(folder / INDEX_FILE))
     except ModelError:
@@ -290,7 +292,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def _extra_files(folder: Path) -> tuple[Path, ...]:
-    """Those of EXTRA_FILES that are there. They are copied as they are, so none may be a link to a file elsewhere."""
+    """Returns the EXTRA_FILES that exist. They are copied as they are, so none may be a link to a file elsewhere."""
     there = [folder / name for name in EXTRA_FILES if (folder / name).exists()]
     for file in there:
         if not file.is_file():
@@ -308,7 +310,7 @@ def _extra_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _is_blob_of(snapshot: Path, target: Path) -> bool:
-    """Whether a file is in the hub cache that a folder is of.
+    """Returns whether a file is in the hub cache that a folder belongs to.
 
     There is cache/models--owner--name/snapshots/revision/name -> ../../blobs/hash, which may be a link once more, to
     cache/blobs/ab/hash, where several models share a file.
@@ -376,7 +378,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
-    """Numbers that no model has, and that would only show as NaN in its log-probs; nested ones too."""
+    """Refuses numbers that no model has and that would only show as NaN in its log-probs; nested ones too."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _refuse_nonsense(file, value)
@@ -392,7 +394,9 @@ def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _read_index(file: Path) -> dict[str, str] | None:
-    """Tensor name -> file name as the index says, every name checked to stay in the folder; None without an index."""
+    """Returns tensor name -> file name from the index, every name checked to stay in the folder; None
+    without an index.
+    """
     if not file.is_file():
         return None
     weight_map = _read_json(file).get("weight_map")

@@ -41,7 +41,7 @@ class Part:
 
 
 def hub_parts(model_type: str, parameter: str, shape: Sequence[int]) -> list[Part]:
-    """The tensors that a folder written today holds for a parameter of this name and full shape, in order."""
+    """Returns the tensors that a folder written today holds for a parameter of this name and full shape, in order."""
     old, new = _RENAMED.get(model_type, ("", ""))
     name = parameter.replace(old, new) if old else parameter
     for suffix, tensors in _EXPERT_TENSORS.get(model_type, {}).items():
@@ -58,7 +58,7 @@ def hub_parts(model_type: str, parameter: str, shape: Sequence[int]) -> list[Par
 
 
 def stored_parts(model_type: str, parameter: str, shape: Sequence[int], stored: Container[str]) -> list[Part]:
-    """The tensors to fill a parameter from, given the names that a folder stores.
+    """Returns the tensors to fill a parameter from, given the names that a folder stores.
 
     A folder may also hold the parameter under the model's own name (experts in one tensor), or a GPT-2 without its
     prefix. Where nothing fits, the names of today: they are the ones to miss.
@@ -73,5 +73,5 @@ def stored_parts(model_type: str, parameter: str, shape: Sequence[int], stored: 
 
 
 def is_no_weight(model_type: str, tensor: str) -> bool:
-    """Whether a tensor of a folder is a constant that the model computes for itself."""
+    """Returns whether a tensor of a folder is a constant that the model computes itself."""
     return model_type == "gpt2" and _GPT2_MASK.fullmatch(tensor) is not None

@@ -77,7 +77,7 @@ def read_weights(
     device: torch.device,
     read_by: ReadBy = "every_rank",
 ) -> None:
-    """Fills the local shards from the folder's safetensors files; a collective call.
+    """Collective: fills the local shards from the folder's safetensors files.
 
     Args:
         group: of all ranks; None: this process is alone.
@@ -100,7 +100,7 @@ def read_tensors(
     device: torch.device,
     read_by: ReadBy = "every_rank",
 ) -> None:
-    """As `read_weights`, of parameters that are a tensor each, of the same shape.
+    """Collective: fills parameters, each from one tensor of the same shape, as `read_weights` does.
 
     Args:
         named: names of these tensors -> the parameters, in the same order on every rank.
@@ -129,7 +129,7 @@ def _fill(
 
 
 def local_rows(parameter: nn.Parameter) -> tuple[int, int]:
-    """[start, end) of dim 0 that this rank keeps; empty, it starts where the parameter ends."""
+    """Returns [start, end) of dim 0 that this rank keeps; an empty range starts at the parameter's end."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -149,7 +149,7 @@ def _has_second_head(model: DecoderModel, folder: ModelFolder) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """The numbers of a stored tensor that this rank keeps, counted in row-major order, and where it keeps them."""
+    """The numbers of a stored tensor that this rank keeps, in row-major order, and where they go."""
 
     name: str
     values: torch.Tensor  # [numbers], a view of the shard; none of another rank's expert
@@ -157,7 +157,7 @@ class _Share:
     is_second_head: bool = False  # to be compared with what is there
 
     def take(self, start: int, values: torch.Tensor) -> None:
-        """Takes its part of numbers [start, start + len(values)), and refuses it if it is wrong."""
+        """Copies its part of numbers [start, start + len(values)), and checks them."""
         first, end = max(start, self.start), min(start + len(values), self.start + len(self.values))
         if first >= end:
             return
@@ -180,12 +180,12 @@ class _Share:
 
 
 def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Pieces of tensors of one length that are small enough to be copied."""
+    """Yields pieces of tensors of one length that are small enough to be copied."""
     return zip(*(tensor.split(_BUFFER_BYTES // _ALIGNMENT) for tensor in tensors), strict=True)
 
 
 def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
-    """One share of every stored tensor, in the same order on every rank."""
+    """Returns one share of every stored tensor, in the same order on every rank."""
     shares = []
     for parameter, parts in _parts_by_parameter(model, folder):
         (start, end), shard = local_rows(parameter), local_shard(parameter)
@@ -206,7 +206,7 @@ def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
 
 
 def _read_shares(files: OpenTensors, shares: Sequence[_Share]) -> None:
-    """Reads this rank's shares alone."""
+    """Reads this rank's shares."""
     for share in shares:
         if not len(share.values):
             continue
@@ -233,19 +233,18 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        """Where the next piece may lie."""
         nbytes = self.count * self.dtype.itemsize
         return self.place + nbytes + -nbytes % _ALIGNMENT
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
-        """The numbers, a view of the bucket's bytes."""
+        """Returns the numbers as a view of the bucket's bytes."""
         return bucket[self.place : self.place + self.count * self.dtype.itemsize].view(self.dtype)
 
 
 def _receive_shares(
     files: OpenTensors, shares: Sequence[_Share], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Collective: rank 0 reads every tensor, and all take their shares."""
+    """Collective: rank 0 reads every tensor, and each rank takes its shares."""
     errors: list[Exception] = []  # of this rank, which goes on keeping step with the others
     memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
     for pieces in _buckets(files, shares):
@@ -269,7 +268,7 @@ def _receive_shares(
 
 
 def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Piece]]:
-    """Every stored tensor once, cut to fit; the same on every rank."""
+    """Yields every stored tensor once, cut to fit; the same on every rank."""
     bucket: list[_Piece] = []
     place = 0
     for index, share in enumerate(shares):
@@ -286,7 +285,7 @@ def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Pie
 
 
 class OpenTensors:
-    """The folder's tensors as rows of numbers; each file is opened once, when it is first read."""
+    """The folder's tensors as rows of numbers; each file is opened once, at its first read."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         self._tensors = tensors
@@ -301,11 +300,10 @@ class OpenTensors:
         self._stack.close()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor as it is stored."""
         return TORCH_DTYPES[self._tensors[name].dtype]
 
     def numbers(self, name: str) -> int:
-        """How many a tensor has."""
+        """Returns how many numbers a tensor has."""
         return math.prod(self._tensors[name].shape)
 
     def read(self, name: str, start: int, target: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from slimefsdp.distributed.mesh import local_shard
 
 
 class LoraLinear(nn.Linear):
-    """A linear module with an adapter, which begins as nothing: B is 0.
+    """A linear module with an adapter, which has no effect at first: B is 0.
 
     Args:
         linear: whose weight and bias it takes over.
@@ -39,24 +39,25 @@ class LoraLinear(nn.Linear):
         return output + F.linear(self.low(input), self.lora_B)
 
     def low(self, input: torch.Tensor) -> torch.Tensor:
-        """What B is applied to, [..., rank]."""
+        """Returns the input of B, [..., rank]."""
         return self.scale * F.linear(input, self.lora_A)
 
     @torch.no_grad()
     def merged_rows(self, parameter: str = "weight") -> torch.Tensor:
-        """Collective: this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the adapter's dtype."""
+        """Collective: returns this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the
+        adapter's dtype.
+        """
         a = self.lora_A.full_tensor() if isinstance(self.lora_A, DTensor) else self.lora_A
         b = local_shard(self.lora_B)  # sharded over the same rows as the weight
         return torch.addmm(local_shard(self.weight).to(b.dtype), b, a, alpha=self.scale)
 
     @property
     def pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """The weight's A and B."""
         return {"weight": (self.lora_A, self.lora_B)}
 
 
 class LoraExperts(nn.Module):
-    """What `add_to_experts` puts before the class of a module of experts.
+    """The class that `add_to_experts` puts before the class of a module of experts.
 
     While the module computes, each chosen stack is W + (alpha / rank) B A, [experts, ..], made anew by every forward,
     whichever implementation multiplies with it. The sum has the size of the stack, and lives until backward used it,
@@ -69,7 +70,6 @@ class LoraExperts(nn.Module):
     is_transposed: bool  # a stack is [experts, in, out]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As without adapters."""
         if not self.is_on:
             return super().forward(*args, **kwargs)
         sums = {name: self._sum(getattr(self, name), *self.pairs[name]) for name in self.stacks}
@@ -83,13 +83,13 @@ class LoraExperts(nn.Module):
 
     @torch.no_grad()
     def merged_rows(self, stack: str) -> torch.Tensor:
-        """This rank's experts of W + (alpha / rank) B A, in the adapter's dtype."""
+        """Returns this rank's experts of W + (alpha / rank) B A, in the adapter's dtype."""
         a, b = map(local_shard, self.pairs[stack])  # sharded over the same experts as the stack
         return self._sum(local_shard(getattr(self, stack)).to(b.dtype), a, b)
 
     @property
     def pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """A, [experts, rank, in], and B, [experts, out, rank], of each stack that has them."""
+        """Returns A, [experts, rank, in], and B, [experts, out, rank], of each adapted stack."""
         own = self._parameters
         return {name: (own[f"{name}_lora_A"], own[f"{name}_lora_B"]) for name in self.stacks}  # type: ignore[misc]
 
@@ -103,7 +103,7 @@ LoraModule = LoraLinear | LoraExperts
 
 
 def stacks_of(module: nn.Module) -> list[str]:
-    """Names of the parameters of a module of experts that can have adapters: one matrix for each expert.
+    """Returns the names of a module's parameters that hold one matrix for each expert and can have adapters.
 
     Only transformers' own modules of experts have them, which say how their matrices lie.
     """
@@ -114,12 +114,14 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 @cache
 def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
-    """One class for all layers, which a compiler tells apart by it, with the name that fsdp.wrap_layers knows."""
+    """Returns one class for all layers, by which a compiler tells them apart, under the name that fsdp.wrap_layers
+    knows.
+    """
     return type(kind.__name__, (LoraExperts, kind), {})
 
 
 def add_to_experts(experts: nn.Module, stacks: Sequence[str], rank: int, alpha: float, *, dtype: torch.dtype) -> None:
-    """Puts adapters, which begin as nothing, beside stacks of a module of experts, in place.
+    """Adds adapters, which have no effect at first, to stacks of a module of experts, in place.
 
     Args:
         stacks: some of `stacks_of`, in the module's order.

@@ -29,13 +29,15 @@ _MADE: dict[str, tuple[str, str]] = {
 
 
 def made_by(path: Path) -> str | None:
-    """The command that makes what is at a path; None where it was made already, or no script of ours makes it."""
+    """Returns the command that makes what is at a path; None if it exists, or no script of ours makes it."""
     found = _entry(path)
     return None if found is None else found[0]
 
 
 def shape_of(path: Path) -> Path | None:
-    """A folder with config.json alone, of a hub id or a model that `made_by` would make; None where none is known."""
+    """Returns a folder with only config.json, for a hub id or a model that `made_by` would make; None if
+    none is known.
+    """
     hub_id = HubId.of(path)
     made = _entry(path)
     name = hub_id.name if hub_id is not None and made is None else made[1] if made is not None else ""
@@ -43,7 +45,7 @@ def shape_of(path: Path) -> Path | None:
 
 
 def is_shape(folder: Path) -> bool:
-    """Whether a model folder is one of `shape_of`."""
+    """Returns whether a model folder is one of `shape_of`."""
     return folder.is_relative_to(_SHAPES)
 
 

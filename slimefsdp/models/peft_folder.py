@@ -52,7 +52,7 @@ _INITIALISATIONS = (True, False, None, "gaussian", "orthogonal")
 
 @dataclass(frozen=True, slots=True)
 class PeftFolder:
-    """Checked adapters of one rank: absolute path, adapter_config.json, where every tensor lies."""
+    """Checked adapters of one rank: absolute path, adapter_config.json, and the location of every tensor."""
 
     path: Path
     config: dict[str, Any]
@@ -61,13 +61,12 @@ class PeftFolder:
 
     @property
     def rank(self) -> int:
-        """Rows of every A, columns of every B."""
         rank: int = self.config["r"]
         return rank
 
     @property
     def alpha(self) -> float:
-        """The product of B and A counts alpha / rank times."""
+        """The product of B and A is multiplied by alpha / rank."""
         return float(self.config["lora_alpha"])
 
     @property
@@ -82,7 +81,7 @@ class PeftFolder:
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Names of the modules of experts that have adapters -> the parameters that have them, in no order."""
+        """Names of the modules of experts that have adapters -> the parameters that have them, unordered."""
         owners = sorted({_unwrapped(_matched(name)[1])[0] for name in self.tensors})
         return {owner: parameters for owner in owners if (parameters := self.parameters_of(owner))}
 
@@ -93,12 +92,12 @@ class PeftFolder:
         return [*self.modules, *stacks]
 
     def parameters_of(self, module: str) -> list[str]:
-        """The parameters of a module that target_parameters names."""
+        """Returns the parameters of a module that target_parameters names."""
         keys = [key.rpartition(".") for key in self.config.get("target_parameters") or ()]
         return sorted({own for owner, _, own in keys if module == owner or module.endswith(f".{owner}")})
 
     def chooses(self, module: str) -> bool:
-        """Whether target_modules, and what narrows it, choose a linear module of that name: peft's own rule.
+        """Returns whether target_modules, and what narrows it, select a linear module of that name, by peft's own rule.
 
         `all-linear` chooses every one; the caller knows which is the head, that it leaves out.
         """
@@ -130,7 +129,8 @@ class PeftFolder:
         return False
 
     def check_base(self, shapes: Mapping[str, Sequence[int]], base: Path) -> None:
-        """Whether a model has the matrices that these adapters are of; of experts, only the model itself can tell.
+        """Checks that a model has the matrices that these adapters are for; experts are checked against the model
+        itself.
 
         Args:
             shapes: names of weights -> (rows, columns, ..).
@@ -160,12 +160,12 @@ class PeftFolder:
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """The name of a module's A or B in a folder."""
+    """Returns the name of a module's A or B in a folder."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 
 def stack_modules(stacks: Iterable[str]) -> dict[str, str]:
-    """What peft calls the module of each stack of experts.
+    """Returns peft's name of the module of each stack of experts.
 
     Args:
         stacks: full names of parameters, those of a module in its order.
@@ -181,7 +181,7 @@ def stack_modules(stacks: Iterable[str]) -> dict[str, str]:
 
 
 def read_peft_folder(path: Path) -> PeftFolder:
-    """The adapters of a folder, without reading any tensor.
+    """Reads the adapters of a folder, without reading any tensor.
 
     Raises:
         ModelError: naming the file that is missing or malformed, the setting of peft that cannot be honoured, or the
@@ -197,7 +197,6 @@ def read_peft_folder(path: Path) -> PeftFolder:
 
 
 def wrong_tensor(name: str, problem: str, hint: str) -> ModelError:
-    """The error of one tensor."""
     return ModelError(f"tensor {short(name)} {problem}", field=FIELD, hint=hint)
 
 
@@ -348,7 +347,7 @@ def _check_tensors(folder: PeftFolder, file: Path) -> None:
 
 
 def _check_stacks(folder: PeftFolder, file: Path) -> None:
-    """Whether there are tensors of all that target_parameters names."""
+    """Checks that there are tensors for all that target_parameters names."""
     stacks = [f".{owner}.{parameter}" for owner, parameters in folder.stacks.items() for parameter in parameters]
     for key in folder.config.get("target_parameters") or ():
         if not any(stack.endswith(f".{key}") for stack in stacks):
@@ -360,7 +359,7 @@ def _check_stacks(folder: PeftFolder, file: Path) -> None:
 
 
 def _unwrapped(module: str) -> tuple[str, int]:
-    """The module that wrappers are around, and how many of them the named one is inside of."""
+    """Returns the module inside peft's wrappers, and how many of them the named one is inside of."""
     owner = module
     while owner.endswith(_WRAPPER):
         owner = owner.removesuffix(_WRAPPER)

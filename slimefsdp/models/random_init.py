@@ -21,7 +21,7 @@ from slimefsdp.models.load_weights import local_rows
 
 @torch.no_grad()
 def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None:
-    """Fills the local shards of `model`; no communication.
+    """Fills the local shards of `model` at random; no communication.
 
     Args:
         model: sharded or not, its parameters in memory.
@@ -54,7 +54,8 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
 
 
 def _units(template: DecoderModel, wanted: Container[str]) -> list[dict[str, nn.Module]]:
-    """Modules by name, children before parents, in groups: a rule may reach into children, but stays in its layer.
+    """Returns modules by name, children before parents, in groups: a rule may reach into children, but stays in its
+    layer.
 
     Outside the layers, only those with a parameter in `wanted`: a head tied to the embedding is not drawn again.
     """
@@ -80,7 +81,7 @@ def _own_parameters(unit: dict[str, nn.Module]) -> list[tuple[str, nn.Parameter]
 
 
 def _place(unit: dict[str, nn.Module], device: str) -> None:
-    """Gives the unit new parameters on a device, NaN until something is drawn."""
+    """Allocates new parameters for the unit on a device, NaN until something is drawn."""
     for module in unit.values():
         for own, parameter in module.named_parameters(recurse=False):
             blank = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
@@ -88,5 +89,5 @@ def _place(unit: dict[str, nn.Module], device: str) -> None:
 
 
 def seed_of_module(seed: int, name: str) -> int:
-    """For the generator that draws the module of this name."""
+    """Returns the seed of the generator that draws the module of this name."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little", signed=True)

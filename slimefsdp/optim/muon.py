@@ -39,7 +39,7 @@ class MuonRule:
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """About U V^T of a matrix U S V^T: singular values end between 0.7 and 1.2, in the matrix's dtype.
+    """Returns about U V^T of a matrix U S V^T: singular values end between 0.7 and 1.2, in the matrix's dtype.
 
     Args:
         matrix: [rows, columns].
@@ -55,7 +55,7 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def adjusted_lr(lr: float, shape: Sequence[int], how: AdjustLr) -> float:
-    """The rate of a matrix, or of each of a stack of them.
+    """Returns the learning rate of a matrix, or of each matrix of a stack.
 
     original: lr x sqrt(max(1, rows / columns)), of Jordan et al. match_rms_adamw: lr x 0.2 sqrt(max(rows, columns)),
     with which updates are as large as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
@@ -103,7 +103,7 @@ def update_matrices(
 def _orthogonalize(
     parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor], group: dist.ProcessGroup | None, steps: int
 ) -> None:
-    """Has each shard of `updates` be its rows of the orthogonalized matrix, in place.
+    """Replaces each shard of `updates` by its rows of the orthogonalized matrix, in place.
 
     The iterations run where collectives do: on CUDA in bfloat16, where tensor cores are, unless masters are float64.
     """
@@ -160,7 +160,9 @@ def _exchange(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[list[torch.Tensor]]:
-    """Collective: pieces for every rank go there; the pieces of these shapes that every rank has sent here."""
+    """Collective: sends a list of pieces to every rank; returns the pieces, of these shapes, received
+    from every rank.
+    """
     flat = [[piece.reshape(-1).to(device, dtype) for piece in pieces] for pieces in sent]
     empty = torch.empty(0, device=device, dtype=dtype)
     out = torch.cat([empty, *(piece for pieces in flat for piece in pieces)])
@@ -178,7 +180,7 @@ def _exchange(
 
 @dataclass(frozen=True, slots=True)
 class ShardedMatrix:
-    """A matrix: a parameter's own, or one of its stack. Rows are counted through the stack, as they lie in memory."""
+    """A matrix parameter, or one matrix of a stack. Rows are counted through the stack, as they lie in memory."""
 
     parameter: int  # its place in the list of parameters
     first_row: int
@@ -187,24 +189,24 @@ class ShardedMatrix:
     bounds: tuple[int, ...]  # rows [bounds[s], bounds[s + 1]) of the parameter are in shard s
 
     def rows_in(self, shard: int) -> slice:
-        """The matrix's rows among those of a shard of the parameter."""
+        """Returns the matrix's rows in a shard of the parameter."""
         held = self.rows_of_matrix(shard)
         offset = self.first_row - self.bounds[shard]
         return slice(held.start + offset, held.stop + offset)
 
     def rows_of_matrix(self, shard: int) -> slice:
-        """Those rows of the matrix that a shard has."""
+        """Returns the shard's rows in the matrix."""
         start, stop = (min(max(bound - self.first_row, 0), self.rows) for bound in self.bounds[shard : shard + 2])
         return slice(start, stop)
 
     def shape_in(self, shard: int) -> tuple[int, int]:
-        """Of what a shard has of the matrix."""
+        """Returns the shape of the shard's part of the matrix."""
         held = self.rows_of_matrix(shard)
         return held.stop - held.start, self.columns
 
     @property
     def cost(self) -> int:
-        """Multiplications and additions of an iteration, halved."""
+        """Half of the multiplications and additions of one iteration."""
         short, long = sorted((self.rows, self.columns))
         return 2 * short * short * long + short**3
 
@@ -213,7 +215,7 @@ class ShardedMatrix:
 def assign_owners(
     shapes: tuple[tuple[int, ...], ...], world: int, shards: int, round_elements: int = ROUND_ELEMENTS
 ) -> list[list[list[ShardedMatrix]]]:
-    """`[round][rank]` -> the matrices that the rank owns in that round.
+    """Returns `[round][rank]` -> the matrices that the rank owns in that round.
 
     The costliest goes to whoever has least to do, then the next. A round gives a rank no more than `round_elements`,
     or a single matrix.
@@ -242,7 +244,7 @@ def assign_owners(
 
 
 def _split_rounds(queue: list[ShardedMatrix], most: int) -> list[list[ShardedMatrix]]:
-    """A rank's matrices in their order, no more than `most` elements or a single matrix in each round."""
+    """Splits a rank's matrices, in order, into rounds of at most `most` elements or of a single matrix."""
     rounds: list[list[ShardedMatrix]] = []
     room = 0
     for matrix in queue:

@@ -16,9 +16,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from slimefsdp.distributed.mesh import local_shard
-from slimefsdp.optim.eight_bit import QuantizedState, block_of, update_quantized
+from slimefsdp.optim.low_bit import QuantizedState, RoundedState, block_of, update_quantized, update_rounded
 from slimefsdp.optim.muon import MuonRule, update_matrices
-from slimefsdp.optim.stochastic_rounding import RoundedState, update_rounded
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
 Rule = Literal["adamw", "adamw_bfloat16", "adamw_8bit", "muon", "sgd"]
@@ -34,7 +33,7 @@ _OF_MUON = tuple(field.name for field in fields(MuonRule))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for a first group of parameters and AdamW for the others; `update_shards` takes its steps."""
+    """Muon for the first group of parameters and AdamW for the others; `update_shards` takes its steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
@@ -124,7 +123,7 @@ def build_optimizer(
 
 
 def _adamw_rule(parameter: nn.Parameter, state_dtype: torch.dtype | None) -> Rule:
-    """Of moments in 8 bits, those of a parameter without blocks stay in its own dtype."""
+    """Returns how AdamW's moments are stored. Under 8 bits, a parameter without blocks keeps its own dtype."""
     if state_dtype == torch.uint8:
         return "adamw" if block_of(parameter.shape) is None else "adamw_8bit"
     return "adamw" if state_dtype is None else "adamw_bfloat16"
@@ -136,7 +135,7 @@ def _add_momentum(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Para
 
 
 def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, Rule], steps_on: torch.device) -> None:
-    """AdamW's state: both moments, with the scales of their blocks where these are codes, and the count of steps."""
+    """Adds AdamW's state: both moments, the scales of 8-bit blocks, and the step count."""
     steps = torch.zeros(len(rules), dtype=torch.float32, device=steps_on)
     for (parameter, rule), step in zip(rules.items(), steps, strict=True):
         state = optimizer.state[parameter]
@@ -149,7 +148,7 @@ def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, 
 
 @torch.no_grad()
 def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | None = None, *, update: int = 0) -> None:
-    """One step of an optimiser from `build_optimizer`, taken on each rank's shards as plain tensors.
+    """Takes one step of an optimiser from `build_optimizer` on each rank's shards as plain tensors.
 
     What torch's `step()` computes, element by element: neither AdamW nor SGD looks at more than one element at a time.
     Through sharded tensors torch would work out the placement of every operand of every operation first. Muon's
@@ -224,7 +223,7 @@ def _update_adamw(
 def _adamw_shards(
     trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each parameter this rank's rows, of the gradient and of both moments too, and the count of steps."""
+    """Returns for each parameter this rank's rows, those of the gradient and of both moments, and the step count."""
     return [
         (
             local_shard(parameter),
@@ -238,7 +237,7 @@ def _adamw_shards(
 
 
 def _adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Of torch's functional `adamw`."""
+    """Returns the arguments of torch's functional `adamw`."""
     beta1, beta2 = group["betas"]
     how = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach", "fused")}
     return how | {"beta1": beta1, "beta2": beta2}
@@ -251,7 +250,9 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros for each block of each row of dim 0, [rows, blocks] float32, sharded over rows as the parameter is."""
+    """Returns zeros for each block of each row of dim 0, [rows, blocks] float32, sharded over rows like
+    the parameter.
+    """
     block = block_of(parameter.shape)
     assert block is not None
     blocks = math.prod(parameter.shape[1:]) // block
@@ -259,7 +260,7 @@ def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _first_element(parameter: nn.Parameter) -> int:
-    """Of this rank's rows, its place in the whole parameter."""
+    """Returns the index of this rank's first element in the whole parameter."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -267,7 +268,7 @@ def _first_element(parameter: nn.Parameter) -> int:
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone: vectors, biases and embeddings, a tied head among them.
+    """Returns the names of parameters without weight decay: vectors, biases and embeddings, a tied head included.
 
     Vectors are norms, attention sinks and most biases; a mixture's biases are matrices, and known by their name.
     """
@@ -280,7 +281,8 @@ def undecayed_names(model: nn.Module) -> set[str]:
 
 
 def matrix_names(model: nn.Module, layers: nn.Module) -> set[str]:
-    """Names of what Muon updates: matrices of the decoder layers, adapters' too, and stacks of experts' matrices.
+    """Returns the names of what Muon updates: matrices of the decoder layers and of adapters, and stacks of experts'
+    matrices.
 
     Args:
         layers: the stack of decoder layers in the model; embeddings and heads are outside of it.
@@ -298,7 +300,7 @@ def learning_rate(
     total_updates: int,
     min_ratio: float,
 ) -> float:
-    """The rate of update number `update`, counted from 0.
+    """Returns the learning rate of update number `update`, counted from 0.
 
     Warm-up rises linearly and reaches `peak` at its last update; the decay then runs from `peak` to `peak * min_ratio`
     at update total_updates - 1, and stays there.

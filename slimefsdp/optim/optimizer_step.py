@@ -69,7 +69,7 @@ class OptimizerStep:
         self._with_layer_norms = with_layer_norms
 
     def another(self) -> OptimizerStep:
-        """One over the same optimiser and parameters that has taken no update."""
+        """Returns a new one over the same optimiser and parameters that has taken no update."""
         made = copy(self)
         made.updates_taken = made.skipped_in_a_row = 0
         made.health, made._is_half_taken = None, False
@@ -78,17 +78,16 @@ class OptimizerStep:
 
     @property
     def loss_scale(self) -> float:
-        """What every loss is multiplied by before backward, until the next `step`."""
+        """The factor on every loss before backward, until the next `step`."""
         return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait for the next `step`."""
+        """Whether there are gradients for the next `step`."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     @property
     def next_lr(self) -> float:
-        """The learning rate of the next update."""
         return self._schedule(self.updates_taken)
 
     def require_whole(self, call: str) -> None:
@@ -109,7 +108,7 @@ class OptimizerStep:
 
     @torch.no_grad()  # outside of it, every look at a shard is an operation of autograd
     def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
-        """Collective: one update with the gradients gathered so far; they are gone afterwards. Returns its metrics.
+        """Collective: takes one update with the accumulated gradients, drops them, and returns metrics.
 
         A skipped update changes no weight and does not advance the schedule. While the loss scale can still be lowered,
         a norm that is not finite counts as the scale's fault, and towards no limit.
@@ -168,7 +167,7 @@ class OptimizerStep:
         return metrics
 
     def progress(self) -> dict[str, Any]:
-        """The counters as JSON: what `restore` needs to go on from here."""
+        """Returns the counters as JSON, for `restore`."""
         state: dict[str, Any] = {"updates_taken": self.updates_taken, "skipped_in_a_row": self.skipped_in_a_row}
         if self._loss_scaling is not None:
             state["loss_scale"] = self._loss_scaling.scale
@@ -176,7 +175,7 @@ class OptimizerStep:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a `progress()` at weights and moments of then, and forgets the gradients gathered so far.
+        """Continues from `progress()`, once weights and moments are those of that moment; drops gradients.
 
         Where it has no loss scale (it was not float16, or is older than loss scaling) the present one stays.
         """
@@ -190,7 +189,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """As if no update had been taken: moments are 0, counters too, and gradients are forgotten."""
+        """Resets moments and counters to 0, as if no update had been taken, and drops gradients."""
         self._forget_gradients()
         for parameter in self._parameters:
             for value in self.optimizer.state[parameter].values():
@@ -219,7 +218,7 @@ class OptimizerStep:
 
 
 def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]:
-    """What a group of parameters is updated with: what it was built with, where `settings` do not say otherwise."""
+    """Returns the update settings of a parameter group: those it was built with, unless `settings` override them."""
     given: dict[str, Any] = {"weight_decay": settings.weight_decay if built["decays"] else None}
     if built["rule"] == "sgd":
         given["momentum"] = None if settings.betas is None else settings.betas[0]
@@ -236,7 +235,7 @@ FLOOR = 1.0
 
 
 class LossScale:
-    """What the loss is multiplied by; constant between two calls of `adjust`, so that micro-batches add up.
+    """The factor on the loss. It is constant between two calls of `adjust`, so that micro-batches add up.
 
     float16 gradients below 6e-8 vanish and above 65504 overflow. The scale is a power of two, so that taking it out of
     float32 gradients again is exact. It is halved after an update whose gradients were not finite, and doubled after so
@@ -254,16 +253,16 @@ class LossScale:
         self._init, self._growth_interval = init, growth_interval
 
     def another(self) -> LossScale:
-        """One as this began."""
+        """Returns a new one with the initial scale."""
         return LossScale(self._init, self._growth_interval)
 
     @property
     def is_at_floor(self) -> bool:
-        """Whether a lower scale cannot help any more: what overflows now is not the scale's doing."""
+        """Whether the scale cannot be lowered, so that the scale is not to blame for an overflow."""
         return self.scale <= FLOOR
 
     def adjust(self, *, is_finite: bool) -> None:
-        """Follows one update, whose gradients were finite or not."""
+        """Adapts the scale after an update, whose gradients were finite or not."""
         if not is_finite:
             self.scale = max(FLOOR, self.scale * BACKOFF)
             self.finite_in_a_row = 0
@@ -289,7 +288,7 @@ _GROUPS = {
 
 @cache
 def layer_group(name: str) -> str:
-    """The part of the model that a parameter of this Hugging Face name is in.
+    """Returns the part of the model that a parameter of this Hugging Face name belongs to.
 
     Returns:
         `layer_3` for anything in a numbered layer, else `embedding`, `head`, `final_norm`, or `other`.
@@ -300,7 +299,7 @@ def layer_group(name: str) -> str:
 
 
 def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[float]:
-    """Collective: the squared L2 norm of each parameter's whole gradient, in float64; 0 where there is none.
+    """Collective: returns the squared L2 norm of each parameter's whole gradient, float64; 0 without a gradient.
 
     However the gradients are sharded: each shard counts once, also where several ranks hold replicas of it. Every rank
     gets the same numbers, because all ranks take part, not only those that hold different shards.
@@ -332,7 +331,7 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients in place; nothing is touched when the factor is 1."""
+    """Multiplies all gradients in place; a factor of 1 touches nothing."""
     if factor != 1.0:
         torch._foreach_mul_([local_shard(one) for p in parameters if (one := p.grad) is not None], factor)
 
@@ -340,7 +339,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
 def gradient_health(
     names: Sequence[str], squares: Sequence[float], *, loss_scale: float, update: int, max_grad_norm: float = 0.0
 ) -> GradientHealth:
-    """The report on gradients whose squared norms are `squares`.
+    """Returns the report on gradients with the squared norms `squares`.
 
     Args:
         names: of the parameters, in model order.
@@ -365,7 +364,7 @@ def gradient_health(
 
 
 def _is_first_replica(gradient: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether this rank is the one, of those that hold the same rows, whose rows are counted."""
+    """Whether this rank counts among the ranks that hold the same rows."""
     if not isinstance(gradient, DTensor):
         return dist.get_rank(group) == 0
     coordinate = gradient.device_mesh.get_coordinate()

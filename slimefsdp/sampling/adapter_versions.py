@@ -15,21 +15,28 @@ from torch import nn
 
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.models.load_adapters import check_beside, check_is_of, fill_matrices
-from slimefsdp.models.lora import AdaptedMatrix, adapted_matrices, adapted_modules, base_digest
+from slimefsdp.models.lora import (
+    AdaptedMatrix,
+    adapted_matrices,
+    adapted_modules,
+    base_digest,
+    check_beside,
+    check_is_of,
+    fill_matrices,
+)
 from slimefsdp.models.peft_folder import read_peft_folder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterVersion:
-    """A and B of each adapted matrix, in the model's order, and what B A x is multiplied by."""
+    """A and B of each adapted matrix, in the model's order, and the factor on B A x."""
 
     tensors: list[torch.Tensor]
     scale: float
 
 
 class AdapterVersions:
-    """What versions take turns in.
+    """Lets several versions of adapters take turns in one model.
 
     Args:
         policy: with adapters, its weights whole; its A and B are given up.
@@ -51,7 +58,7 @@ class AdapterVersions:
         self._empty()
 
     def read(self, folder: Path) -> AdapterVersion:
-        """The adapters of a PEFT folder; a module that it has none of has A and B of 0. From any thread.
+        """Reads the adapters of a PEFT folder; a module without one gets A and B of 0. Safe in any thread.
 
         Raises:
             ModelError: the folder is malformed, of another model, of more than the model's rank, or has adapters of a
@@ -101,7 +108,7 @@ class AdapterVersions:
         return AdapterVersion(tensors, folder.alpha / folder.rank)
 
     def take_turn(self, version: AdapterVersion | None) -> None:
-        """From now on the model computes what it does with these adapters; None: without any, to the bit."""
+        """Makes the model compute with these adapters; None: without any, bit-equal to the base."""
         for module in self._modules:
             module.is_on = version is not None
         if version is None or version is self._in_model:
@@ -113,7 +120,6 @@ class AdapterVersions:
         self._in_model = version
 
     def forget(self, version: AdapterVersion) -> None:
-        """The model holds nothing of a version any more."""
         if version is self._in_model:
             self._empty()
 
@@ -130,5 +136,5 @@ class AdapterVersions:
 
 
 def _of_rank(rank: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The part of A, [(experts,) room, in], and of B, [(experts,) out, room], that adapters of a rank fill."""
+    """Returns the part of A, [(experts,) room, in], and of B, [(experts,) out, room], that adapters of a rank fill."""
     return a[..., :rank, :], b[..., :rank]

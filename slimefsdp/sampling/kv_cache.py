@@ -18,7 +18,7 @@ _GRAIN = 64  # a cache's capacity is a multiple of this many tokens
 
 
 class PromptAttention:
-    """The attention of packed prompts, whose keys and values are kept.
+    """The attention of packed prompts, which keeps their keys and values.
 
     Args:
         attend: of the pack.
@@ -58,16 +58,16 @@ class RowCache:
 
     @property
     def rows(self) -> int:
-        """How many are in use."""
+        """Rows in use."""
         return len(self._positions)
 
     @property
     def nbytes(self) -> int:
-        """Of all layers, in use or not."""
+        """Bytes of all layers, in use or not."""
         return sum(cached.nbytes for layer in self._layers for cached in layer)
 
     def append(self, prompt: Sequence[KeysValues], rows: int) -> None:
-        """Takes more rows into use, all of which hold this prompt.
+        """Adds rows that all hold this prompt.
 
         Args:
             prompt: [tokens, kv_heads, head_dim] of every layer.
@@ -80,7 +80,7 @@ class RowCache:
         self._positions += [tokens] * rows
 
     def remove(self, rows: Sequence[int]) -> list[int]:
-        """Takes rows out of use; returns which row, as they were numbered before, now stands in each place."""
+        """Removes rows; returns for each place the old number of the row that is there now."""
         gone = set(rows)
         kept = self.rows - len(gone)
         holes = sorted(row for row in gone if row < kept)
@@ -102,7 +102,7 @@ class RowCache:
         return places
 
     def begin_step(self) -> torch.Tensor:
-        """Every row in use is about to get one token more; returns the tokens' positions, int64 [rows]."""
+        """Makes room for one more token in every row in use; returns the tokens' positions, int64 [rows]."""
         device = self._layers[0][0].device
         width = max(self._positions) + 1
         self._make_room(None, self.rows, width)
@@ -120,7 +120,7 @@ class RowCache:
         scoring: AttentionParams,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of one query a row over what the row holds, itself included: [rows, heads, head_dim]."""
+        """Returns the attention of one query per row over the row's keys, its own included: [rows, heads, head_dim]."""
         keys, values = self._layers[self._layer]
         self._layer += 1
         keys[self._rows, :, self._now] = k
@@ -147,7 +147,9 @@ class RowCache:
         return (probabilities @ values).flatten(1, 2)
 
     def _hidden_keys(self, window: int | None, width: int) -> torch.Tensor:
-        """What is added to scores, float32 [rows, 1, 1, width]: minus infinity where a row's token does not see."""
+        """Returns the mask added to scores, float32 [rows, 1, 1, width]: minus infinity at keys that a row's token does
+        not see.
+        """
         if window not in self._hidden:
             distance = self._now[:, None] - torch.arange(width, device=self._now.device)
             is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -156,7 +158,7 @@ class RowCache:
         return self._hidden[window]
 
     def _make_room(self, like: Sequence[KeysValues] | None, rows: int, tokens: int) -> None:
-        """Memory for so many rows of so many tokens; what is held stays.
+        """Allocates memory for so many rows of so many tokens; existing entries are kept.
 
         Args:
             like: tensors of every layer, for the first rows.

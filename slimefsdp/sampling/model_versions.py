@@ -26,7 +26,7 @@ class ModelVersion:
 
 
 class ModelVersions:
-    """What versions take turns in.
+    """Lets several versions of whole weights take turns in one model.
 
     Args:
         policy: without adapters, its weights whole; they are the base's.
@@ -41,7 +41,7 @@ class ModelVersions:
         self._building = threading.Lock()  # `load_for_sampling` changes torch's classes while it builds
 
     def read(self, folder: Path) -> ModelVersion:
-        """The weights of a Hugging Face folder. From any thread.
+        """Reads the weights of a Hugging Face folder. Safe in any thread.
 
         Raises:
             ModelError: the folder is malformed, or of another model.
@@ -62,7 +62,7 @@ class ModelVersions:
         return ModelVersion([parameter.data for _, parameter in policy.named_weights()])
 
     def take_turn(self, version: ModelVersion | None) -> None:
-        """From now on the model computes with these weights; None: with the base's."""
+        """Makes the model compute with these weights; None: with the base's."""
         turn = version or self._base
         if turn is self._in_model:
             return
@@ -71,6 +71,5 @@ class ModelVersions:
         self._in_model = turn
 
     def forget(self, version: ModelVersion) -> None:
-        """The model holds nothing of a version any more."""
         if version is self._in_model:
             self.take_turn(None)

@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class VersionSpan(NamedTuple):
-    """Tokens `start` to `end` of a response, the last one not included, were drawn from these weights."""
+    """Tokens `start` to `end` (exclusive) of a response were drawn from this version of the weights."""
 
     version: int
     start: int

@@ -12,7 +12,7 @@ from slimefsdp.sampling.params import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Samples of a prompt by one version, and log-probs of the prompt."""
+    """Asks for samples of a prompt by one version, and for log-probs of the prompt."""
 
     version: str | None  # None: the base
     prompt: Sequence[int]  # token ids
@@ -25,7 +25,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+    """One response; `log_probs[i]` belongs to `tokens[i]`, an end token included."""
 
     tokens: list[int]
     log_probs: list[float]  # as `SamplingParams.tempered` asks
@@ -34,7 +34,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The likeliest tokens in the place of each prompt token but the first, given those before it; likeliest first."""
+    """The likeliest tokens at each prompt token but the first, given those before it; likeliest first."""
 
     tokens: np.ndarray  # int64 [prompt tokens - 1, k]
     log_probs: np.ndarray  # [prompt tokens - 1, k] log_softmax(logits), as the prompt's
@@ -42,8 +42,6 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
-    """All that was asked for."""
-
     samples: list[SampledTokens]  # in the order of their numbers
     # [prompt tokens] log_softmax(logits) of each token given those before it, NaN for the first; float32, or float64
     # where the model is; None: not asked for
@@ -53,7 +51,7 @@ class SampleAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SamplingStats:
-    """What a sampler of versions is doing."""
+    """Statistics of a sampler of versions."""
 
     running_rows: int  # samples that are being drawn
     waiting_requests: int  # with samples that wait for a row, or a prompt that is to be read

@@ -33,7 +33,7 @@ _LARGEST_WORD = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+    """One sampled response; `log_probs[i]` belongs to `tokens[i]`, an end token included."""
 
     tokens: list[int]
     log_probs: list[float]  # as `SamplingParams.tempered` asks; in float32, or float64 where the model is
@@ -42,7 +42,7 @@ class Completion:
 
     @property
     def finished(self) -> bool:
-        """By an end token or a stop text."""
+        """Whether an end token or a stop text ended it."""
         return self.finish_reason == "stop"
 
 
@@ -92,7 +92,7 @@ class _Sample:
 
 
 class Sampler:
-    """A model's batch of rows and the samples that wait for one.
+    """Samples by continuous batching: a model's batch of rows, and the samples that wait for one.
 
     Args:
         policy: in eval mode, its weights whole; between steps they may change, if `take_new_weights` is called then.
@@ -135,7 +135,6 @@ class Sampler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being sampled and nothing waits."""
         return not self._rows and not self._waiting
 
     @property
@@ -145,17 +144,17 @@ class Sampler:
 
     @property
     def waiting_rows(self) -> int:
-        """Samples that wait for a row, and prompts that are only to be read."""
+        """Samples that wait for a row, and prompts that only need reading."""
         return sum(max(1, len(request.samples)) for request in self._waiting)
 
     @property
     def waiting_requests(self) -> int:
-        """Requests with samples that wait for a row, or a prompt that is to be read."""
+        """Requests with samples that wait for a row, or a prompt that needs reading."""
         return len(self._waiting)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the keys and values of rows; none while idle."""
+        """Bytes of the rows' keys and values; 0 while idle."""
         return self._cache.nbytes
 
     def add(
@@ -168,7 +167,7 @@ class Sampler:
         prompt_top_k: int = 0,
         client: str | None = None,
     ) -> int:
-        """Has samples of a prompt drawn in the steps to come, after those of the client that wait already.
+        """Queues samples of a prompt, after those of the same client.
 
         Args:
             samples: from 1, or from 0 where the prompt's log-probs are asked for.
@@ -200,7 +199,7 @@ class Sampler:
         return number
 
     def take_prompt_log_probs(self) -> list[tuple[int, np.ndarray]]:
-        """Log-probs of the prompts that were read since the last call, for requests that want them.
+        """Returns log-probs of the prompts that were read since the last call, for requests that want them.
 
         Returns:
             (number of the request, [prompt tokens] log_softmax(logits) of each token given those before it): NaN for
@@ -210,12 +209,12 @@ class Sampler:
         return taken
 
     def take_prompt_top_tokens(self) -> dict[int, TopTokens]:
-        """The likeliest tokens of these prompts, by number of the request, for those that want them."""
+        """Returns the likeliest tokens of these prompts by request number, for requests that want them."""
         taken, self._prompt_top_tokens = self._prompt_top_tokens, {}
         return taken
 
     def take_new_weights(self, version: int) -> None:
-        """The weights are others now: what is being sampled goes on with them, its context read anew."""
+        """Continues with changed weights: recomputes the context of all running samples."""
         self._version = version
         running = [_Request(one.place[0], [*one.prompt, *one.tokens], [one], client=one.client) for one in self._rows]
         for request in self._waiting:
@@ -224,7 +223,7 @@ class Sampler:
         self._forget_rows()
 
     def abort(self, requests: Collection[int] | None = None) -> list[tuple[int, int, Completion]]:
-        """Ends what is being sampled and what waits, as it is; returned as by `step`.
+        """Ends all running and waiting samples as they are; returned as by `step`.
 
         Args:
             requests: numbers of those to end; None: all.
@@ -249,7 +248,7 @@ class Sampler:
 
     @torch.no_grad()
     def step(self, may_begin: int | None = None) -> list[tuple[int, int, Completion]]:
-        """One more token of every row, after free rows have been filled; returns the samples that have ended.
+        """Fills free rows and draws one more token for every row; returns the samples that have ended.
 
         Args:
             may_begin: at most so many of the samples that wait are given a row; None: whatever finds one.
@@ -275,7 +274,7 @@ class Sampler:
         return ended
 
     def _fill_rows(self, may_begin: int | None) -> list[tuple[int, int, Completion]]:
-        """Gives free rows to samples that wait, with their first token."""
+        """Starts waiting samples in free rows, with their first token."""
         ended: list[tuple[int, int, Completion]] = []
         begun = 0
         prompts: Counter[str | None] = Counter()  # read in this step for their log-probs alone, by client
@@ -303,7 +302,7 @@ class Sampler:
         return ended
 
     def _bring_forward(self, room: int, prompts: Counter[str | None]) -> int:
-        """Puts a request of the client that has the fewest rows first; returns how many rows it may be given now.
+        """Moves a request of the client with the fewest rows to the front; returns how many rows it may get now.
 
         Args:
             room: rows that are free.
@@ -320,7 +319,7 @@ class Sampler:
         return max(1, room // len(clients))
 
     def _read_prompts(self, free: int) -> None:
-        """Reads the next prompts that wait, as many as free rows may need and the token budget allows, as one pack."""
+        """Reads the next waiting prompts as one pack, as many as free rows may need and the token budget allows."""
         requests: list[_Request] = []
         rows = tokens = 0
         for request in self._waiting:
@@ -355,7 +354,7 @@ class Sampler:
                     self._prompt_top_tokens[request.number] = top
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
-        """[prompt tokens] from the prompt's [prompt tokens, hidden_dim], the bits that the trainer has of them."""
+        """Returns [prompt tokens] from the prompt's [prompt tokens, hidden_dim], bit-equal to the trainer's."""
         inputs = self._policy.head_inputs_of(hidden[:-1])
         targets = torch.tensor(request.context[1:], dtype=torch.int64, device=hidden.device)
         found, _ = token_log_probs(inputs, targets)
@@ -363,7 +362,9 @@ class Sampler:
         return torch.cat([found.new_full((1,), torch.nan), found]).cpu().numpy()
 
     def _top_tokens(self, hidden: torch.Tensor, k: int) -> TopTokens:
-        """The k likeliest tokens after each of [rows, hidden_dim]; logits are made of a few rows at a time."""
+        """Returns the k likeliest tokens after each of [rows, hidden_dim], computing logits for a few rows
+        at a time.
+        """
         tops = [self._logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(_TOP_ROWS)]
         if not tops:
             return TopTokens(np.zeros((0, k), np.int64), np.zeros((0, k), np.float32))
@@ -371,7 +372,7 @@ class Sampler:
         return TopTokens(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab] from [rows, hidden_dim], at least float32."""
+        """Returns [rows, vocab] from [rows, hidden_dim], at least float32."""
         logits: torch.Tensor = self._policy.hf.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._policy.softcap is not None:
@@ -381,7 +382,7 @@ class Sampler:
     def _draw(
         self, samples: Sequence[_Sample], logits: torch.Tensor, *, first_row: int
     ) -> list[tuple[int, int, Completion]]:
-        """A token for each of these rows, which follow one another; those that end with it leave."""
+        """Draws a token for each of these consecutive rows; removes the rows that end with it."""
         tokens, log_probs = draw(
             logits,
             temperature=[sample.params.temperature for sample in samples],
@@ -433,7 +434,7 @@ def draw(
     min_p: Sequence[float] | None = None,
     renormalized: Sequence[bool] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """One token of each row and its log-prob.
+    """Draws one token of each row and returns it with its log-prob.
 
     Args:
         logits: [rows, vocab].
@@ -496,7 +497,7 @@ def _require_finite(broken: int, rows: int) -> None:
 
 
 def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, float, float]]) -> torch.Tensor:
-    """Log-probs of the tokens that each row's (top_k, top_p, min_p) leave, renormalised; minus infinity for the others.
+    """Returns renormalised log-probs of the tokens that (top_k, top_p, min_p) leave; minus infinity for the others.
 
     min_p comes first, then top_k, and top_p is of what they have left, as in vLLM; the likeliest token always stays.
 
@@ -527,7 +528,7 @@ def sample(
     max_rows: int = 256,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> list[tuple[int, Completion]]:
-    """So many completions of each prompt, each with the place of its prompt; prompt-major, in the order of `prompts`.
+    """Samples several completions of each prompt, each with the index of its prompt; grouped by prompt, in order.
 
     The same weights and arguments give the same completions. What is drawn for a prompt depends on its place and not
     on the other prompts or on `max_rows`, but for the last digits of its probabilities.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slimefsdp.distributed.torch_errors import is_out_of_memory
+from slimefsdp.distributed.collectives import is_out_of_memory
 from slimefsdp.errors import BatchError, ResourceError, StateError, byte_text
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats, TopTokens
@@ -24,26 +24,26 @@ from slimefsdp.sampling.sampler import Completion, Sampler
 
 
 class Versions(Protocol):
-    """Weights that take turns in one model: `AdapterVersions` beside a base, or whole `ModelVersions`."""
+    """Versions of weights that take turns in one model: `AdapterVersions` or `ModelVersions`."""
 
     version_bytes: int  # of each
 
     def read(self, folder: Path) -> Any:
-        """The version of a folder. From any thread."""
+        """Reads the version in a folder. Safe in any thread."""
         ...
 
     def take_turn(self, version: Any) -> None:
-        """From now on the model computes with a version; None: with the base."""
+        """Makes the model compute with a version; None: with the base."""
         ...
 
     def forget(self, version: Any) -> None:
-        """The model holds nothing of a version any more."""
+        """Releases what the model holds of a version."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request that has no answer yet."""
+    """A request that is not answered yet."""
 
     number: int
     samples: list[SampledTokens | None]
@@ -54,7 +54,7 @@ class _Pending:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A version in use; None: the base."""
+    """A version in use, or the base (None)."""
 
     version: Any  # of `Versions`
     sampler: Sampler
@@ -62,7 +62,7 @@ class _Lane:
 
 
 class VersionedSampler:
-    """A model, the versions that are held for it, and their requests; for one thread.
+    """Samples from several versions of one model's weights in turn; for use by one thread.
 
     Args:
         policy: in eval mode, its weights whole; nobody else changes them.
@@ -102,7 +102,7 @@ class VersionedSampler:
     # ------------------------------------------------------------------ versions
 
     def reserve(self, name: str) -> None:
-        """Takes memory for a version that is about to be read.
+        """Reserves memory for a version that is about to be read.
 
         Raises:
             StateError: there is one of this name. ResourceError: there is no memory for it; what is held stays.
@@ -122,11 +122,11 @@ class VersionedSampler:
         self._reserved.add(name)
 
     def release(self, name: str) -> None:
-        """The version was not read."""
+        """Releases the reservation of a version that could not be read."""
         self._reserved.discard(name)
 
     def hold(self, name: str, version: Any) -> int:
-        """Requests of the version, whose memory is reserved, can come from now on; returns its bytes."""
+        """Accepts requests for a version whose memory is reserved; returns its bytes."""
         self._reserved.remove(name)
         self._lanes[name] = _Lane(version, self._sampler())
         return self._weights.version_bytes
@@ -150,13 +150,13 @@ class VersionedSampler:
 
     @property
     def versions(self) -> list[str]:
-        """In the order in which they came."""
+        """The versions in the order of their arrival."""
         return list(self._lanes)
 
     # ------------------------------------------------------------------ requests
 
     def add(self, request: SampleRequest) -> int:
-        """Has a request answered in the steps to come; returns its number.
+        """Queues a request; returns its number.
 
         Raises:
             StateError: there is no such version. BatchError: naming what of the request cannot be.
@@ -197,7 +197,7 @@ class VersionedSampler:
         return number
 
     def cancel(self, number: int) -> None:
-        """Gives up a request and frees its rows; nothing where it was answered."""
+        """Cancels a request and frees its rows; does nothing if it was answered."""
         if number not in self._lane_of:
             return
         lane, inside = self._lane_of.pop(number)
@@ -208,11 +208,10 @@ class VersionedSampler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits for its answer."""
         return not self._turns
 
     def step(self) -> list[tuple[int, SampleAnswer | Exception]]:
-        """The next version's turn: a token of each of its rows.
+        """Draws one token for each row of the next version.
 
         Returns:
             (number of the request, its answer); an error for each of a version's, where its turn failed.
@@ -237,7 +236,7 @@ class VersionedSampler:
         return answers
 
     def stats(self) -> SamplingStats:
-        """How much is being done and held."""
+        """Returns how much is being sampled and held."""
         samplers = [lane.sampler for lane in (self._base, *self._lanes.values())]
         return SamplingStats(
             running_rows=sum(sampler.running_rows for sampler in samplers),
@@ -264,7 +263,7 @@ class VersionedSampler:
         return self._lanes[name]
 
     def _may_begin(self, lane: _Lane) -> int:
-        """How many of a version's samples may begin, while others, which are in `_turns`, wait for their share."""
+        """Returns how many of a version's samples may begin while other versions in `_turns` wait for their share."""
         others = [other.sampler for other in self._turns]
         share = max(1, self._max_rows // (len(others) + 1))
         running = lane.sampler.running_rows
@@ -273,7 +272,7 @@ class VersionedSampler:
         return max(0, min(free, max(free - wanted, share - running)))
 
     def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, Completion]]) -> list[tuple[int, SampleAnswer]]:
-        """Puts what has come to its requests; returns those that are complete."""
+        """Assigns new results to their requests; returns the requests that are complete."""
         came: list[int] = []
         tops = lane.sampler.take_prompt_top_tokens()
         for inside, log_probs in lane.sampler.take_prompt_log_probs():

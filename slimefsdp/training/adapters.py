@@ -30,7 +30,7 @@ from slimefsdp.training.checkpointing import Checkpoints
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """What one adapter has beside its matrices and moments.
+    """One adapter, apart from its matrices and moments.
 
     Args:
         updater: over the model's parameters, with counters of its own.
@@ -45,12 +45,12 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """The factor on B A x."""
         return self.alpha / self.rank
 
 
 class Parked:
-    """Copies of what is in the model for one adapter, while another one is there.
+    """Copies of an adapter's matrices, moments and gradients while another adapter is in the model.
 
     Args:
         pin_memory: page-lock the host memory.
@@ -63,7 +63,7 @@ class Parked:
         self._offloader = StorageOffloader(pin_memory=pin_memory)
 
     def to_host(self) -> None:
-        """Frees its device memory; idempotent.
+        """Moves the copies to the host; idempotent.
 
         Raises:
             ResourceError: as `StorageOffloader.sleep`.
@@ -71,7 +71,7 @@ class Parked:
         self._offloader.sleep(self._all())
 
     def to_device(self) -> None:
-        """Has it on the device again; idempotent.
+        """Moves the copies to the device; idempotent.
 
         Raises:
             ResourceError: as `StorageOffloader.wake_up`.
@@ -80,7 +80,7 @@ class Parked:
 
     @torch.no_grad()
     def put_back(self, model: DecoderModel, optimizer: torch.optim.Optimizer) -> None:
-        """Fills the model, bit for bit; of what is on the device."""
+        """Copies everything into the model, bit for bit; the copies are on the device."""
         for live, kept in zip(_live_tensors(model, optimizer), self._tensors, strict=True):
             live.copy_(kept)
         for (_, parameter), gradient in zip(model.trained_weights(), self._gradients, strict=True):
@@ -88,12 +88,10 @@ class Parked:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether it takes no device memory."""
         return self._offloader.is_asleep
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of its host memory."""
         return self._offloader.host_bytes
 
     @property
@@ -136,7 +134,7 @@ class Adapters:
         return name in self._adapters
 
     def create(self, name: str, rank: int, alpha: float, seed: int) -> None:
-        """Collective: a new one, drawn from `seed`, takes the model.
+        """Collective: draws a new adapter from `seed` and puts it into the model.
 
         Raises:
             StateError: there is one of this name. ResourceError: there is no memory for what was in the model, which
@@ -159,7 +157,7 @@ class Adapters:
         set_scale(self._model, made.scale)
 
     def select(self, name: str) -> None:
-        """Collective: has an adapter in the model; nothing where it is there.
+        """Collective: puts an adapter into the model; does nothing if it is there.
 
         Raises:
             StateError: there is none of this name. ResourceError: there is no memory for both at once.
@@ -177,7 +175,7 @@ class Adapters:
         self._keep_residents()
 
     def delete(self, name: str) -> None:
-        """Collective: forgets an adapter, but for what is on the disk; one that is in the model leaves it.
+        """Collective: forgets an adapter, except for its files; if it is in the model, the run's own replaces it.
 
         Raises:
             StateError: there is none of this name, or it is the run's own.
@@ -190,7 +188,7 @@ class Adapters:
         del self._adapters[name], self._parked[name]
 
     def to_host(self) -> None:
-        """Collective: frees the device memory of all that wait.
+        """Collective: moves all waiting adapters to the host.
 
         Raises:
             ResourceError: a host has no memory for them.
@@ -199,7 +197,7 @@ class Adapters:
             run_together(parked.to_host, self._mesh.group)
 
     def require(self, name: object) -> None:
-        """Whether there is such an adapter.
+        """Checks that there is such an adapter.
 
         Raises:
             StateError: there is none.
@@ -209,7 +207,7 @@ class Adapters:
             raise StateError(f"there is no adapter {name!r}", field="adapter", hint=f"there are {known}")
 
     def listed(self) -> list[AdapterInfo]:
-        """All of them, in the order of their making."""
+        """Returns all adapters, in the order of their creation."""
         return [
             AdapterInfo(
                 name=one.name,
@@ -226,11 +224,11 @@ class Adapters:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that those which wait have; from any thread."""
+        """Bytes of host memory of the waiting adapters; safe in any thread."""
         return sum(parked.host_bytes for parked in list(self._parked.values()))
 
     def _park_current(self) -> None:
-        """What is in the model is kept beside it; the model's own stays as it is, for whoever overwrites it."""
+        """Copies the adapter in the model; the model keeps its values until they are overwritten."""
         self.current.checkpoints.wait_for_copy()
         reshard(self._model)
         found: list[Parked] = []
@@ -253,7 +251,7 @@ def adapters_beside(
     checkpoints: Checkpoints,
     kl_coefficient: float,
 ) -> Adapters:
-    """The adapters of a rank, of which the run's own is in the model.
+    """Returns the adapters of a rank, with the run's own in the model.
 
     Args:
         updater, checkpoints, kl_coefficient: of the run's own.
@@ -278,7 +276,7 @@ def adapters_beside(
 
 
 def _live_tensors(model: DecoderModel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's rows of the matrices and of what the optimiser keeps of them, as they are in the model."""
+    """Returns this rank's rows of the matrices in the model and of their optimiser state."""
     found: list[torch.Tensor] = []
     for _, parameter in model.trained_weights():
         found.append(local_shard(parameter).detach())

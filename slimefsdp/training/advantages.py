@@ -30,7 +30,7 @@ from slimefsdp.errors import BatchError, SlimeError
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports the functions of the user's own that advantages and loss name.
+    """Imports the user's own functions that the settings of advantages and loss name.
 
     Raises:
         ConfigError: one cannot be imported.
@@ -41,7 +41,7 @@ def check_functions(config: RunConfig) -> None:
 
 
 def estimator_of(config: RunConfig) -> Estimator:
-    """The advantage estimator of the settings.
+    """Returns the advantage estimator of the settings.
 
     Raises:
         ConfigError: it is a function of the user's own that cannot be imported.
@@ -69,7 +69,7 @@ def estimator_of(config: RunConfig) -> Estimator:
 
 
 def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
-    """Advantages per response token, float64 [R]: the caller's own, or those of `advantage.estimator`.
+    """Returns advantages per response token, float64 [R]: the caller's own, or those of `advantage.estimator`.
 
     Args:
         kl_penalty: [R] float64, what the KL takes off each token's reward.
@@ -92,7 +92,7 @@ def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.n
 
 
 def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> np.ndarray:
-    """False for the samples of groups in which no trained token has an advantage; bool [B].
+    """Returns False for samples of groups in which no trained token has an advantage; bool [B].
 
     Only advantages that compare a group's samples, or the caller's own, say so by being zero: elsewhere a zero is a
     number like any other, and leaving it out of an update's denominators would change the others' weight.
@@ -112,7 +112,7 @@ def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray 
 def value_targets(
     config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None, gae_lambda: float | None = None
 ) -> np.ndarray:
-    """What a critic's values should be, float64 [R]: the caller's `returns`, or lambda-returns.
+    """Returns a critic's targets, float64 [R]: the caller's `returns`, or lambda-returns.
 
     Args:
         kl_penalty: as in `response_advantages`.
@@ -166,7 +166,7 @@ def _advantage_inputs(
 def _at_trained_tokens(
     earned: np.ndarray, rewarded: np.ndarray, mask: np.ndarray, sample_ids: np.ndarray
 ) -> np.ndarray:
-    """Rewards at the tokens that the policy chose, [R]: those at others move to the trained token before.
+    """Moves rewards at untrained tokens to the trained token before them, [R].
 
     What an environment answers rewards what was said before it. Ahead of a sample's first trained token they move to
     that one; a sample without any loses them here, and not in its score.
@@ -188,14 +188,14 @@ def _at_trained_tokens(
 
 
 def scores_of(batch: RolloutBatch) -> np.ndarray:
-    """The reward of each whole sample, with all its token rewards; float64 [B]."""
+    """Returns the total reward of each sample, token rewards included; float64 [B]."""
     if batch.token_rewards is None and batch.rewards is not None:
         return batch.rewards.astype(np.float64) + 0.0  # a sum is never -0.0
     return np.bincount(batch.sample_ids, _earned(batch), batch.num_samples)
 
 
 def _earned(batch: RolloutBatch) -> np.ndarray:
-    """Every reward at a response token, float64 [R]: a sample's own at its last one."""
+    """Returns the reward at each response token, float64 [R]; a sample's own reward is at its last token."""
     earned = np.zeros(batch.num_response_tokens)
     if batch.token_rewards is not None:
         earned += batch.token_rewards
@@ -222,7 +222,8 @@ def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, found:
 
 
 def check_pairs(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> None:
-    """Whether a batch holds preference pairs: groups of two, one of positive and one of negative advantage, that fit.
+    """Checks that a batch holds preference pairs: groups of two that fit a pack, one of positive and one of negative
+    advantage.
 
     Args:
         advantages: as for `has_variance`.

@@ -53,17 +53,17 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """What forward and backward run in."""
+    """Returns the dtype of forward and backward."""
     return _DTYPES[config.precision.compute_dtype]
 
 
 def master_dtype(config: RunConfig) -> torch.dtype:
-    """What parameters, gradients' sums and optimiser state are kept in: at least fp32."""
+    """Returns the dtype of parameters, gradient sums and optimiser state: at least float32."""
     return torch.promote_types(compute_dtype(config), torch.float32)
 
 
 def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
-    """The mesh of a role.
+    """Returns the mesh of a role.
 
     Raises:
         ConfigError: it does not fit the ranks, or the kernels asked for cannot run on the device.
@@ -83,7 +83,7 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
 
 
 def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
-    """How the model is sharded, stored and computed."""
+    """Returns how the model is sharded, stored and computed."""
     fsdp = config.fsdp
     return Parallelism(
         compute_dtype=compute_dtype(config),
@@ -104,7 +104,7 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
 
 
 def lora_of(config: RunConfig) -> Lora | None:
-    """The adapters of an actor, and of a critic, where they have any."""
+    """Returns the settings of an actor's or critic's adapters; None: there are none."""
     settings = config.lora
     if settings.rank is None:
         return None
@@ -112,19 +112,19 @@ def lora_of(config: RunConfig) -> Lora | None:
 
 
 def is_host_memory_pinned(config: RunConfig, device: torch.device) -> bool:
-    """Whether host memory is page-locked, which makes copies to and from CUDA fast; a CPU has nothing to pin for."""
+    """Returns whether host memory is page-locked, which makes copies to and from CUDA fast."""
     return config.fsdp.pin_memory and device.type == "cuda"
 
 
 def set_numerics(config: RunConfig) -> None:
-    """Applies precision.tf32 to this process, whichever way it stood before, and run.deterministic for good."""
+    """Applies precision.tf32 to this process, and run.deterministic, which cannot be undone."""
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.run.deterministic:
         make_deterministic()
 
 
 def host_threads(config: RunConfig, mesh: Mesh) -> int | None:
-    """Collective: threads for what a rank computes on the host under fsdp.cpu_offload; None: as many as there are.
+    """Collective: returns the threads for computation on the host under fsdp.cpu_offload; None: torch's default.
 
     Launchers give a rank one, for which AdamW over a large model is a matter of many seconds.
     """
@@ -137,7 +137,7 @@ def host_threads(config: RunConfig, mesh: Mesh) -> int | None:
 
 
 def make_deterministic() -> None:
-    """From now on this process uses deterministic kernels alone; an operation that has none raises RuntimeError.
+    """Restricts this process to deterministic kernels; an operation that has none raises RuntimeError.
 
     For a rank's start: cuBLAS looks at its workspace setting when CUDA multiplies for the first time.
     """
@@ -150,8 +150,8 @@ def make_deterministic() -> None:
 
 
 def with_model_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
-    """Collective: the settings with a local folder wherever they name a model by its id on the Hugging Face hub, and
-    with what lora.path says of adapters.
+    """Collective: returns settings with a local folder for every model named by its hub id, and with the rank, alpha
+    and targets of the adapters at lora.path.
 
     Rank 0 says which commit it is; the others have it from their own machine's cache, unless rank 0 reads for all.
     Where a driver has started the ranks, it has seen to this.
@@ -190,7 +190,7 @@ def _with_local_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfi
 
 
 def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
-    """Collective: the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
+    """Collective: returns the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
 
     Where rank 0 reads, the others know what is in the folder, and have none of its files.
 
@@ -216,7 +216,7 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
 
 
 def peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder | None:
-    """Collective: the adapters at lora.path, read by whom `folder_for` has read models; None where it is not set.
+    """Collective: returns the adapters at lora.path, read by the ranks that read models; None if it is not set.
 
     Raises:
         ModelError: as `read_peft_folder`, or ranks read different copies.
@@ -291,7 +291,7 @@ def model_for(
     *,
     cpu_offload: bool = False,
 ) -> AnyModel:
-    """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
+    """Collective: returns the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
 
     What does not train is frozen: model.frozen of an actor, under lora.rank all of an actor and a critic but adapters
     and the critic's head, and all of a reference.
@@ -325,7 +325,8 @@ def model_for(
 
 
 def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
-    """Collective: what the model's tokens cost, the same on every rank: plans and layouts follow from it.
+    """Collective: returns the cost of the model's tokens, the same on every rank, since plans and layouts follow from
+    it.
 
     Raises:
         ModelError: ranks read different copies of config.json.
@@ -344,7 +345,7 @@ def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -
 
 
 def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
-    """How a model of this shape computes its attention on the mesh.
+    """Returns how a model of this shape computes its attention on the mesh.
 
     Raises:
         ConfigError: the strategy or the kernels asked for cannot serve it, or need a package that is missing.
@@ -361,7 +362,7 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
 def reference_for(
     config: RunConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, memory_manager: MemoryManager
 ) -> Reference:
-    """The colocated reference of a policy, not loaded yet."""
+    """Returns the colocated reference of a policy, not loaded yet."""
     if config.reference_is_policy and isinstance(policy, PolicyModel):
         if config.kl_estimator == "full":
             register_fsdp_forward_method(policy, "head_inputs")
@@ -398,7 +399,7 @@ def reference_for(
 
 
 def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> OptimizerStep:
-    """The optimiser with its schedule, at update 0; a critic's may have a rate of its own.
+    """Returns the optimiser with its schedule, at update 0; a critic may have a learning rate of its own.
 
     Raises:
         ConfigError: on every rank alike; `optim` has settings of Muon for an actor where they would do nothing.
@@ -447,7 +448,7 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
 
 
 def _check_muon(config: RunConfig, trained: Set[str], matrices: Set[str]) -> None:
-    """Whether Muon has something to update, and AdamW beside it where it has a rate of its own."""
+    """Checks that Muon has something to update, and AdamW too if it has a learning rate of its own."""
     settings, lora = config.optim, config.lora
     which = (
         f"model.frozen={list(config.model.frozen or ())}" if lora.rank is None else f"lora.targets={list(lora.targets)}"
@@ -469,7 +470,7 @@ def _check_muon(config: RunConfig, trained: Set[str], matrices: Set[str]) -> Non
 
 
 def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
-    """The profiler of a group's updates; a critic's are in a folder of their own."""
+    """Returns the profiler of a group's updates; a critic's files are in a folder of their own."""
     folder = Path(config.run.dir or ".") / "profile"
     return UpdateProfiler(
         config.profile.updates or (),

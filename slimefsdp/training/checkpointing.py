@@ -103,7 +103,7 @@ class Checkpoints:
             )
 
     def of_adapter(self, name: str, rank: int, alpha: float) -> Checkpoints:
-        """Those of another adapter beside the same base, in a folder of its own; it saves while its caller waits."""
+        """Returns the checkpoints of another adapter, in a folder of its own; it does not save in the background."""
         made = copy(self)
         made.restored, made._background = None, None
         made._adapter = name
@@ -170,11 +170,11 @@ class Checkpoints:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers that saves in the background keep."""
+        """Bytes of the host buffers of saves in the background."""
         return 0 if self._background is None else self._background.host_bytes
 
     def wait_for_copy(self) -> None:
-        """For whoever is about to change, move or free what the save in the background still copies."""
+        """Waits until the save in the background has copied the state, before it is changed, moved or freed."""
         if self._background is not None:
             self._background.wait_for_copy()
 
@@ -254,7 +254,7 @@ class Checkpoints:
             yield f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}"
 
     def warn_of_load(self) -> None:
-        """Says on rank 0 what is odd about the last load; when no collective follows, as a warning may be an error."""
+        """Warns on rank 0 about the last load. A warning may be an error, so no collective may follow."""
         if self.restored is None or dist.get_rank(self._mesh.group) != 0:
             return
         for message in (
@@ -334,7 +334,7 @@ def export_adapters(
 
 
 def _require_finite(named: Named, group: dist.ProcessGroup) -> None:
-    """Collective: refuses weights that nobody could use.
+    """Collective: refuses weights that are not finite.
 
     Raises:
         CheckpointError: naming the first parameter of a rank's shards that holds NaN or infinity.
@@ -352,7 +352,7 @@ def _require_finite(named: Named, group: dist.ProcessGroup) -> None:
 
 
 def _one_by_one(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of all buckets; none is held here when the next bucket is asked for."""
+    """Yields the tensors of all buckets; holds none when the next bucket is asked for."""
     for bucket in buckets:
         while bucket:
             yield bucket.pop(0)

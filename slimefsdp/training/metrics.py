@@ -24,7 +24,7 @@ from slimefsdp.perf_model.flops import peak_tflops, training_flops
 
 
 class MetricSums:
-    """Running totals of one update on one rank; every rank adds the same names, so that all join the reduction.
+    """Running totals of one update on one rank. Every rank adds the same names, so that all join the reduction.
 
     Args:
         counted: whether this rank's values enter; False adds zeros.
@@ -38,11 +38,11 @@ class MetricSums:
         self._maxima: dict[str, torch.Tensor] = {}
 
     def add_total(self, name: str, value: torch.Tensor) -> None:
-        """A quantity that adds up over micro-batches and ranks, such as a weighted loss; 0-d."""
+        """Adds to a quantity that is summed over micro-batches and ranks, such as a weighted loss; 0-d."""
         self._accumulate(self._sums, name, value.detach().double())
 
     def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Values whose mean over the update is wanted; [n], possibly none.
+        """Adds values whose mean over the update is reported; [n], possibly none.
 
         Args:
             counted: [n] bool, where values count; None: everywhere.
@@ -56,7 +56,7 @@ class MetricSums:
         self._accumulate(self._counts, name, count)
 
     def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Values >= 0 whose maximum is wanted; as `add_mean`."""
+        """Adds values >= 0 whose maximum is reported; arguments as for `add_mean`."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
         values = values.detach().double()
         if counted is not None:
@@ -65,7 +65,7 @@ class MetricSums:
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """The update's metrics, the same on every rank; a mean over nothing is left out."""
+        """Returns the update's metrics, the same on every rank; a mean over nothing is left out."""
         names = [*self._sums, *self._maxima]
         if not names:
             return {}
@@ -91,7 +91,7 @@ class MetricSums:
 
 
 def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """One dict for a step of several updates: the mean of each metric, maxima (`*_max`) as maxima."""
+    """Returns one dict for a step of several updates: means of the metrics, and maxima of those named `*_max`."""
     merged: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():
@@ -103,7 +103,7 @@ def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What a group's seconds are measured by.
+    """Computes tokens and operations per second of a group's steps.
 
     Counted is what the updates need: one forward and backward pass over their samples, what these share once. What is
     computed again to save memory, and log-probs computed before the updates, take time and are not counted.
@@ -117,7 +117,7 @@ class Throughput:
     peak_tflops: float | None = None  # of one rank's device; None: not known
 
     def metrics(self, plan: Plan, batch: RolloutBatch, seconds: float, updates: Sequence[int]) -> dict[str, float]:
-        """Of a step that took these updates of its plan in `seconds`."""
+        """Returns the metrics of a step that took these updates of its plan in `seconds`."""
         tokens = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in updates)
         metrics = {
             "train_seconds": seconds,
@@ -132,7 +132,7 @@ class Throughput:
         return metrics
 
     def _flops(self, model_spec: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
-        """Of one update of the plan, by all ranks together."""
+        """Returns the operations of one update of the plan, by all ranks together."""
         samples = plan.samples_of(update)
         depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that a sample of a pack has from the one before
         if plan.shared is not None:

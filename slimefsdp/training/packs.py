@@ -33,9 +33,9 @@ from slimefsdp.batching.packing import LocalShare, PackedBatch, local_share, on_
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.collectives import is_out_of_memory
 from slimefsdp.distributed.fsdp import abandon_update, gradients_summed_once, reshard
 from slimefsdp.distributed.mesh import Mesh, gather_pairs
-from slimefsdp.distributed.torch_errors import is_out_of_memory
 from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs

@@ -38,7 +38,7 @@ def plan_training(
     loss: LossName | None = None,
     advantages: np.ndarray | None = None,
 ) -> Plan:
-    """The step's updates; samples in which nothing trains are left out of the packs, not of the denominators.
+    """Plans a step's updates. Samples in which nothing trains are left out of the packs, not of the denominators.
 
     Args:
         cost: what packs and ranks are balanced by, as `cost_model_of` the model.
@@ -75,7 +75,7 @@ def plan_training(
 
 
 def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
-    """What a config.json says of the model's sizes; None where it does not."""
+    """Returns the model's sizes from its config.json; None if it does not state them."""
     try:
         return ModelSpec.from_config(model_config or {})
     except ModelError:
@@ -83,7 +83,7 @@ def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
 
 
 def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> CostModel:
-    """What a model's tokens cost under these settings; the default where its sizes are not known.
+    """Returns the cost of a model's tokens under these settings; the default if its sizes are not known.
 
     An estimate that only balance depends on, but plans and layouts follow from it: ranks must use the same.
 
@@ -114,7 +114,7 @@ def plan_everything(
     data_ranks: int,
     loss: LossName | None = None,
 ) -> Plan:
-    """One update that holds every sample: for log-probs, and for the primitives of custom loops.
+    """Plans one update of every sample, for log-probs and for the primitives of custom loops.
 
     Args:
         data_ranks: of this group; a reference group may have others than the actor's.
@@ -133,7 +133,7 @@ def _limits(config: RunConfig, data_ranks: int, cost: CostModel) -> PackLimits:
 
 
 def may_share(config: RunConfig) -> bool:
-    """Whether what samples share may be computed once."""
+    """Returns whether common prefixes of samples may be computed once."""
     # the package's calls know no sample that goes on from another
     packages_cannot = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
     return config.batch.share_prefixes != "never" and not packages_cannot
@@ -151,14 +151,14 @@ def _sharing(config: RunConfig, batch: RolloutBatch) -> PrefixSharing | None:
 
 
 def samples_together(config: RunConfig, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
-    """The number of each sample's pair, [B], where the loss compares the samples of a pair; else None."""
+    """Returns the number of each sample's pair, [B], if the loss compares the samples of a pair; else None."""
     return batch.group_ids if loss == "policy" and config.loss.policy in PAIRWISE else None
 
 
 def loss_weights(
     config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
 ) -> np.ndarray:
-    """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it.
+    """Returns the loss weight of every response token in an update of `samples`; float64 [R], 0 outside of it.
 
     The reduction's, times the batch's own where it has any: those are in no denominator.
 
@@ -190,7 +190,7 @@ def batch_metrics(
     *,
     advantages: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """What a step was about: updates, dropped samples, balance by `cost`, lengths, advantages.
+    """Returns metrics that need no rank: updates, dropped samples, balance by `cost`, lengths, advantages.
 
     Args:
         advantages: [R], where the loss has them: of the trained tokens mean, standard deviation and largest size.

@@ -36,7 +36,7 @@ from slimefsdp.training.plan import plan_everything, plan_training, samples_toge
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedBatch:
-    """A batch that fits the settings, and all that ranks need to know to work on it; make one with `BatchPlanner`."""
+    """A checked batch with its plan and all else that ranks need for a call; `BatchPlanner` makes it."""
 
     batch: RolloutBatch
     plan: Plan
@@ -49,7 +49,7 @@ class PreparedBatch:
     loss_settings: dict[str, Any] | None = None  # as of `RunConfig.with_loss`; None: the loss of the settings
 
     def under(self, config: RunConfig) -> RunConfig:
-        """The settings of a group as they are for this batch."""
+        """Returns the settings of a group as they apply to this batch."""
         return config if self.loss_settings is None else config.with_loss(self.loss_settings)
 
 
@@ -59,7 +59,7 @@ Planning = Callable[[], PreparedBatch]
 
 @dataclass(frozen=True, slots=True)
 class BatchPlanner:
-    """Checks the batches of one group, and plans them.
+    """Checks and plans the batches of one group.
 
     Args:
         vocab_size: of the group's model.
@@ -80,7 +80,7 @@ class BatchPlanner:
         return math.prod(self.config.mesh_of(self.role))
 
     def for_forward(self, batch: RolloutBatch, model: str = "actor") -> Planning:
-        """For log-probs or values of every response token.
+        """Prepares log-probs or values of every response token.
 
         Args:
             model: `actor` or `ref`, which log-probs may be of.
@@ -101,7 +101,7 @@ class BatchPlanner:
         denominator: float | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Planning:
-        """For `forward_backward`: every sample in one update.
+        """Prepares `forward_backward`: every sample in one update.
 
         Raises:
             BatchError: the batch does not fit the settings. ConfigError: the role has no such loss, or `settings` are
@@ -136,7 +136,7 @@ class BatchPlanner:
         gae_lambda: float | None = None,
         kl_coefficient: float | None = None,
     ) -> Planning:
-        """For `train_step`: the updates of `plan_training`, or those of a plan of the caller's.
+        """Prepares `train_step`: the updates of `plan_training`, or of the caller's plan.
 
         Raises:
             BatchError: the batch does not fit the settings, or the plan not the batch.
@@ -182,7 +182,7 @@ def _check_value_options(loss: LossName, gae_lambda: object, kl_coefficient: obj
 
 
 def batch_digest(batch: RolloutBatch) -> str:
-    """sha256 over every field, as hex; equal on every rank that holds the same batch."""
+    """Returns the sha256 over every field as hex; equal on every rank that holds the same batch."""
     digest = hashlib.sha256()
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
@@ -192,7 +192,7 @@ def batch_digest(batch: RolloutBatch) -> str:
 
 
 def require_batch(batch: object) -> None:
-    """Whether a call was given a batch at all.
+    """Checks that a call was given a batch.
 
     Raises:
         BatchError: it is something else.
@@ -213,7 +213,7 @@ def checked_advantages(
     loss: LossName | None,
     max_sample_tokens: int | None = None,
 ) -> np.ndarray | None:
-    """A policy's advantages from a batch that can be used under these settings, float64 [R].
+    """Checks a batch against the settings, and returns a policy's advantages, float64 [R].
 
     An estimator of the user's own may answer otherwise when asked twice, so nobody computes them again. The batch's own
     consistency was checked when it was made.
@@ -288,7 +288,7 @@ def _check_value_inputs(config: RunConfig, batch: RolloutBatch) -> None:
 def check_plan(
     plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: int, together: np.ndarray | None = None
 ) -> None:
-    """Whether a caller's plan fits this batch and this group: what it names is there, no pack exceeds the cap.
+    """Checks that a caller's plan fits this batch and this group.
 
     Args:
         together: as `samples_together`.
@@ -357,7 +357,7 @@ def _counts_all(plan: Plan, update: int, batch: RolloutBatch) -> bool:
 
 
 def _pack_tokens(plan: Plan, batch: RolloutBatch, update: int) -> np.ndarray:
-    """Of every pack of an update, int64 [packs]."""
+    """Returns the tokens of every pack of an update, int64 [packs]."""
     samples, sizes = plan.packs_of(update)
     return SampleCosts(batch.lengths, CostModel(), 1, plan.max_pack_tokens, plan.shared).tokens_each(
         samples, sizes.ravel()
@@ -365,7 +365,7 @@ def _pack_tokens(plan: Plan, batch: RolloutBatch, update: int) -> np.ndarray:
 
 
 def _splits_groups(together: np.ndarray, packs: Sequence[np.ndarray]) -> bool:
-    """Whether a pack lacks a sample that belongs with one of its own; none has a sample twice."""
+    """Returns whether a pack lacks a sample of a group that it has another sample of; no pack has a sample twice."""
     _, groups, sizes = np.unique(together, return_inverse=True, return_counts=True)
     return any(sizes[np.unique(groups[pack])].sum() != len(pack) for pack in packs)
 

@@ -21,7 +21,7 @@ from slimefsdp.models.lora import adapters_off, merged_rows
 
 
 class Reference(Protocol):
-    """What a rank asks of its reference model."""
+    """A rank's interface to its reference model."""
 
     model: PolicyModel | None
     follows: bool
@@ -37,7 +37,7 @@ class Reference(Protocol):
 
 
 class PolicyWithoutAdapters:
-    """The policy with its adapters off, as the reference: it has no weights of its own, so there is nothing to move.
+    """The policy with its adapters off, as the reference: it has no weights of its own.
 
     Args:
         memory_manager: of the rank; its tag `parameters` stands for the policy.
@@ -54,20 +54,19 @@ class PolicyWithoutAdapters:
 
     @contextmanager
     def awake(self) -> Iterator[PolicyModel]:
-        """Collective: the policy on the device, its adapters off inside."""
+        """Collective: yields the policy on the device, its adapters off inside."""
         self._memory_manager.wake_up(("parameters",))
         with adapters_off(self._policy):
             yield self._policy
 
     def resting(self) -> AbstractContextManager[None]:
-        """Nothing has to be put to rest."""
         return nullcontext()
 
     def rest(self) -> None:
         """Nothing has to be put to rest."""
 
     def follow(self, policy: PolicyModel) -> None:
-        """Refuses to.
+        """Refuses to follow the policy.
 
         Raises:
             StateError: the reference is what the adapters began beside.
@@ -79,7 +78,6 @@ class PolicyWithoutAdapters:
         )
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """None."""
         return []
 
     def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
@@ -92,7 +90,7 @@ class PolicyWithoutAdapters:
 
 
 class ColocatedReference:
-    """One rank's part of the reference model.
+    """One rank's part of a reference model with weights of its own.
 
     Args:
         load: collective; makes the model with the weights of its folder.
@@ -109,7 +107,7 @@ class ColocatedReference:
         self._sleeps = sleeps
 
     def load(self) -> None:
-        """Collective: makes the model, where nobody has needed it so far.
+        """Collective: makes the model, unless it is there.
 
         Raises:
             ConfigError: the reference is a group of its own. ModelError: it cannot be loaded.
@@ -120,7 +118,7 @@ class ColocatedReference:
 
     @contextmanager
     def awake(self) -> Iterator[PolicyModel]:
-        """Collective: the model on the device, for as long as it is used.
+        """Collective: yields the model on the device, for as long as it is used.
 
         Raises:
             ConfigError, ModelError: as `load`.
@@ -133,7 +131,7 @@ class ColocatedReference:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Collective: whoever wakes it inside need not put it to rest."""
+        """Collective: moves the model to its resting place at the end of the block."""
         try:
             yield
         except SlimeError:  # raised by all ranks alike; after any other error the group is lost
@@ -142,7 +140,7 @@ class ColocatedReference:
         self.rest()
 
     def rest(self) -> None:
-        """Collective: ends a use; nothing that was gathered for it is left."""
+        """Collective: ends a use and frees everything that was gathered for it."""
         if self.model is None:
             return
         reshard(self.model)
@@ -150,7 +148,7 @@ class ColocatedReference:
             self._memory_manager.sleep(("reference",))
 
     def follow(self, policy: PolicyModel) -> None:
-        """Collective: takes the weights of a policy that is awake, shard to shard, adapters added to what they change.
+        """Collective: takes the weights of a policy that is on the device, shard by shard, merged with its adapters.
 
         Raises:
             StateError: there is no model yet, or it is of another architecture.
@@ -173,11 +171,11 @@ class ColocatedReference:
         self.follows = True
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Collective: what a checkpoint holds of it, awake; nothing, unless it followed."""
+        """Collective: returns what a checkpoint holds of the reference, on the device; nothing, unless it followed."""
         return self._awake_weights() if self.follows else []
 
     def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
-        """Collective: what a checkpoint fills of it, awake. Until `loaded` everything can still be as it was.
+        """Collective: returns what a checkpoint fills, on the device. Until `loaded` the load can still be abandoned.
 
         Args:
             follows: as it was when the checkpoint was written; where not, it will have the weights of its folder again.
@@ -194,7 +192,7 @@ class ColocatedReference:
         return []
 
     def loaded(self, follows: bool) -> None:
-        """What `weights_to_load` was asked for is filled."""
+        """Completes a load after the `weights_to_load` were filled."""
         if self._next is not None:
             self._memory_manager.drop("reference")
             self.model = self._memory_manager.models["reference"] = self._next

@@ -46,7 +46,7 @@ from slimefsdp.training.reference_model import Reference
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank of a group has; the functions of this module work on it."""
+    """The state of one rank of a group; the functions of this module work on it."""
 
     config: RunConfig
     role: Role
@@ -63,7 +63,7 @@ class RankState:
 
     @contextmanager
     def exchanging(self, adapters: Adapters) -> Iterator[None]:
-        """Whichever adapter is in the model at the end, what is kept of it here is its own."""
+        """Saves the state of the adapter in the model, and takes that of the adapter there at the end of the block."""
         adapters.current.kl_coefficient = self.kl_coefficient
         try:
             yield
@@ -76,7 +76,7 @@ class RankState:
 
 
 def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str, float]:
-    """All updates of the plan; returns metrics averaged over them.
+    """Takes all updates of the plan; returns metrics averaged over them.
 
     After an error on the way, or an end by loss.max_kl, there are no gradients.
 
@@ -112,7 +112,7 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
 
 
 def seed_generators(seed: int, update: int, data_rank: int) -> None:
-    """Seeds the global generators of this process, torch's (host and device), Python's and numpy's, for what follows.
+    """Seeds the global generators of this process: torch's on host and device, Python's and numpy's.
 
     Args:
         data_rank: not the rank: cp ranks evaluate the loss of one pack together, and must draw the same numbers.
@@ -124,7 +124,9 @@ def seed_generators(seed: int, update: int, data_rank: int) -> None:
 
 
 def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
-    """What the losses read of each response token, [R]; computes what the batch lacks. Weights are set per update."""
+    """Returns what the losses read of each response token, [R], and computes what the batch lacks. Weights are set per
+    update.
+    """
     config, batch, loss = work.under(state.config), work.batch, work.loss
     inputs = TokenInputs(
         weights=torch.zeros(batch.num_response_tokens),
@@ -170,7 +172,7 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
 def forward_backward(
     state: RankState, work: PreparedBatch, update: int, inputs: TokenInputs, outputs: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """Adds the gradients of one update of the plan, inside of `reference_beside`; returns its metrics.
+    """Adds the gradients of one update of the plan, within `reference_beside`; returns its metrics.
 
     Args:
         outputs: as of `accumulate_gradients`.
@@ -198,7 +200,7 @@ def forward_backward(
 
 
 def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, inputs: TokenInputs) -> ForwardBackward:
-    """As `forward_backward` of a plan's only update, with what the differentiated pass said of each token."""
+    """Runs `forward_backward` of a plan's only update, and returns the log-probs of the differentiated pass, too."""
     tokens, dtype = work.batch.num_response_tokens, master_dtype(state.config)
     outputs = torch.zeros(2, tokens, dtype=dtype, device=state.mesh.device)
     metrics = forward_backward(state, work, 0, inputs, outputs)
@@ -209,7 +211,7 @@ def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, input
 
 @heartbeat.during("optimizer_step")
 def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> dict[str, float]:
-    """One optimiser update with the gradients gathered so far.
+    """Takes one optimiser update with the accumulated gradients.
 
     Args:
         settings: of this update alone.
@@ -224,7 +226,6 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
 
 
 def drop_gradients(state: RankState) -> None:
-    """Forgets the gradients gathered so far."""
     state.updater.optimizer.zero_grad(set_to_none=True)
 
 
@@ -236,7 +237,7 @@ def step_metrics(
     seconds: float,
     kl_old_stopped: float | None,
 ) -> dict[str, float]:
-    """What a step says of itself.
+    """Returns the metrics of a step.
 
     Args:
         reports: the metrics of each update that came to its end.
@@ -258,7 +259,7 @@ def step_metrics(
 
 
 def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) -> None:
-    """After a step of so many samples: moves the KL coefficient towards what meets loss.kl_target."""
+    """Moves the KL coefficient towards loss.kl_target after a step of so many samples."""
     settings = state.config.loss
     # a critic is told its actor's; there is no kl_ref where every update was left out
     if settings.kl_target is not None and state.role != "critic" and "kl_ref" in metrics:
@@ -268,7 +269,7 @@ def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) 
 
 
 def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
-    """What a model says now, in the order of the batch: [outputs, R] on the CPU, the same on every rank.
+    """Returns a model's present outputs in the order of the batch: [outputs, R] on the CPU, the same on every rank.
 
     Log-probs and entropies, or values; each sample once, by the packs of the plan's first epoch.
 
@@ -289,7 +290,7 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
 
 @contextmanager
 def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
-    """Collective: the reference on the device; under reference.offload=swap the policy is on the host meanwhile.
+    """Collective: yields the reference on the device; under reference.offload=swap the policy is on the host meanwhile.
 
     After an error the policy stays there: the next call that needs it brings it back.
     """
@@ -304,14 +305,14 @@ def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
 
 
 def reference_beside(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
-    """The reference on the device while gradients are added, where the loss reads its hidden states."""
+    """Keeps the reference on the device while gradients are added, if the loss reads its hidden states."""
     if state.config.reference_is_policy or not _reads_hidden_states(state.config, work.loss):
         return nullcontext()
     return state.reference.awake()
 
 
 def _model_of_reference(state: RankState) -> DecoderModel | None:
-    """Under adapters the policy itself, which computes each pack a second time with them off."""
+    """Returns the reference model. Under adapters it is the policy, which computes each pack again with them off."""
     return state.model if state.config.reference_is_policy else state.reference.model
 
 
@@ -325,7 +326,8 @@ def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
 def prepared_together(
     state: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], given: object
 ) -> PreparedBatch:
-    """What every rank prepares, once it is known to be the same everywhere; all ranks refuse the batch or none.
+    """Returns what every rank prepared, after checking that it is the same everywhere; all ranks refuse the batch or
+    none.
 
     Args:
         given: what else the call was given.
@@ -364,7 +366,7 @@ def prepared_together(
 
 
 def _penalized_advantages(state: RankState, batch: RolloutBatch, penalty: np.ndarray | None) -> np.ndarray:
-    """Advantages that a KL enters, float64 [R], the same on all ranks."""
+    """Returns advantages that a KL enters, float64 [R], the same on all ranks."""
     config, group = state.config, state.mesh.group
     if ":" not in config.estimator:
         return response_advantages(config, batch, penalty)
@@ -390,7 +392,7 @@ def _digest(values: np.ndarray | None) -> str:
 def _kl_penalty(
     config: RunConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
 ) -> np.ndarray | None:
-    """What the KL takes off each token's reward, float64 [R]; None where it is no part of the reward."""
+    """Returns the KL taken off each token's reward, float64 [R]; None if it is not part of the reward."""
     if not config.has_kl_in_reward:
         return None
     assert old is not None and reference is not None
@@ -398,7 +400,7 @@ def _kl_penalty(
 
 
 def _numbered(group_ids: np.ndarray | None, sample_ids: np.ndarray) -> torch.Tensor | None:
-    """The pair of each response token, as numbers from 0."""
+    """Returns the pair of each response token, as numbers from 0."""
     if group_ids is None:
         return None
     return torch.from_numpy(np.unique(group_ids, return_inverse=True)[1][sample_ids])

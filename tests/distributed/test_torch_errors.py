@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimefsdp.distributed.torch_errors import lost_a_peer, peer_failed
+from slimefsdp.distributed.collectives import lost_a_peer, peer_failed
 from slimefsdp.errors import PeerFailed
 from tests.support.fresh_ranks import run_fresh
 

@@ -34,7 +34,7 @@ from actors.workers.oom_advice import memory_error
 from actors.workers.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.distributed.torch_errors import is_out_of_memory
+from slimefsdp.distributed.collectives import is_out_of_memory
 from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
 from slimefsdp.trainer import Trainer

@@ -32,12 +32,12 @@ def test_values_and_gradients_equal_log_softmax_in_float64(kwargs):
     hidden, weight, targets, (w_log_prob, w_entropy) = random_case(29, 12, 83)
     want = naive_log_probs(hidden, weight, targets, **kwargs)
     got = token_log_probs(
-        HeadInputs(hidden, weight),
+        HeadInputs(hidden, weight, kwargs.get("softcap")),
         targets,
         with_entropy=True,
         entropy_grad=True,
         chunk_bytes=chunk_bytes_for(4, 83),
-        **kwargs,
+        temperature=kwargs.get("temperature", 1.0),
     )
     assert worst(got[0], want[0]) < 1e-12 and worst(got[1], want[1]) < 1e-12
     losses = [(w_log_prob * log_probs + w_entropy * entropy).sum() for log_probs, entropy in (got, want)]
@@ -54,12 +54,12 @@ def test_gradcheck_by_finite_differences(kwargs, entropy_grad):
 
     def outputs(hidden, weight):
         log_probs, entropy = token_log_probs(
-            HeadInputs(hidden, weight),
+            HeadInputs(hidden, weight, kwargs.get("softcap")),
             targets,
             with_entropy=True,
             entropy_grad=entropy_grad,
             chunk_bytes=chunk_bytes_for(2, 7),
-            **kwargs,
+            temperature=kwargs.get("temperature", 1.0),
         )
         return (log_probs, entropy) if entropy_grad else log_probs
 
@@ -156,12 +156,12 @@ def test_forward_bits_do_not_depend_on_grad_mode_or_entropy(dtype, kwargs):
         for with_entropy, entropy_grad in ((False, False), (True, False), (True, True)):
             with torch.set_grad_enabled(grad_mode):
                 log_prob, entropy = token_log_probs(
-                    HeadInputs(hidden, weight),
+                    HeadInputs(hidden, weight, kwargs.get("softcap")),
                     targets,
                     with_entropy=with_entropy,
                     entropy_grad=entropy_grad,
                     chunk_bytes=chunk_bytes,
-                    **kwargs,
+                    temperature=kwargs.get("temperature", 1.0),
                 )
             assert log_prob.requires_grad == grad_mode and (entropy is not None) == with_entropy
             log_probs.append(log_prob.detach())

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import buckets
-from slimefsdp.optim.eight_bit import block_of, dequantize, dynamic_map, quantize_
+from slimefsdp.optim.low_bit import block_of, dequantize, dynamic_map, quantize_
 from slimefsdp.optim.optimizer import update_shards
 from tests.support.comparisons import largest_difference
 from tests.support.moments import SPREADS, loads_other, trained

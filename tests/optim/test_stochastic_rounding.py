@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import buckets
+from slimefsdp.optim.low_bit import noise_of, stochastic_round_
 from slimefsdp.optim.optimizer import update_shards
-from slimefsdp.optim.stochastic_rounding import noise_of, stochastic_round_
 from tests.support.comparisons import largest_difference
 from tests.support.moments import SPREADS, loads_other, trained
 from tests.support.optimizers import optimizer_of

@@ -35,7 +35,9 @@ class Blocking:
 
 
 def blocking_on(device: torch.device) -> Blocking:
-    """A CPU's caches are small and its operations cheap to begin; a GPU is the other way round."""
+    """Returns small blocks for a CPU, whose caches are small, and large ones for a GPU, where each operation is a
+    launch.
+    """
     if device.type == "cpu":
         return Blocking(32 * 2**20, joins_segments=False)
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -45,7 +47,9 @@ def blocking_on(device: torch.device) -> Blocking:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: AttentionParams, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [q_tokens, heads, head_dim] in q's dtype and log-sum-exp [heads, q_tokens], at least float32."""
+    """Returns the output [q_tokens, heads, head_dim] in q's dtype and the log-sum-exp [heads, q_tokens], at least
+    float32.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=wide)
@@ -110,7 +114,7 @@ def _add(into: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
 def _scores(
     queries: torch.Tensor, keys: torch.Tensor, scoring: AttentionParams, is_hidden: torch.Tensor | None
 ) -> torch.Tensor:
-    """[.., kv_heads, group, rows, keys], minus infinity where a query does not see."""
+    """Returns scores [.., kv_heads, group, rows, keys], minus infinity at hidden keys."""
     scores = (queries @ keys.unsqueeze(-3).transpose(-1, -2)).mul_(scoring.scale)
     if scoring.softcap is not None:
         scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
@@ -134,7 +138,7 @@ def _keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some queries and the keys that they see some of: of one segment, or [pieces, ..] of several."""
+    """Some queries and the keys that they may see: of one segment, or [pieces, ..] of several."""
 
     queries: Rows
     keys: Rows
@@ -176,7 +180,7 @@ def _blocks(call: CallPlan, q: torch.Tensor, window: int | None, *, causal: bool
 def _pieces(
     cu_q: tuple[int, ...], cu_k: tuple[int, ...], window: int | None, causal: bool, most_scores: int
 ) -> Iterator[_Piece]:
-    """The segments, cut into so many queries that a piece has about `most_scores` scores a head at most."""
+    """Yields the segments in pieces of queries with about `most_scores` scores a head at most."""
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         queries, keys = q1 - q0, k1 - k0
         more = keys - queries
@@ -191,7 +195,7 @@ def _pieces(
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Pieces that are computed at once; all int64 on the device, rows of fillers being those of the last one."""
+    """Pieces that are computed together; int64 rows on the device. Filler rows repeat the last row."""
 
     queries: torch.Tensor  # [pieces, rows]
     keys: torch.Tensor  # [pieces, keys]
@@ -200,7 +204,7 @@ class _Joined:
     is_filler: torch.Tensor  # [pieces, rows] bool
 
     def block(self, window: int | None, *, causal: bool) -> _Block:
-        """With the mask, which is larger than all of these, and so is not kept."""
+        """Returns the block with its mask, which is too large to be kept."""
         distance = self.newest.unsqueeze(-1) - self.key_places.unsqueeze(-2)
         is_hidden = distance < 0
         if causal and window is not None:
@@ -236,7 +240,7 @@ def _joined(
 
 
 def _join(pieces: list[_Piece], rows: int, keys: int, causal: bool, device: torch.device) -> _Joined:
-    """Pieces of at most so many rows and keys."""
+    """Joins pieces of at most this many rows and keys."""
     q0, q1, k0, k1, own = (
         torch.tensor([getattr(piece, name) for piece in pieces])[:, None] for name in ("q0", "q1", "k0", "k1", "own")
     )

@@ -22,7 +22,7 @@ _DEFAULT = "leave attention.kernel at its default"
 
 
 def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
-    """Has this process compute flash attention by these kernels, or by torch's own again.
+    """Switches this process to FlashAttention 3's kernels, or back to torch's own.
 
     Which models they compute is for `slimefsdp.attention.select.check_kernel`.
 
@@ -49,7 +49,7 @@ def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require_installed() -> None:
-    """Whether this torch has the switch, and the package is there that it switches to; nothing is imported.
+    """Checks, without importing anything, that this torch has the switch and that the package is installed.
 
     Raises:
         ConfigError: naming attention.kernel.
@@ -64,7 +64,7 @@ def require_installed() -> None:
 
 
 def require_capability(capabilities: Sequence[str], where: object) -> None:
-    """Whether they compute on one of several GPUs.
+    """Checks that the kernels support one of several GPUs.
 
     Args:
         capabilities: compute capabilities such as 9.0, of at least one GPU.
@@ -79,7 +79,7 @@ def require_capability(capabilities: Sequence[str], where: object) -> None:
 
 
 def _has_switch() -> bool:
-    """torch 2.11 has none."""
+    """Returns whether this torch has the switch; torch 2.11 does not."""
     listed = getattr(torch.nn.attention, "list_flash_attention_impls", list)
     return _NAME in listed() and hasattr(torch.nn.attention, "restore_flash_attention_impl")
 

@@ -17,12 +17,12 @@ from slimefsdp.errors import ConfigError
 
 
 def is_installed() -> bool:
-    """Whether the package can be imported; nothing is imported."""
+    """Returns whether the package is installed, without importing it."""
     return find_spec("flash_attn") is not None
 
 
 def require(setting: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Whether calls on this device and dtype can be made.
+    """Checks that the package serves calls on this device and in this dtype.
 
     Args:
         setting: that asks for the package, as `section.name=value`.
@@ -48,7 +48,7 @@ def require(setting: str, device: torch.device, dtype: torch.dtype) -> None:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: AttentionParams, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [q_tokens, heads, head_dim] and log-sum-exp float32 [heads, q_tokens]."""
+    """Returns the output [q_tokens, heads, head_dim] and the log-sum-exp, float32 [heads, q_tokens]."""
     out, lse, *_ = _interface()._flash_attn_varlen_forward(
         q, k, v, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, dropout_p=0.0, causal=causal,
         **_options(scoring, causal),

@@ -23,7 +23,7 @@ from slimefsdp.errors import ConfigError
 
 
 def require() -> None:
-    """Whether the package can be called.
+    """Checks that the package can be called.
 
     Raises:
         ConfigError: naming `attention.strategy`; it, or flash-attn below it, is not installed.
@@ -38,7 +38,7 @@ def require() -> None:
 
 
 def contiguous_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
-    """Equal runs of the pack, rank after rank; the pack must have a multiple of `cp` tokens."""
+    """Returns equal runs of the pack, rank after rank; the pack has a multiple of `cp` tokens."""
     share, rest = divmod(cu_seqlens[-1], cp)
     assert rest == 0, f"a pack of {cu_seqlens[-1]} tokens over {cp} ranks"
     spans = [
@@ -50,7 +50,7 @@ def contiguous_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
 
 
 def for_pack(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> PackAttention:
-    """What every layer calls for one pack, laid out by `contiguous_layout`."""
+    """Returns the attention of every layer over one pack in the layout of `contiguous_layout`."""
     package = _llama3_style()
     last = {piece.node: piece for owned in layout for piece in owned}  # the last piece of a sequence ends where it does
     offsets = [0, *sorted(piece.end for piece in last.values())]
@@ -75,7 +75,7 @@ def for_pack(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> 
 
 
 def _llama3_style() -> Any:
-    """The one module that is called, without the package's `__init__`.
+    """Imports the one module that is used, without the package's `__init__`.
 
     That one (0.1.8) also imports an adapter for transformers 4, which fails on 5.
     """
