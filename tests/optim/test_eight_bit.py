@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.optim import buckets
+from slimefsdp.optim import low_bit
 from slimefsdp.optim.low_bit import block_of, dequantize, dynamic_map, quantize_
 from slimefsdp.optim.optimizer import update_shards
 from tests.support.comparisons import largest_difference
@@ -133,7 +133,7 @@ def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, l
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(torch.float64).items()}
     optimizer = optimizer_of(named.items(), "adamw", how, state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(buckets.BUCKET_ELEMENTS, "cpu", bucket)
+        patched.setitem(low_bit.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
             for name, gradient in gradients(update, torch.float64).items():
                 named[name].grad = shards(gradient)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.optim import buckets
+from slimefsdp.optim import low_bit
 from slimefsdp.optim.low_bit import noise_of, stochastic_round_
 from slimefsdp.optim.optimizer import update_shards
 from tests.support.comparisons import largest_difference
@@ -96,7 +96,7 @@ def steps_on_ranks(rank: int, copies: int, dtype: torch.dtype, bucket: int, how:
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(dtype).items()}
     optimizer = optimizer_of(named.items(), "adamw", how, state_dtype=torch.bfloat16, seed=5, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(buckets.BUCKET_ELEMENTS, "cpu", bucket)
+        patched.setitem(low_bit.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
             for name, gradient in gradients(update, dtype).items():
                 named[name].grad = shards(gradient)
