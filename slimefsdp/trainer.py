@@ -100,11 +100,10 @@ class Trainer:
         if (threads := build.host_threads(config, mesh)) is not None:
             torch.set_num_threads(threads)
         run_together(lambda: check_policy_loss(config), mesh.group)
-        config = build.with_model_folders(config, mesh.group)
-        folder = build.folder_for(config, role, mesh.group)
+        config, folder, adapters = build.resolve_model(config, role, mesh.group)
         config = build.with_sharding(config, role, folder, mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
-        model: DecoderModel = build.model_for(kind, config, role, folder, mesh)
+        model: DecoderModel = build.model_for(kind, config, role, folder, mesh, adapters=adapters)
         memory_manager = MemoryManager(device, mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
         memory_manager.models["parameters"] = model
         reference = build.reference_for(config, folder, model, mesh, memory_manager)

@@ -1,4 +1,4 @@
-"""One micro-batch's training loss: policy loss, KL and entropy terms under the update's token weights.
+"""Computes one micro-batch's training loss: policy loss, KL and entropy terms under the update's token weights.
 
 The weights were decided for the whole update (`reduction.py`), so the loss of an update is the plain sum of its
 micro-batches' losses over all ranks, and gradients simply add. A pack holds whole samples, so that losses which look

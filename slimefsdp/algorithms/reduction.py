@@ -1,4 +1,4 @@
-"""How much each token counts: the one owner of the loss's normalisation.
+"""Decides how much each token counts. Nothing else normalises the loss.
 
 The loss of an update is sum(weight * per-token loss) over all its tokens, wherever they are computed. The weight of a
 trained token (mask True) of sample i is 1 / (denominator * length_i):

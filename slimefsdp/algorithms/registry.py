@@ -1,4 +1,4 @@
-"""What there is to choose from: the names of every table of functions, with a line for people.
+"""Lists the names of every table of functions, with a one-line description of each.
 
 Settings, the command line and the documentation read this file, which costs no import; a test holds it equal to the
 tables themselves.

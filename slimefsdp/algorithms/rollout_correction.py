@@ -1,4 +1,4 @@
-"""Corrections for tokens that the rollout engine sampled with other probabilities than the trainer's.
+"""Corrects for tokens that the rollout engine sampled with other probabilities than the trainer's.
 
 rho of a token is its probability under the trainer at the start of the step over that under the engine; log_rho is
 old_log_probs - rollout_log_probs, in nats. A correction is a weight of each token's policy loss. A dropped token weighs

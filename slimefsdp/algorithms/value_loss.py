@@ -1,4 +1,4 @@
-"""The critic's loss: how far its values are from what came of them, one number per token."""
+"""Computes the critic's loss, one number per token."""
 
 from __future__ import annotations
 

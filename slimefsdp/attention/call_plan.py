@@ -1,4 +1,4 @@
-"""Who attends to whom among the ranks of a pack, as variable-length calls over rows.
+"""Plans who attends to whom among the ranks of a pack, as variable-length calls over rows.
 
 A pack is a forest of nodes: runs of tokens, each with a parent or none. Without shared prompts every sample is a node
 of its own. The layout gives each context-parallel rank pieces of nodes, and one predicate decides everything: a piece

@@ -1,4 +1,4 @@
-"""How a model's attention is computed on its mesh: one strategy, chosen once, that serves every pack.
+"""Computes a model's attention on its mesh with one strategy, chosen once for all packs.
 
 `ring` passes keys and values round the context-parallel ranks and overlaps that with computing. `all_gather` fetches
 them first and can therefore keep sliding windows. `ulysses` trades tokens for heads. `ring_flash_attn` hands the pack

@@ -1,4 +1,4 @@
-"""What attention sends between context-parallel ranks, and how many bytes that was."""
+"""Sends tensors between context-parallel ranks."""
 
 from __future__ import annotations
 

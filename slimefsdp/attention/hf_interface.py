@@ -1,4 +1,4 @@
-"""The one place where transformers' attention interface meets ours.
+"""Registers our attention with transformers.
 
 A registered function is called by every attention layer with its own query, key and value, and with whatever keywords
 the model was called with; `pack_attention` is ours. The name is registered as an attention function only, not as a mask

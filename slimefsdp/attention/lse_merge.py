@@ -1,4 +1,4 @@
-"""Partial attention results become one: softmax over several sets of keys, by their log-sum-exps.
+"""Merges attention over several sets of keys by their log-sum-exps.
 
 With (out_i, lse_i) over disjoint sets of keys, lse = log(sum_i exp(lse_i)) and out = sum_i exp(lse_i - lse) out_i.
 An attention sink is a key whose value is zero: it only enters the log-sum-exp. The backward of every partial call is

@@ -1,5 +1,5 @@
-"""Which strategy serves a model on so many context-parallel ranks, and whether the kernels asked for compute it; no
-torch, so that it is known before a launch.
+"""Chooses the strategy that serves a model on a number of context-parallel ranks, and checks kernels. Imports no torch,
+so that a driver can check before a launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Variable-length attention with its log-sum-exp, forward and backward: one interface, several kernels.
+"""Computes variable-length attention with its log-sum-exp, forward and backward, by one of several kernels.
 
 torch's own flash kernels serve the CPU and CUDA, so nothing needs compiling; what they lack (soft-capped scores, wide
 heads, float32 on CUDA) goes to a kernel in plain torch, and the flash-attn package is taken where it is asked for.

@@ -1,4 +1,4 @@
-"""Items of known tokens and costs, placed in packs over ranks: no pack over the cap, work as even as can be.
+"""Places items of known tokens and costs in packs over ranks: no pack over the cap, work as even as possible.
 
 An item is what stays in one pack: a sample, a pair that a loss compares, or samples that share a prefix. It takes
 n log n steps:

@@ -1,4 +1,4 @@
-"""The plan says which samples each dp rank trains on, micro-batch by micro-batch, in every update of a step.
+"""Plans which samples each dp rank trains on, micro-batch by micro-batch, in every update of a step.
 
 It is made once, from lengths and shared prefixes, and is equal on every machine that makes it, so ranks never
 negotiate: all of them see the same number of micro-batches in an update, and no pack is longer than the cap. This

@@ -1,4 +1,4 @@
-"""What samples have in common at their beginning, so that a pack computes it once.
+"""Finds common prefixes of samples, so that a pack computes them once.
 
 Responses to one prompt, turns of one conversation and forks of one response begin alike. Sorted by their tokens,
 samples stand next to those they share most with, and one number per sample says it all: how many tokens it has in

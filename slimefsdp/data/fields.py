@@ -1,4 +1,4 @@
-"""The fields of a rollout batch: their names and dtypes, and how what a caller gives becomes them or is refused.
+"""Defines the fields of a rollout batch, and converts or refuses what a caller gives for them.
 
 Given are arrays, per-sample records or slime's rollout dict; records also come back from the fields. The latter two
 become columns first: for a field the caller's name of it, for errors, and one entry per sample.

@@ -1,4 +1,4 @@
-"""How a decoder layer computes: compiled or not, its activations stored or recomputed in backward.
+"""Compiles decoder layers, and stores or recomputes their activations.
 
 Both replace the layer's `forward` and nothing else, so parameters keep their names, and what hangs on the call of a
 layer (FSDP's gathering and freeing) stays outside and is not repeated when the layer is recomputed.

@@ -1,4 +1,4 @@
-"""Where this process stands in the collectives that it shares with other ranks, and how they are aborted.
+"""Observes and aborts this process's collectives, and tells what an error of torch means.
 
 gloo's calls wait in Python, and raise when a peer's connections close. NCCL's do neither: the host goes on and waits
 elsewhere, for the device, and a kernel whose peer has gone spins until the group's timeout. So a rank says how many

@@ -1,5 +1,5 @@
-"""What `model.compile` needs of a machine: a compiler, Python's headers and on CUDA Triton. No torch, so that it is
-known before a launch.
+"""Checks what `model.compile` needs of a machine: a compiler, Python's headers and on CUDA Triton. Imports no torch, so
+that a driver can check before a launch.
 """
 
 from __future__ import annotations

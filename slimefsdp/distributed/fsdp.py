@@ -1,4 +1,4 @@
-"""How a model is sharded by FSDP2: its units, dtypes and places, with FSDP's own averaging switched off.
+"""Shards a model by FSDP2: chooses units, dtypes and placement, and switches FSDP's own averaging off.
 
 A unit's parameters are gathered only inside its forward and backward, so it must be a module that the model calls. The
 root, which is not listed, keeps what is in no unit: the final norm, the head, and an embedding tied to it.

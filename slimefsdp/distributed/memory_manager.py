@@ -1,4 +1,4 @@
-"""Sleep and wake-up of a rank's parts: parameters (with their gradients), moments, reference model.
+"""Moves a rank's parameters (with gradients), moments and reference model between device and host memory.
 
 The memory behind a part's tensors goes to host buffers and comes back; the tensors stay the same objects.
 `MemoryManager` knows the parts, and a `StorageOffloader` for each moves it.

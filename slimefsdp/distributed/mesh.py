@@ -1,4 +1,4 @@
-"""The process group and the (dp_replicate, dp, cp) device mesh, which is built by a Trainer and passed on."""
+"""Starts the process group and builds the (dp_replicate, dp, cp) device mesh, which a Trainer passes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a sharded model, each rank holding only the slices it keeps.
+"""Builds a sharded model from a Hugging Face folder; each rank holds only the rows it keeps.
 
 The model is built without memory for its parameters, sharded, given memory for the local shards, and filled straight
 from the safetensors files, or drawn at random where that is asked for. Buffers (rotary frequencies, embedding scales)

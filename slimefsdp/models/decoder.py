@@ -1,4 +1,4 @@
-"""The module that is sharded: a Hugging Face decoder on packed tokens, with a head of our own.
+"""Defines the module that is sharded: a Hugging Face decoder on packed tokens, with a head of our own.
 
 `PolicyModel` returns log-probs instead of logits, `ValueModel`, the critic, a value for every chosen token.
 """

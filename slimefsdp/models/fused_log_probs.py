@@ -1,4 +1,4 @@
-"""The fused log-prob head: log-probabilities and entropies of given targets, without ever holding [rows, vocab] logits.
+"""Computes log-probabilities and entropies of given targets without ever holding [rows, vocab] logits.
 
 Logits are worked through in tiles of rows and words (slimefsdp.models.head_tiles). Forward keeps two numbers per row
 and part of the vocabulary, the largest logit and the sum of exponentials relative to it; backward turns a tile's

@@ -1,4 +1,4 @@
-"""What the head does to the logits of a tile on CUDA, in one kernel each: a row's sums, and the gradient of the logits.
+"""Triton kernels for the logits of a tile on CUDA: the sums of a row, and the gradient of the logits.
 
 Element by element, torch reads and writes a tile nine times in forward and seven times in backward; these read it twice
 and once. Each row is worked through by one program, block by block in order, so that its sums have the same bits

@@ -1,4 +1,4 @@
-"""How the head's [rows, vocab] logits are cut into tiles of rows and words, and how many of them are held at once.
+"""Cuts the head's [rows, vocab] logits into tiles of rows and words, and decides how many are held at once.
 
 On CUDA a tile has all words, and is as large as launches and passes over the weight's gradient want it. On a CPU it
 stays in the cache, where what is done to logits element by element costs a fraction; the logits of several tiles are

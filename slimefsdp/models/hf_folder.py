@@ -1,4 +1,4 @@
-"""Reads a local Hugging Face model folder down to where each tensor's bytes lie, and refuses a malformed one by name.
+"""Reads a local Hugging Face model folder, down to where each tensor's bytes lie, and refuses a malformed one.
 
 Only the standard library is imported, and only headers are read, so that the command line can judge a model in a
 fraction of a second. Nothing in a folder is trusted: every length, offset and file name is checked before it is used.

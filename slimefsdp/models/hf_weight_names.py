@@ -1,4 +1,4 @@
-"""Which tensors of a model folder make up a parameter: the same one, or one tensor per expert.
+"""Maps the parameters of a model to the tensors of its folder: the same one, or one tensor per expert.
 
 In memory the experts of a layer are one parameter, [experts, rows, columns]; folders on the hub, and those that
 `save_pretrained` writes, hold a tensor for each expert's projection. Parameters keep the model's own names everywhere

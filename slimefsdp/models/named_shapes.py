@@ -1,4 +1,4 @@
-"""What is known of models and files that are not on this machine: sizes of some models, and what makes the others.
+"""Knows the sizes of some models that are not on this machine, and the commands that make others.
 
 `shapes/owner/name/config.json` holds what config.json of that model on the Hugging Face hub says of its architecture,
 and `shapes/examples` the same of the models that scripts of this project write. There are no weights and no tokenizers.

@@ -1,4 +1,4 @@
-"""Reads a folder that peft wrote of LoRA adapters, and refuses by name what cannot be trained on exactly as it stands.
+"""Reads a folder of LoRA adapters written by peft, and refuses what cannot be trained exactly as it stands.
 
 It has adapter_config.json, and adapter_model.safetensors with an A and a B for every module that has an adapter. Which
 modules these are is what the file has tensors for; target_modules and what narrows it must say the same. Stacks of

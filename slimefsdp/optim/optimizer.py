@@ -1,4 +1,4 @@
-"""The optimiser over sharded parameters, and its learning rate as a function of how many updates were taken."""
+"""Builds the optimiser over sharded parameters, and computes the learning rate of each update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimiser update: gradients are clipped by their global norm, or the update is skipped where that is not finite.
+"""Takes one optimiser update: clips gradients by their global norm, or skips the update if the norm is not finite.
 
 It is also skipped where the clipped norm's square is not finite in float32.
 

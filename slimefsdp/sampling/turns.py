@@ -1,4 +1,4 @@
-"""Many requests of many versions, sampled by one model: versions take turns, a token of all rows each.
+"""Samples from several versions of a model's weights in turn.
 
 Each version in use has a `Sampler`, and so rows and a cache, of its own. Rows are bounded over all of them: a version
 may use what others do not, and gives it up as its samples end, since of the rows that are free it is given no more than

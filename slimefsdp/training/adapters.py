@@ -1,4 +1,4 @@
-"""Several adapters beside one base: one is in the model and trains, what the others need waits, on device or host.
+"""Trains several adapters of one base in turn: one is in the model, and the others wait on device or host.
 
 An adapter has its matrices, moments, gradients gathered so far, counters, KL coefficient and checkpoints. The model has
 room for one, of `lora.rank`. Another one takes it by copying bits, so each trains as it would alone. One of a smaller

@@ -1,4 +1,4 @@
-"""Advantages of a policy and value targets of a critic, from a batch's rewards and the settings.
+"""Computes the advantages of a policy and the value targets of a critic from a batch's rewards and the settings.
 
 The formulas are in slimefsdp/algorithms/advantages.py.
 

@@ -1,4 +1,4 @@
-"""From settings to the parts of a Trainer."""
+"""Builds the parts of a Trainer from the settings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -149,22 +150,29 @@ def make_deterministic() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def with_model_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
-    """Collective: returns settings with a local folder for every model named by its hub id, and with the rank, alpha
-    and targets of the adapters at lora.path.
+class RoleModel(NamedTuple):
+    """What the model of a role is built from; every folder is read once."""
 
-    Rank 0 says which commit it is; the others have it from their own machine's cache, unless rank 0 reads for all.
-    Where a driver has started the ranks, it has seen to this.
+    config: RunConfig  # with a local folder for each model, and the rank, alpha and targets of the adapters
+    folder: ModelFolder
+    adapters: PeftFolder | None  # at lora.path, for an actor to begin with
+
+
+def resolve_model(config: RunConfig, role: Role, group: dist.ProcessGroup) -> RoleModel:
+    """Collective: finds the models that the settings name, and reads the role's folder and the adapters at lora.path.
+
+    For a model named by its id on the Hugging Face hub, rank 0 decides on the commit; the others have it from their own
+    machine's cache, unless rank 0 reads for all. A driver that started the ranks has resolved the ids already.
 
     Raises:
-        ModelError, ResourceError: as `slimefsdp.io.hub.snapshot` and `read_peft_folder`.
+        ModelError, ResourceError: as `slimefsdp.io.hub.snapshot`, `folder_for` and `read_peft_folder`.
         ConfigError: as `RunConfig.with_adapters`.
     """
     config = _with_local_folders(config, group)
-    adapters = peft_folder_for(config, group)
-    if adapters is None:
-        return config
-    return config.with_adapters(adapters.rank, adapters.alpha, adapters.targets)
+    adapters = _peft_folder_for(config, group)
+    if adapters is not None:
+        config = config.with_adapters(adapters.rank, adapters.alpha, adapters.targets)
+    return RoleModel(config, folder_for(config, role, group), adapters if role == "actor" else None)
 
 
 def _with_local_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
@@ -215,7 +223,7 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     return found[0] if found else replace(sent[0], extra_files=())
 
 
-def peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder | None:
+def _peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder | None:
     """Collective: returns the adapters at lora.path, read by the ranks that read models; None if it is not set.
 
     Raises:
@@ -289,6 +297,7 @@ def model_for(
     folder: ModelFolder,
     mesh: Mesh,
     *,
+    adapters: PeftFolder | None = None,
     cpu_offload: bool = False,
 ) -> AnyModel:
     """Collective: returns the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
@@ -298,6 +307,7 @@ def model_for(
 
     Args:
         kind: PolicyModel or ValueModel.
+        adapters: to begin with; None: they are drawn, if lora.rank is set.
         cpu_offload: keep the shards on the host, whatever fsdp.cpu_offload says.
 
     Raises:
@@ -317,7 +327,7 @@ def model_for(
         trains=Trains(
             frozen=(config.model.frozen or ()) if role == "actor" else (),
             lora=None if role == "ref" else lora_of(config),
-            adapters=peft_folder_for(config, mesh.group) if role == "actor" else None,
+            adapters=adapters,
         ),
         read_by=config.model.read,
     )

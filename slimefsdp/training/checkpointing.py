@@ -1,4 +1,4 @@
-"""What a run leaves on disk and comes back from: checkpoints with what training counts, and exported model folders."""
+"""Saves and loads checkpoints with the counters of training, and exports model folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of an update: sums and counts in, one dict of floats out, reduced over the ranks once; and throughput.
+"""Sums the metrics of an update over micro-batches and ranks, and measures throughput.
 
 Nothing here synchronises with the host before `reduce`. Of the context-parallel ranks, which all hold a
 pack's values, one is counted. Throughput is prompt and response tokens and model FLOPs a second, and the

@@ -1,4 +1,4 @@
-"""From settings and a batch to the plan of a training step, its cost model and the metrics that need no rank.
+"""Plans a training step from settings and a batch, and computes the metrics that need no rank.
 
 Numpy only, so that the driver plans once, without torch, and ships the plan.
 """

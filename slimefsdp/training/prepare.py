@@ -1,4 +1,4 @@
-"""What is decided about a batch before any rank works: that it will do, its advantages, and its plan.
+"""Prepares a batch before any rank works: checks it, computes its advantages and plans it.
 
 The driver of a Ray group decides it once, without torch, and ships it: ranks neither check nor plan again. Under
 torchrun every rank decides it for itself, and all of them compare what came out, in one exchange. A batch is checked

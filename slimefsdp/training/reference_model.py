@@ -1,4 +1,5 @@
-"""The frozen model in the actor's own processes: loaded when first needed, moved out of the way between uses.
+"""Holds the frozen reference model in the actor's own processes; it is loaded at its first use and moved to the host
+between uses.
 
 Under adapters it is the policy itself, with them off.
 """

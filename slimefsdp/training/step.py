@@ -1,4 +1,4 @@
-"""One rank's train step, from a prepared batch to optimiser updates: `train_step` is the way through this file.
+"""Takes one rank's train step, from a prepared batch to optimiser updates; `train_step` is the way through this file.
 
 Everything here is collective: every rank of a group makes the same call with the same prepared batch.
 """

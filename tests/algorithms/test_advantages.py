@@ -123,25 +123,6 @@ def test_masked_tokens_have_exactly_zero_and_nothing_is_read_there(name, seed, w
     assert (computed(name, dirty, whiten=whiten) == actual).all()
 
 
-@several_batches
-def test_gae_is_rewards_to_go_minus_values_at_lambda_1_and_the_td_residual_at_lambda_0(seed):
-    inputs = batch_for("gae", seed)
-    whole = AdvantageOptions(gamma=0.7, gae_lambda=1.0)
-    expected = np.where(inputs.mask, computed("reinforce_pp", inputs, whole) - inputs.values, 0.0)
-    np.testing.assert_allclose(computed("gae", inputs, whole), expected, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(value_targets(inputs, whole), computed("reinforce_pp", inputs, whole), atol=1e-13)
-
-    step = replace(OPTIONS, gae_lambda=0.0)
-    residuals = np.zeros(inputs.mask.size)
-    for sample in range(inputs.scores.size):
-        tokens = inputs.mask & (inputs.sample_ids == sample)
-        residuals[tokens] = td_residuals(inputs.token_rewards[tokens].tolist(), inputs.values[tokens].tolist())
-    assert (computed("gae", inputs, step) == residuals).all()
-    targets = value_targets(inputs, step)
-    assert (targets[~inputs.mask] == 0.0).all()
-    np.testing.assert_allclose(targets[inputs.mask], (residuals + inputs.values)[inputs.mask], rtol=1e-12)
-
-
 @every_estimator
 @several_batches
 def test_whitened_advantages_have_mean_0_and_standard_deviation_1_over_trained_tokens(name, seed):
@@ -153,12 +134,6 @@ def test_whitened_advantages_have_mean_0_and_standard_deviation_1_over_trained_t
     plain = whitened(raw, inputs.mask, epsilon=0.0)
     assert abs(plain[inputs.mask].mean()) < 1e-13 and plain[inputs.mask].std() == pytest.approx(1.0, rel=1e-12)
     np.testing.assert_allclose(whitened(50 * raw - 3, inputs.mask, epsilon=0.0), plain, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("epsilon", [1e-8, 0.0])
-@pytest.mark.parametrize("trained", [0, 1, 3])
-def test_whitening_equal_values_gives_exactly_zero(epsilon, trained):
-    assert (whitened(np.full(4, 0.1), np.arange(4) < trained, epsilon) == 0.0).all()
 
 
 def test_reinforce_pp_and_gae_are_whitened_and_the_others_are_not():
@@ -234,7 +209,3 @@ def test_the_share_of_groups_without_variance_is_counted(seed):
     groups = [scores[group_ids == name] for name in set(group_ids.tolist()) if (group_ids == name).sum() > 1]
     expected = sum(len(set(group.tolist())) == 1 for group in groups) / len(groups)
     assert zero_variance_share(scores, group_ids) == expected
-
-
-def test_groups_of_one_have_no_share_in_those_without_variance():
-    assert zero_variance_share(np.array([1.0, 2.0]), np.array([3, 4])) == 0.0

@@ -31,12 +31,6 @@ def exact_kl(logits, other_logits):
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def expectation_under_policy(logits, ref_logits, estimator):
-    """Mean over sampled tokens, taken exactly: the sampling probabilities carry no gradient, as in training."""
-    log_p = logits.log_softmax(-1)
-    return (log_p.detach().exp() * kl_estimate(log_p, ref_logits.log_softmax(-1), estimator)).sum()
-
-
 def expectation_under_old_policy(logits, ref_logits, estimator, old_logits, *, weighted):
     """The same over tokens that another policy sampled, each token of the vocabulary once."""
     old_log_p = old_logits.log_softmax(-1)
@@ -71,36 +65,6 @@ def test_equal_log_probs_give_exactly_zero(estimator, dtype):
     assert (kl_estimate(log_probs, log_probs.clone(), estimator) == 0.0).all()
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
-@settings(deadline=None)
-@given(pairs=pairs_st)
-def test_k2_k3_and_abs_are_never_negative(estimator, pairs):
-    log_probs, ref_log_probs = torch.tensor(pairs, dtype=torch.float64).unbind(1)
-    assert (kl_estimate(log_probs, ref_log_probs, estimator) >= -1e-15).all()
-
-
-def test_k1_and_k3_average_to_the_exact_kl_and_k2_and_abs_do_not():
-    logits, ref_logits = policy_and_reference()
-    exact = exact_kl(logits, ref_logits).item()
-    assert exact > 0.1
-    means = {name: expectation_under_policy(logits, ref_logits, name).item() for name in KL_ESTIMATORS}
-    assert means["k1"] == pytest.approx(exact, abs=1e-12) and means["k3"] == pytest.approx(exact, abs=1e-12)
-    assert abs(means["k2"] - exact) > 0.05 * exact and means["abs"] > 1.05 * exact
-
-
-def test_gradients_average_to_nothing_for_k1_reverse_kl_for_k2_forward_kl_for_k3_and_total_variation_for_abs():
-    logits, ref_logits = policy_and_reference()
-    logits.requires_grad_()
-    reverse = gradient(exact_kl(logits, ref_logits), logits)
-    forward = gradient(exact_kl(ref_logits, logits), logits)
-    variation = gradient((logits.softmax(-1) - ref_logits.softmax(-1)).abs().sum(), logits)
-    assert not torch.allclose(reverse, forward, rtol=0.1) and not torch.allclose(reverse, variation, rtol=0.1)
-    truths = {"k1": torch.zeros_like(reverse), "k2": reverse, "k3": forward, "abs": variation}
-    for estimator, expected in truths.items():
-        actual = gradient(expectation_under_policy(logits, ref_logits, estimator), logits)
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_weighted_by_the_ratio_k1_and_k3_average_to_the_kl_and_its_gradient_over_tokens_of_any_policy(estimator):
     logits, ref_logits = policy_and_reference()
@@ -114,38 +78,6 @@ def test_weighted_by_the_ratio_k1_and_k3_average_to_the_kl_and_its_gradient_over
         torch.testing.assert_close(gradient(weighted, logits), expected, rtol=0, atol=1e-12)
         plain = expectation_under_old_policy(logits, ref_logits, estimator, old_logits, weighted=False)
         assert (gradient(plain, logits) - expected).abs().max() > 0.01  # what the weight is for
-
-
-def test_in_the_reward_k1_alone_averages_to_the_gradient_of_the_kl():
-    logits, ref_logits = policy_and_reference()
-    logits.requires_grad_()
-    log_p = logits.log_softmax(-1)
-    reverse = gradient(exact_kl(logits, ref_logits), logits)
-    forward = gradient(exact_kl(ref_logits, logits), logits)
-    averages = {}
-    for estimator in KL_ESTIMATORS:
-        penalty = kl_estimate(log_p, ref_logits.log_softmax(-1), estimator).detach()
-        # each token of the vocabulary once, as often as the policy samples it
-        averages[estimator] = gradient((log_p.detach().exp() * penalty * logits.log_softmax(-1)).sum(), logits)
-    torch.testing.assert_close(averages["k1"], reverse, rtol=0, atol=1e-12)
-    torch.testing.assert_close(averages["k3"], reverse - forward, rtol=0, atol=1e-12)
-    assert all((averages[estimator] - reverse).abs().max() > 0.01 for estimator in ("k2", "k3", "abs"))
-
-
-@pytest.mark.parametrize("estimator", ["k2", "abs"])
-def test_the_ratio_cannot_correct_an_estimate_that_is_biased_itself(estimator):
-    logits, ref_logits = policy_and_reference()
-    logits.requires_grad_()
-    weighted = expectation_under_old_policy(logits, ref_logits, estimator, logits.detach(), weighted=True)
-    off = gradient(weighted, logits) - gradient(exact_kl(logits, ref_logits), logits)
-    assert off.abs().max() > 0.01
-
-
-@every_estimator
-def test_gradcheck(estimator):
-    ref_log_probs = torch.linspace(-4, -1, 9, dtype=torch.float64)
-    log_probs = (ref_log_probs + torch.linspace(-2, 2, 9, dtype=torch.float64)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref_log_probs, estimator), log_probs)
 
 
 def test_k3_of_nearly_equal_float32_log_probs_keeps_its_digits():
@@ -171,10 +103,3 @@ def test_no_step_changes_the_coefficient_by_more_than_a_fifth(coefficient, kl, t
     after = next_coefficient(coefficient, kl, target, samples, horizon)
     assert 0.799 * coefficient <= after <= 1.201 * coefficient
     assert (after - coefficient) * (kl - target) >= 0
-
-
-def test_the_controller_holds_a_kl_that_falls_with_the_coefficient_at_its_target():
-    coefficient = 10.0
-    for _ in range(400):
-        coefficient = next_coefficient(coefficient, 0.02 / coefficient, 0.05, 256, 1000)
-    assert 0.02 / coefficient == pytest.approx(0.05, rel=1e-3)

@@ -90,30 +90,6 @@ def test_masked_out_tokens_weigh_exactly_nothing_and_the_others_something(reduct
     assert ((weights > 0) == mask).all() and (weights[~mask] == 0.0).all()
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
-@settings(deadline=None)
-@given(update=updates())
-def test_the_weights_of_a_mean_sum_to_one(reduction, update):
-    _, mask, sample_of_token, num_samples = update
-    assume(mask.any())
-    assert weights_of(mask, sample_of_token, num_samples, reduction).sum() == pytest.approx(1.0, rel=1e-12)
-
-
-@every_reduction
-@settings(deadline=None)
-@given(update=updates(), random=st.randoms(use_true_random=False))
-def test_reordering_tokens_and_renumbering_samples_moves_each_weight_with_its_token(reduction, update, random):
-    _, mask, sample_of_token, num_samples = update
-    order, names_of_samples = list(range(mask.size)), list(range(num_samples))
-    random.shuffle(order)
-    random.shuffle(names_of_samples)
-    before = weights_of(mask, sample_of_token, num_samples, reduction)
-    renamed, groups = np.array(names_of_samples)[sample_of_token][order], groups_for(reduction, num_samples)
-    moved = None if groups is None else groups[np.argsort(names_of_samples)]
-    after = weights_of(mask[order], renamed, num_samples, reduction, group_ids=moved)
-    assert (after == before[order]).all()
-
-
 @every_reduction
 @settings(deadline=None)
 @given(update=updates(), data=st.data())
@@ -182,12 +158,3 @@ def test_a_mean_over_prompts_without_groups_is_refused():
     for function in (token_weights, update_denominator):
         with refused(BatchError, "group_ids", "reduction=prompt_mean"):
             function(*tokens)
-
-
-@every_reduction
-def test_groups_matter_to_the_mean_over_prompts_alone(reduction):
-    mask, sample_of_token = np.ones(4, bool), np.array([0, 0, 1, 2])
-    one, other = (
-        weights_of(mask, sample_of_token, 3, reduction, group_ids=np.array(groups)) for groups in ([0, 0, 1], [0, 1, 1])
-    )
-    assert (one == other).all() == (reduction != "prompt_mean")

@@ -42,29 +42,6 @@ def test_loss_gradient_and_flag_are_the_formula_token_by_token(tokens: list[tupl
     assert clipped.tolist() == [found[2] for found in expected]
 
 
-@given(TOKENS)
-def test_without_a_clip_old_values_do_not_matter(tokens: list[tuple[float, float, float]]) -> None:
-    values, old, returns = columns(tokens)
-    loss, clipped = clipped_value_loss(values, old, returns, None)
-    assert torch.equal(loss, 0.5 * (values - returns) ** 2) and not clipped.any()
-
-
-@given(TOKENS, NUMBER)
-def test_values_and_returns_may_be_shifted_together(tokens: list[tuple[float, float, float]], by: float) -> None:
-    values, old, returns = columns(tokens)
-    here = clipped_value_loss(values, old, returns, CLIP).loss
-    torch.testing.assert_close(
-        clipped_value_loss(values + by, old + by, returns + by, CLIP).loss, here, rtol=0, atol=1e-12
-    )
-
-
-@pytest.mark.parametrize("value, moves", [(1.5, False), (1.1, True), (0.5, True)], ids=["past", "within", "away"])
-def test_a_value_that_went_far_enough_towards_its_return_rests(value: float, moves: bool) -> None:
-    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    clipped_value_loss(values, torch.ones(1), torch.full((1,), 2.0), CLIP).loss.sum().backward()
-    assert values.grad is not None and bool(values.grad != 0) == moves
-
-
 class Sums:
     """What `MetricSums` does, written plainly."""
 

@@ -135,10 +135,6 @@ def test_what_the_kernels_cannot_honour_is_refused_by_name(
     assert type(layer).__name__ in caught.value.message and named in caught.value.message
 
 
-def test_keywords_that_mean_nothing_here_are_accepted() -> None:
-    assert torch.equal(call(softcap=None, s_aux=None, use_cache=False, dropout=0.0, is_causal=True), call())
-
-
 def test_rows_beyond_the_pack_are_not_dropped_silently() -> None:
     with pytest.raises(AssertionError):
         call(query=torch.zeros(2, 4, 9, 8, dtype=torch.float64))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -204,10 +202,6 @@ def test_segments_that_are_joined_take_few_operations_however_many_they_are(wind
     assert counts[1] * 8 < counts[0], counts
 
 
-def test_bands_of_a_long_causal_call_with_more_keys_meet() -> None:
-    assert_equals_dense(call_plan((1100,), (1150,)), heads=2, kv_heads=1, head_dim=4)
-
-
 @pytest.mark.parametrize("length", [127, 128, 129, 192, 300, 700, 1024, 1025])
 def test_causal_segments_around_the_lengths_that_are_cut_into_bands_equal_dense_softmax(length: int) -> None:
     assert_equals_dense(call_plan((3, length, 70)), heads=2, kv_heads=1, head_dim=4)
@@ -217,21 +211,6 @@ def test_causal_segments_around_the_lengths_that_are_cut_into_bands_equal_dense_
 def test_windows_at_the_edges_of_bands_and_lengths_equal_dense_softmax(window: int) -> None:
     lengths = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 200)
     assert_equals_dense(call_plan(lengths), window=window, heads=2, kv_heads=1, head_dim=4)
-
-
-def test_a_window_as_long_as_the_segment_changes_no_bit() -> None:
-    call = call_plan((90, 1, 70))
-    q, k, v = random_qkv(call, 4, 2, 8)
-    without, _ = varlen_forward(q, k, v, call, AttentionParams(0.3), causal=True)
-    with_window, _ = varlen_forward(q, k, v, call, AttentionParams(0.3, window=90), causal=True)
-    assert torch.equal(without, with_window)
-
-
-def test_window_one_returns_the_values_themselves() -> None:
-    call = call_plan((70, 5))
-    q, k, v = random_qkv(call, 4, 4, 8)
-    out, _ = varlen_forward(q, k, v, call, AttentionParams(0.3, window=1), causal=True)
-    torch.testing.assert_close(out, v, rtol=0, atol=1e-15)
 
 
 def packed(call: CallPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams) -> torch.Tensor:
@@ -419,11 +398,6 @@ def assert_same_arguments(got: dict[str, Any], want: dict[str, Any]) -> None:
         assert got[name] is value if isinstance(value, torch.Tensor) else got[name] == value, name
 
 
-def test_cuda_returns_are_unpacked_in_the_order_that_torch_declares() -> None:
-    returns = [value.name for value in torch.ops.aten._flash_attention_forward.default._schema.returns]
-    assert returns == ["output", "softmax_logsumexp", "rng_state", "unused", "debug_attn_mask"]
-
-
 @pytest.fixture
 def fake_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU build of torch copies nothing to a CUDA device, not even what is fake."""
@@ -460,15 +434,6 @@ def test_autograd_of_cuda_hands_the_kernels_own_state_from_forward_to_backward()
     ]
 
 
-def test_cpu_kernels_declare_the_arguments_we_pass() -> None:
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._schema
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default._schema
-    tail = ["dropout_p", "is_causal", "attn_mask", "scale"]
-    assert [a.name for a in forward.arguments] == ["query", "key", "value", *tail]
-    head = ["grad_out", "query", "key", "value", "out", "logsumexp"]
-    assert [a.name for a in backward.arguments] == [*head, *tail]
-
-
 @pytest.mark.usefixtures("fake_copies")
 def test_a_plan_of_whole_sequences_has_one_segment_for_each() -> None:
     pieces = [Piece(0, 0, 4), Piece(1, 4, 5), Piece(2, 5, 12)]
@@ -481,17 +446,6 @@ def test_a_plan_of_whole_sequences_has_one_segment_for_each() -> None:
     with FakeTensorMode():
         on_device = ring_plan([pieces], 0, torch.device("cuda")).own.device_cu_q
     assert on_device.dtype == torch.int32 and on_device.shape == (4,)
-
-
-def test_default_scales_are_not_hidden_in_the_kernels() -> None:
-    # a caller that forgot the scale would get 1/sqrt(head_dim), silently wrong for Gemma
-    assert inspect.signature(AttentionParams).parameters["scale"].default is inspect.Parameter.empty
-    call = call_plan((5,))
-    q, k, v = random_qkv(call, 2, 2, 4)
-    near_zero, _ = varlen_forward(q, k, v, call, AttentionParams(1e-30), causal=True)
-    means = torch.stack([v[: i + 1].mean(0) for i in range(5)])
-    torch.testing.assert_close(near_zero, means, rtol=1e-12, atol=1e-12)
-    assert math.isfinite(float(near_zero.sum()))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.cp_sharding import (
-    Layout,
     Piece,
     ancestors,
     hybrid_layout,
@@ -70,12 +69,6 @@ def test_a_piece_is_not_empty_and_lies_in_its_own_sequence(lengths: list[int], c
             assert one.end < other.start or (one.end == other.start and one.node != other.node)
 
 
-@given(lengths=LENGTHS, make=LAYOUTS)
-def test_one_rank_owns_every_sequence_whole(lengths: list[int], make: Any) -> None:
-    cu = offsets(lengths)
-    assert make(cu, 1) == [[Piece(i, cu[i], cu[i + 1]) for i in range(len(lengths))]]
-
-
 @given(lengths=LENGTHS, cp=st.integers(2, 4))
 def test_a_sequence_is_cut_zig_zag_or_stays_whole(lengths: list[int], cp: int) -> None:
     layout = zigzag_layout(offsets(lengths), cp)
@@ -117,42 +110,8 @@ def test_causal_work_of_log_normal_lengths_is_within_five_percent_of_even(cp: in
     assert sum(contiguous) == sum(pairs) and max(contiguous) > max(pairs)
 
 
-def test_the_measured_imbalance_of_one_long_sequence_is_one() -> None:
-    pairs = [causal_pairs(pieces, [0, 16_384]) for pieces in zigzag_layout([0, 16_384], 8)]
-    assert len(set(pairs)) == 1 and sum(pairs) == 16_384 * 16_385 // 2
-
-
-def log_normal(seed: int, *, mean: float, sigma: float, total: int) -> list[int]:
-    """Lengths of a pack: as many draws as fit, none longer than half of it."""
-    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, 5000).clip(2, total // 2)
-    lengths = drawn.astype(int)
-    return lengths[: max(1, int(np.searchsorted(np.cumsum(lengths), total)))].tolist()
-
-
 def unevenness(values: Any) -> float:
     return float(np.max(values) / np.mean(values))
-
-
-@given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9), cost=COSTS)
-@examples(200)
-def test_no_rank_of_a_hybrid_layout_holds_more_than_its_even_share(
-    lengths: list[int], cp: int, cost: CostModel
-) -> None:
-    # so a pack of at most cp x max_tokens_per_rank leaves every rank below its cap
-    assert max(tokens_of(hybrid_layout(offsets(lengths), cp, cost))) == -(-sum(lengths) // cp)
-
-
-@given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9), cost=COSTS)
-@examples(200)
-def test_a_hybrid_layout_is_never_slower_than_zig_zag_by_the_estimate(
-    lengths: list[int], cp: int, cost: CostModel
-) -> None:
-    cu = offsets(lengths)
-    zigzag, hybrid = zigzag_layout(cu, cp), hybrid_layout(cu, cp, cost)
-    if min(lengths) >= 2 * cp:  # then zig-zag is even in tokens, too
-        assert max(tokens_of(zigzag)) == -(-sum(lengths) // cp)
-    if max(tokens_of(zigzag)) == -(-sum(lengths) // cp):
-        assert layout_time(hybrid, cu, cost) <= layout_time(zigzag, cu, cost) * (1 + ROUNDING)
 
 
 @given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9))
@@ -164,26 +123,6 @@ def test_the_longest_are_cut_and_shorter_ones_whole(lengths: list[int], cp: int)
     cut = [length for length, count in zip(lengths, owners, strict=True) if count > 1]
     assert not whole or not cut or max(whole) <= max(cut)
     assert layout == hybrid_layout(tuple(offsets(lengths)), cp), "equal on every rank"
-
-
-@given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9))
-@examples(50)
-def test_work_over_ranks_adds_up_to_that_of_whole_sequences(lengths: list[int], cp: int) -> None:
-    cost = CostModel(quadratic=0.001, windowed=0.002, window=50)
-    work = work_of(hybrid_layout(offsets(lengths), cp), offsets(lengths), cost)
-    assert work.shape == (cp,) and work.sum() == pytest.approx(cost.cost(np.array(lengths)).sum(), rel=1e-12)
-
-
-@given(lengths=LENGTHS, cp=CP, make=LAYOUTS)
-def test_rows_that_travel_are_those_that_another_rank_attends_to(lengths: list[int], cp: int, make: Any) -> None:
-    layout: Layout = make(offsets(lengths), cp)
-    owner = {token: rank for rank, pieces in enumerate(layout) for p in pieces for token in range(p.start, p.end)}
-    expected = [0] * cp
-    for start, end in pairwise(offsets(lengths)):
-        for token in range(start, end):
-            expected[owner[token]] += any(owner[later] != owner[token] for later in range(token + 1, end))
-    # within a piece the first rows decide for all: a piece travels whole or not at all
-    assert sent_rows(layout) == expected
 
 
 def test_sequences_too_short_to_be_cut_evenly_fill_what_others_leave() -> None:
@@ -208,16 +147,6 @@ def test_ulysses_is_laid_out_by_tokens_alone() -> None:
     layout = hybrid_layout(cu, 2, by_heads)
     assert sent_rows(layout) == [0, 0] and unevenness(work_of(layout, cu, PAIRS)) > 1.5
     assert sum(sent_rows(hybrid_layout(cu, 2, CostModel(quadratic=0.01)))) > 0
-
-
-@given(seed=st.integers(0, 2**32 - 1), mean=st.sampled_from([300, 1000, 4000]), sigma=st.sampled_from([0.5, 0.8, 1.0]))
-@examples(60)
-def test_log_normal_packs_are_within_five_percent_of_even_at_cp_8(seed: int, mean: float, sigma: float) -> None:
-    cu = offsets(log_normal(seed, mean=mean, sigma=sigma, total=65_536))
-    zigzag, hybrid, cost = zigzag_layout(cu, 8), hybrid_layout(cu, 8), CostModel()
-    for measure in (tokens_of(zigzag), work_of(zigzag, cu, PAIRS), work_of(zigzag, cu, cost), tokens_of(hybrid)):
-        assert unevenness(measure) <= 1.05
-    assert sum(sent_rows(hybrid)) <= sum(sent_rows(zigzag))
 
 
 def test_a_pack_of_a_thousand_short_samples_is_laid_out_in_milliseconds() -> None:

@@ -66,16 +66,6 @@ def test_a_file_with_other_tensors_is_refused_by_name(tmp_path, changes, field, 
         RolloutBatch.load(path)
 
 
-def test_a_file_cut_at_any_byte_is_refused(tmp_path):
-    path = tmp_path / "batch"
-    RolloutBatch(**three_samples(rewards=[1, 2, 3], temperature=1.0)).save(path)
-    content = path.read_bytes()
-    for size in range(len(content)):
-        path.write_bytes(content[:size])
-        with refused(BatchError, None, path):
-            RolloutBatch.load(path)
-
-
 def test_no_file_with_a_flipped_bit_is_loaded(tmp_path):
     """Each bit of the header, metadata included, and of the tensors; once without and once with every field."""
     path = tmp_path / "batch"

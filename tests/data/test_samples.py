@@ -156,8 +156,3 @@ def test_slime_groups_come_from_the_argument_before_the_dict_and_else_are_unknow
 def test_a_slime_dict_that_cannot_be_honoured_is_refused(changes, arguments, field, values):
     with refused(BatchError, field, *values):
         RolloutBatch.from_slime(slime_dict(**changes), **arguments)
-
-
-def test_slime_inputs_that_are_none_on_every_sample_are_no_obstacle():
-    data = slime_dict(multimodal_train_inputs=[None] * 4)
-    assert RolloutBatch.from_slime(data).same_as(RolloutBatch.from_slime(slime_dict()))

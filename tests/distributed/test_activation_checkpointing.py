@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -149,57 +148,6 @@ def test_compiled_layers_that_are_recomputed_compute_the_same(tiny_folder: TinyF
     assert none == 0 and graphs > 0
     largest = max(gradient.abs().max().item() for gradient in plain.values())
     assert largest_difference(ours, plain) <= 1e-5 * largest and abs(log_probs - plain_log_probs).max() <= 1e-5
-
-
-ONE_PACK = {"max_tokens_per_rank": 256, "samples_per_update": 8}
-
-
-def graphs_by_pass(rank: int, config: RunConfig, batch: RolloutBatch) -> list[int]:
-    """Graphs after log-probs, after a step that computes old ones and takes two updates, after log-probs again."""
-    import torch._dynamo
-
-    with pytest.MonkeyPatch.context() as patch:
-        # traced, not compiled: inductor takes half a minute
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        trainer = Trainer(config, device=CPU)
-        found = []
-        for call in (trainer.compute_log_probs, trainer.train_step, trainer.compute_log_probs):
-            call(batch)
-            found.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-        return found
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_passes_with_and_without_gradients_share_their_graphs(folder: Path, ranks: RankPool, recompute: str) -> None:
-    config = settings(folder, model={"compile": True, "activation_checkpointing": recompute}, batch=ONE_PACK)
-    first, *others = ranks.run(1, graphs_by_pass, config, make_batch(folder))[0]
-    assert first > 0 and others == [first] * 2
-
-
-def compiled_log_probs(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[np.ndarray, np.ndarray, float]:
-    """Log-probs of a pass without gradients and of one with, and how far the first ratios of a step are from 1."""
-    trainer = Trainer(config, device=CPU)
-    apart = trainer.compute_log_probs(batch).log_probs
-    found: Any = trainer.forward_backward(batch, with_log_probs=True)
-    trainer.zero_grad()
-    counted = batch.mask
-    return apart[counted], found.log_probs.log_probs[counted], trainer.train_step(batch)["ratio_deviation_max"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_passes_with_and_without_gradients_agree_to_the_bit(
-    tiny_folder: TinyFolder, ranks: RankPool, dtype: str
-) -> None:
-    folder = tiny_folder(num_hidden_layers=2)
-    batch = make_batch(folder).replace(old_log_probs=None)
-    precision = {"compute_dtype": dtype}
-    config = settings(folder, model={"compile": True}, precision=precision, batch=ONE_PACK, loss={"epochs": 1})
-    apart, with_gradients, deviation = ranks.run(1, compiled_log_probs, config, batch)[0]
-    assert np.array_equal(apart, with_gradients) and deviation == 0.0
 
 
 def without_a_compiler(rank: int, config: RunConfig) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -334,23 +331,3 @@ def test_buffers_are_hugging_faces_own_and_units_are_layers_embedding_and_root(
         assert buffers.keys() == expected.keys() and (buffers or kind == "gpt2")  # which has none
         for name, buffer in expected.items():
             assert np.array_equal(buffers[name], buffer.numpy()), name
-
-
-def output_of_rank(rank: int, path: Path) -> str:
-    """What loading writes to the process's own stdout and stderr."""
-    sys.stdout.flush(), sys.stderr.flush()
-    kept = os.dup(1), os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-        try:
-            load(read_model_folder(path), checkpointing=True)
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os.dup2(kept[0], 1), os.dup2(kept[1], 2)
-        file.seek(0)
-        return file.read().decode()
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_loading_prints_nothing(tiny_folder: TinyFolder, ranks: RankPool, kind: str) -> None:
-    assert ranks.run(2, output_of_rank, tiny_folder(kind)) == ["", ""]

@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import low_bit
 from slimefsdp.optim.low_bit import block_of, dequantize, dynamic_map, quantize_
 from slimefsdp.optim.optimizer import update_shards
 from tests.support.comparisons import largest_difference
-from tests.support.moments import SPREADS, loads_other, trained
+from tests.support.moments import SPREADS, trained
 from tests.support.optimizers import optimizer_of
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
@@ -196,28 +195,6 @@ def test_steps_on_any_ranks_have_the_bits_of_one_and_are_those_of_the_formulas(
                 assert torch.equal(ours[name][1], alone[name][1]) and torch.equal(ours[name][2], alone[name][2])
 
 
-def test_a_small_problem_converges_as_in_float32() -> None:
-    """Least squares with noisy gradients."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(256, 64, generator=generator)
-    truth = torch.randn(2, 64, generator=generator)
-    losses = {}
-    for dtype in (None, torch.uint8):
-        weight = nn.Parameter(torch.zeros(2, 64))
-        optimizer = optimizer_of(
-            [("w", weight)], "adamw", state_dtype=dtype, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-        )
-        draw = torch.Generator().manual_seed(1)
-        for update in range(800):
-            chosen = torch.randint(256, (16,), generator=draw)
-            loss = (inputs[chosen] @ (weight - truth).T).square().mean()
-            weight.grad = torch.autograd.grad(loss, weight)[0] + 0.1 * torch.randn(2, 64, generator=draw)
-            update_shards(optimizer, update=update)
-        losses[dtype] = (inputs @ (weight.detach() - truth).T).square().mean().item()
-    start = (inputs @ truth.T).square().mean().item()
-    assert losses[None] < 1e-3 * start and losses[torch.uint8] < 2 * losses[None]
-
-
 def steps_beside_large_gradients(dtype: torch.dtype | None, ratio: float) -> torch.Tensor:
     """[updates, 4, 64]: what each update takes off a weight at a rate of 1, where the gradients of column 0 are `ratio`
     times the others, and after 150 updates those of every second column are 0.
@@ -275,10 +252,3 @@ def test_training_and_resuming_on_any_mesh_end_as_on_one_rank(
     exact = ranks.run(1, trained, settings(folder, optim={**SMALL, "state_dtype": "auto"}), batch, False, False)[0]
     assert 1e-6 < largest_difference(exact["weights"], alone["weights"]) < 0.1
     assert exact["bytes"] / alone["bytes"] > 5  # float64 against codes and scales, and vectors as they are
-
-
-def test_a_checkpoint_of_another_dtype_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
-    run, batch = {"dir": str(tmp_path)}, make_batch(folder)
-    configs = [settings(folder, run=run, optim={**SMALL, "state_dtype": dtype}) for dtype in ("8bit", "bfloat16")]
-    (error,) = ranks.run(1, loads_other, *configs, batch)[0]
-    assert isinstance(error, CheckpointError) and error.field == "optim.state_dtype" and "8bit" in str(error)

@@ -175,28 +175,6 @@ def test_a_second_moment_that_rounding_to_nearest_would_freeze_follows_its_gradi
     assert found.mean().item() == pytest.approx(expected, rel=0.01) and found.std() > 0
 
 
-def test_a_small_problem_converges_as_in_float32() -> None:
-    """Least squares with noisy gradients."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(256, 32, generator=generator)
-    truth = torch.randn(32, generator=generator)
-    losses = {}
-    for dtype in (None, torch.bfloat16):
-        weight = nn.Parameter(torch.zeros(32))
-        optimizer = optimizer_of(
-            [("w", weight)], "adamw", state_dtype=dtype, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-        )
-        draw = torch.Generator().manual_seed(1)
-        for update in range(800):
-            chosen = torch.randint(256, (16,), generator=draw)
-            loss = (inputs[chosen] @ weight - inputs[chosen] @ truth).square().mean()
-            weight.grad = torch.autograd.grad(loss, weight)[0] + 0.1 * torch.randn(32, generator=draw)
-            update_shards(optimizer, update=update)
-        losses[dtype] = (inputs @ (weight.detach() - truth)).square().mean().item()
-    start = (inputs @ truth).square().mean().item()
-    assert losses[None] < 1e-3 * start and losses[torch.bfloat16] < 2 * losses[None]
-
-
 class WaitsForDevice(TorchDispatchMode):
     """What has the host wait for a GPU: a tensor that is made of its numbers, and a number that is read."""
 

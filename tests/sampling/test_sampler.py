@@ -187,22 +187,6 @@ def test_tokens_are_drawn_from_what_top_k_and_top_p_leave_renormalised(top_k, to
     assert again == tokens and of_all == pytest.approx(whole[tokens].tolist(), abs=1e-12)
 
 
-def test_rows_without_limits_have_the_same_bits_beside_rows_with_them():
-    logits = torch.randn(len(LIMITS), VOCAB, generator=torch.Generator().manual_seed(1))
-    numbers = [place / len(LIMITS) for place in range(len(LIMITS))]
-    numbers[4] = -1.0
-    given = {"temperature": [0.9] * len(LIMITS), "numbers": numbers, "tempered": [True] * len(LIMITS)}
-    tokens, log_probs = draw(logits, **given)
-    columns = dict(zip(("top_k", "top_p", "min_p"), map(list, zip(*LIMITS, strict=True)), strict=True))
-    limited = draw(logits, **given, **columns)
-    for row, limits in enumerate(LIMITS):
-        if limits == (None, 1.0, 0.0):
-            assert (limited[0][row], limited[1][row]) == (tokens[row], log_probs[row])
-        expected = truncated(logits[row], 0.9, *limits)
-        assert limited[1][row] == pytest.approx(expected[limited[0][row]].item(), abs=1e-6)
-    assert limited[0][4] == logits[4].argmax(), "the likeliest token always stays"
-
-
 def test_each_request_has_limits_of_its_own():
     model, sampler, found = tiny("qwen3"), Sampler(to_sample_from(tiny("qwen3"))), {}
     kinds = ({}, {"tempered": False}, {"renormalized": False})
@@ -328,11 +312,6 @@ def test_an_end_token_is_kept_ends_its_row_and_says_finished():
     assert any(completion.finished and len(completion.tokens) == 4 for completion in completions)
 
 
-def test_without_end_tokens_every_row_has_the_full_length():
-    completions = drawn(tiny("qwen3"), PROMPTS, max_new_tokens=6)
-    assert [(len(completion.tokens), completion.finished) for completion in completions] == [(6, False)] * len(PROMPTS)
-
-
 def test_a_stop_text_ends_a_sample_with_the_token_that_completes_it():
     model, places = tiny("qwen3"), dict(enumerate(PROMPTS))
     free = [found.tokens for _, found in sample(to_sample_from(model), places, 8, SamplingParams(30, seed=(4,)))]
@@ -360,14 +339,6 @@ def test_equal_seeds_give_equal_samples_and_leave_the_global_generator_alone():
         assert drawn(model, PROMPTS, 2, seed=other) != first
 
 
-def test_seeds_up_to_63_bits_are_all_different():
-    model, seeds = tiny("qwen3"), [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**33, 2**62, 2**63 - 1]
-    several = [(2**32, 1), (1, 2**32), (2**40, 0), (2**40,)]
-    found = [drawn(model, PROMPTS[:1], 2, max_new_tokens=20, seed=seed) for seed in [(one,) for one in seeds] + several]
-    tokens = [tuple(completion.tokens) for completions in found for completion in completions]
-    assert len(set(tokens)) == len(tokens) == 2 * 12
-
-
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 100])
 def test_the_number_of_rows_bounds_the_batch_and_not_the_result(max_rows, greedy):
@@ -385,15 +356,6 @@ def test_the_number_of_rows_bounds_the_batch_and_not_the_result(max_rows, greedy
     # every prompt is read once, and a token that was drawn is, unless it is a sample's last one
     assert sum(seen) == sum(map(len, PROMPTS)) + sum(len(c.tokens) - 1 for c in expected)
     assert max(seen) <= max(max_rows, sum(map(len, PROMPTS)))
-
-
-def test_what_is_drawn_for_a_prompt_depends_on_its_place_and_not_on_the_others():
-    policy, params = to_sample_from(tiny("qwen3")), SamplingParams(9, seed=(3,))
-    together = sample(policy, dict(enumerate(PROMPTS)), 2, params)
-    for place, prompt in enumerate(PROMPTS):
-        alone = sample(policy, {place: prompt}, 2, params)
-        assert [c.tokens for _, c in alone] == [c.tokens for found, c in together if found == place]
-    assert [c.tokens for _, c in sample(policy, {5: PROMPTS[0]}, 2, params)] != [c.tokens for _, c in together[:2]]
 
 
 def test_a_row_that_is_free_is_filled_at_once():
@@ -537,10 +499,6 @@ def test_samples_go_on_with_new_weights_and_each_token_is_that_of_its_version(fa
     assert found[0, 0].versions[0] == VersionSpan(7, 0, found[0, 0].versions[0].end)
 
 
-def test_no_prompts_give_no_completions():
-    assert drawn(tiny("qwen3"), []) == []
-
-
 def test_what_cannot_be_sampled_is_refused():
     with refused(BatchError, "prompts", 1):
         drawn(tiny("qwen3"), [[1], []])
@@ -555,13 +513,6 @@ def test_what_cannot_be_sampled_is_refused():
     ]:  # fmt: skip
         with refused(BatchError, name):
             SamplingParams(**{"max_new_tokens": 1, name: value})
-
-
-def test_a_model_in_training_mode_is_refused():
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **SIZES)).train()
-    with refused(StateError, "model") as caught:
-        drawn(model, PROMPTS)
-    assert "model.eval()" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("greedy", [False, True])

@@ -12,15 +12,13 @@ import torch
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError, ResourceError, StateError
 from slimefsdp.models.lora_modules import LoraExperts
-from slimefsdp.sampling.model_versions import ModelVersions
 from slimefsdp.sampling.requests import SampleAnswer
-from slimefsdp.sampling.turns import VersionedSampler
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_lora import EXPERTS
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal, refused
-from tests.support.tiny_models import TinyFolder, to_sample_from
+from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import settings
 from tests.support.versions import (
     LAYERS,
@@ -366,11 +364,3 @@ def test_adapters_that_were_trained_beside_other_weights_are_refused(
     _, adapters = sampler_of(tiny_folder(vocab_size=97, intermediate_size=55, seed=1), rank=4)
     with refused(ModelError, "folder"):
         adapters.read(tmp_path / "small")
-
-
-def test_a_model_in_training_mode_is_refused(base: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    policy = to_sample_from(AutoModelForCausalLM.from_pretrained(base))
-    with refused(StateError, "model"):
-        VersionedSampler(policy.train(), ModelVersions(policy), max_rows=1, memory_bytes=0)

@@ -20,7 +20,7 @@ from tests.support.tiny_models import ARCHITECTURES
 
 STAND_FOR_ALL = {"qwen3", "qwen3_moe"}  # a dense model and one with experts
 QUICK_EXAMPLES = 20
-CASES = 2  # of a test on ranks
+CASES = 2  # of a test on ranks, unless its module has another number as DEFAULT_CASES
 AXES = {"dp", "dp_replicate", "cp"}
 COUNTS = {*AXES, "ranks", "world", "world_size", "size", "shards", "writers", "readers"}
 WORDS = {
@@ -118,13 +118,14 @@ def left_because(item: pytest.Item) -> str | None:
 def divide(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item], Counter[str]]:
     """(of the default tier, left to the whole suite, how many of these by reason)."""
     reasons = [left_because(item) for item in items]
-    cases: dict[str, list[int]] = defaultdict(list)  # on ranks, by test function
+    cases: dict[tuple[str, int], list[int]] = defaultdict(list)  # on ranks, by test function and how many it keeps
     for index, (item, reason) in enumerate(zip(items, reasons, strict=True)):
         is_chosen_by_hand = item.get_closest_marker("default_tier") is not None
         if reason is None and "ranks" in getattr(item, "fixturenames", ()) and not is_chosen_by_hand:
-            cases[item.nodeid.partition("[")[0]].append(index)
-    for indices in cases.values():
-        for index in set(indices) - set(spread(indices, CASES)):
+            kept = getattr(getattr(item, "module", None), "DEFAULT_CASES", CASES)
+            cases[item.nodeid.partition("[")[0], kept].append(index)
+    for (_, kept), indices in cases.items():
+        for index in set(indices) - set(spread(indices, kept)):
             reasons[index] = "cases"
     chosen, left = [], []
     for item, reason in zip(items, reasons, strict=True):
@@ -134,6 +135,6 @@ def divide(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
 
 def spread(values: list[int], count: int) -> list[int]:
     """That many of them, the first, the last and some between; all, where there are no more."""
-    if len(values) <= count:
-        return values
+    if len(values) <= count or count == 1:
+        return values[:count]
     return [values[round(step * (len(values) - 1) / (count - 1))] for step in range(count)]

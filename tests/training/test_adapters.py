@@ -35,6 +35,7 @@ from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import error_of, fresh_batch, settings
 
 CPU = torch.device("cpu")
+DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
 LORA = {"rank": 4, "alpha": 8.0}
 MADE: dict[str, dict[str, Any]] = {  # adapters by name, and how they are made
     "a": {"rank": 4, "alpha": 3.0, "seed": 1},
@@ -170,14 +171,6 @@ def test_two_adapters_of_experts_in_turn_have_the_bits_that_each_has_alone(
 ) -> None:
     config = adapter_settings(tiny_folder("qwen3_moe"), lora={"targets": ["experts", "head"]}, mesh=axes)
     compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
-
-
-@pytest.mark.slow
-def test_eight_adapters_in_turn_have_the_bits_that_each_has_alone(
-    folder: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    config = adapter_settings(folder, mesh={"dp": 2}, lora={"resident_adapters": 3})
-    compare_with_alone(ranks, config, tmp_path, [DEFAULT_ADAPTER, *list(MADE)[:7]], saves=False)
 
 
 def test_as_many_as_are_set_wait_on_the_device_and_a_sleep_sends_all_to_the_host(folder: Path, ranks: RankPool) -> None:

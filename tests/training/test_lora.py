@@ -40,6 +40,7 @@ from tests.support.tiny_models import TinyFolder, tiny_model
 from tests.support.trainers import error_of, fresh_batch
 
 CPU = torch.device("cpu")
+DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
 
 
 def lora_settings(path: Path, **sections: Any) -> RunConfig:

@@ -17,11 +17,8 @@ from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_lora import (
     ALL,
-    EXPERTS,
     adapters_of,
     fill_b,
-    lora_gradients,
-    lora_training,
     plain_gradients,
     plain_training,
 )
@@ -106,19 +103,3 @@ def test_compiled_layers_compute_the_same_with_adapters_on_and_off(tiny_folder: 
     assert 0 < on < turns[0] == turns[1] == turns[2] <= 2 * on and turns[2] < trained <= 3 * on + 1
     assert first == second == trained, "another adapter's alpha is a number that the same graphs are given"
     assert plain["graphs"][-1] == 0
-
-
-def compiled_training(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
-    """Of one rank: gradients, and a train step of several updates."""
-    forget_graphs()
-    _, gradients, _ = lora_gradients(rank, config, batch)
-    return {**lora_training(rank, config, batch), "gradients": gradients, "graphs": graphs()}
-
-
-def test_compiled_layers_train_adapters_of_experts_as_peft_does(tiny_folder: TinyFolder, ranks: RankPool) -> None:
-    folder = tiny_folder("qwen3_moe", vocab_size=97, num_hidden_layers=1)
-    config = compiled_settings(folder, lora={"targets": ["attention", "experts"]}, mesh={"dp": 2})
-    batch = make_batch(folder)
-    for found in ranks.run(2, compiled_training, config, batch):
-        require_training_of_peft(found, config, batch, {**EXPERTS, "target_modules": ALL[:4]})
-        assert found["graphs"] > 0

@@ -27,6 +27,7 @@ from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import error_of
 
 CPU = torch.device("cpu")
+DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
 MUON: dict[str, Any] = {"name": "muon", "lr": 0.01, "adamw_lr": 0.002, "eps": 1e-3, "weight_decay": 0.1}
 SPREADS: dict[str, dict[str, Any]] = {
     "one rank": {},

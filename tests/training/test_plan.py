@@ -117,10 +117,6 @@ def test_old_log_probs_of_the_batch_serve_where_those_of_the_rollout_would() -> 
     checked_advantages(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old), VOCAB, loss="policy")
 
 
-def test_masking_sequences_that_the_policy_has_left_needs_no_log_probs_of_the_rollout() -> None:
-    checked_advantages(settings(correction={"opsm_threshold": 0.1}), BATCH, VOCAB, loss="policy")
-
-
 @pytest.mark.parametrize("loss", ["policy", "sft", "value"])
 def test_a_mean_over_prompts_needs_groups_whatever_the_loss(loss: Any) -> None:
     algorithm = {"policy": "grpo", "sft": "sft", "value": "ppo"}[loss]
@@ -148,19 +144,6 @@ def test_a_critics_loss_needs_its_values_and_returns_or_what_they_are_computed_f
     checked_advantages(with_kl, batch.replace(old_log_probs=tokens, ref_log_probs=tokens), VOCAB, loss="value")
     for given in (config, with_kl):
         checked_advantages(given, batch.replace(rewards=None, returns=tokens), VOCAB, loss="value")
-
-
-def test_preference_pairs_are_looked_at_before_any_rank_works() -> None:
-    config = settings(loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 100})
-    checked_advantages(config, make_batch([0.0, 1.0, 5.0, 3.0]), VOCAB, loss="policy")
-    assert refusal(config, make_batch([0.0, 1.0, 5.0, 5.0]))[0] == "group_ids"
-
-
-def test_an_infinite_log_prob_never_gets_here() -> None:
-    for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs"):
-        with pytest.raises(BatchError) as caught:
-            BATCH.replace(**{name: np.where(BATCH.sample_ids == 3, -np.inf, -1.0)})
-        assert caught.value.field == name and "sample 3" in caught.value.message and caught.value.hint
 
 
 def test_batches_have_one_digest_exactly_if_they_are_the_same() -> None:
@@ -273,11 +256,6 @@ def test_updates_are_cut_before_dropping_and_empty_ones_counted() -> None:
     for drop in (True, False):
         nothing = plan_training(settings(loss={"drop_zero_advantages": drop}), make_batch([1.0] * 6))
         assert not nothing.updates and nothing.num_skipped_updates == 1 and nothing.num_dropped == 6
-
-
-def test_an_early_stop_reads_the_samples_without_variance_too() -> None:
-    plan = plan_training(settings(loss={"max_kl": 0.1}), BATCH)
-    assert planned_samples(plan) == list(range(10)) and plan.counted is None
 
 
 def test_a_step_of_several_updates_is_shuffled_and_the_same_batch_always_the_same_way() -> None:
