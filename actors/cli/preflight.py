@@ -461,9 +461,9 @@ def check_servers(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
             raise ConfigError(problem, field="rollout.engine_python", hint=hint)
     if config.rollout.engine_urls is None:
         return
-    from actors.engines.pool import engine_class
+    from actors.engines.dialect import dialect_class
 
-    alive = getattr(engine_class(config), "ALIVE", "")
+    alive = dialect_class(engine).ALIVE
     for place, url in enumerate(config.rollout.engine_urls):
         if not ServerClient(url, place, alive=alive).answers(_SERVER_S):
             raise ConfigError(

@@ -30,6 +30,7 @@ from actors.workers.group_calls import EndsWithBlock
 from actors.workers.watchdog import Limits, Waiting, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
+from slimefsdp.config.rollout import SERVERS
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import (
     BatchError,
@@ -48,8 +49,7 @@ from slimefsdp.sampling.params import SamplingParams
 
 _HOMES = {
     "embedded": "actors.engines.embedded:EmbeddedEngine",
-    "vllm": "actors.engines.vllm_engine:VllmEngine",
-    "sglang": "actors.engines.sglang_engine:SglangEngine",
+    **dict.fromkeys(SERVERS, "actors.engines.served:ServedEngine"),
 }
 _CHECK = 4  # first number of a seed: what is drawn for the check is drawn for nothing else
 _CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine

@@ -17,6 +17,7 @@ import ray
 from actors.engines.tokenizer import encode_observation, encode_prompt, end_token_ids, load_tokenizer
 from actors.workers.watchdog import Watched
 from slimefsdp.config import RunConfig
+from slimefsdp.config.rollout import Transport as Transport
 from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
@@ -25,9 +26,6 @@ _STREAMS_KEPT = 1000  # that were ended, until they are forgotten: one may be en
 
 Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
-Transport = Literal["object_store", "broadcast", "disk", "ipc"]
-"""How weights travel: through Ray's object store, in a group that trainer and engines form, as a folder, or in memory
-that processes of a machine share; by `receive`, or the method of that name."""
 EngineTag = Literal["weights", "kv_cache"]
 ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
 """What an engine holds of its device. One that has a cache for what it samples alone has nothing to take for it."""

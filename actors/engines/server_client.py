@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from actors.engines.child_server import ChildServer
 from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
 
-if TYPE_CHECKING:  # a command line that asks no server costs no requests
-    import requests
+if TYPE_CHECKING:  # a command line that asks no server does not wait for httpx
+    import httpx
 
 _CONNECT_S = 10.0
 _ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
 _CUT_S = 2.0  # between the end of connections and that of the server
-_PIECE, _MOST = 2**16, 2**30  # bytes of an answer that are read at once, and in all
+_MOST = 2**30  # bytes of an answer
 _SHOWN = 400  # characters of an answer of another form than expected
 
 
@@ -40,8 +42,9 @@ class ServerClient:
     def __init__(self, url: str, index: int, child: ChildServer | None = None, *, alive: str = "/health") -> None:
         self.url = url
         self._index = index
-        self._child = child
+        self.child = child
         self._alive = alive
+        self._making = threading.Lock()
 
     def get(self, route: str, *, timeout_s: float) -> Any:
         """The answer, from JSON; None if there is none.
@@ -69,46 +72,53 @@ class ServerClient:
 
     def lost(self, why: str) -> SlimeError:
         """The error of a server that has ended, or cannot be reached."""
-        if self._child is None:
+        if self.child is None:
             return WorkerDied(
                 f"the server of engine {self._index} at {self.url} does not answer: {why}",
                 field="rollout.engine_urls", hint="look at its log, and start it again", rank=self._index,
             )  # fmt: skip
-        self._child.ends_within(_CUT_S)
-        status = self._child.status()
+        self.child.ends_within(_CUT_S)
+        status = self.child.status()
         how = "does not answer" if status is None else f"ended with status {status}"
-        last = " | ".join(self._child.last_lines(3))
+        last = " | ".join(self.child.last_lines(3))
         return WorkerDied(
             f"the server of engine {self._index} {how} ({why}); its log ends with: {last}",
-            field="rollout.engine", hint=f"see {self._child.log}", rank=self._index,
+            field="rollout.engine", hint=f"see {self.child.log}", rank=self._index,
         )  # fmt: skip
 
     def has_ended(self) -> bool:
         """Whether nobody is there to ask again, now or in a moment."""
-        if self._child is not None:
-            return self._child.ends_within(_ENDING_S)
+        if self.child is not None:
+            return self.child.ends_within(_ENDING_S)
         return not self.answers(_ENDING_S)
 
-    def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
-        import requests
-        import urllib3
+    @cached_property
+    def _http(self) -> httpx.Client:
+        """A client without proxies, for as many threads as ask, with a connection for each question.
 
-        # a connection for each question: one that was kept may be closed by the server at any moment
-        with requests.Session() as session:
-            session.trust_env = False  # no proxy stands between an engine and its server
-            try:
-                answer = session.request(
-                    method, self.url + route, json=body, timeout=(_CONNECT_S, timeout_s),
-                    headers={"Connection": "close"}, stream=True,
-                )  # fmt: skip
-                content = _whole(answer, time.monotonic() + timeout_s)
-            except requests.exceptions.ConnectTimeout as error:
-                raise self.lost(f"no connection within {_CONNECT_S:g} s") from error
-            except requests.exceptions.Timeout as error:
-                raise self._late(route, timeout_s) from error
-            # of urllib3: what requests lets through, of a host that can be none
-            except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, UnicodeError) as error:
-                raise self.lost(f"{route}: {_plain(error)}") from error
+        One that was kept may be closed by the server at any moment.
+        """
+        import httpx
+
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        return httpx.Client(trust_env=False, limits=limits, headers={"Connection": "close"})
+
+    def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
+        import httpx
+
+        deadline = time.monotonic() + timeout_s
+        with self._making:  # else several threads would each make one
+            http = self._http
+        try:
+            timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+            with http.stream(method, self.url + route, json=body, timeout=timeout) as answer:
+                content = _whole(answer, deadline)
+        except httpx.ConnectTimeout as error:
+            raise self.lost(f"no connection within {_CONNECT_S:g} s") from error
+        except httpx.TimeoutException as error:
+            raise self._late(route, timeout_s) from error
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            raise self.lost(f"{route}: {_plain(error)}") from error
         text = content.decode(errors="replace")
         if answer.status_code != 200:
             raise Refusal(route, answer.status_code, _said(text))
@@ -123,29 +133,29 @@ class ServerClient:
         error = WorkerHung(
             f"the server of engine {self._index} at {self.url} has not answered {route} within {timeout_s:g} s",
             field="cluster.call_timeout_s",
-            hint="raise the timeout" if self._child is None else f"see {self._child.log}, or raise the timeout",
+            hint="raise the timeout" if self.child is None else f"see {self.child.log}, or raise the timeout",
             rank=self._index,
         )
         error.seconds = timeout_s
         return error
 
 
-def _whole(answer: requests.Response, deadline: float) -> bytes:
-    """What a server answers, in time as a whole: `requests` allows each piece of it as much.
+def _whole(answer: httpx.Response, deadline: float) -> bytes:
+    """Returns what a server answers, in time as a whole: httpx allows each piece of it as much.
 
     Raises:
-        requests.exceptions.Timeout: it takes longer. requests.exceptions.RequestException: it is cut, or too much.
+        httpx.ReadTimeout: it takes longer. httpx.DecodingError: it is too much. httpx.HTTPError: it is cut.
     """
-    import requests
+    import httpx
 
     parts, size = [], 0
-    for part in answer.iter_content(_PIECE):
+    for part in answer.iter_bytes():
         parts.append(part)
         size += len(part)
         if time.monotonic() > deadline:
-            raise requests.exceptions.ReadTimeout(f"{size} bytes came")
+            raise httpx.ReadTimeout(f"{size} bytes came")
         if size > _MOST:
-            raise requests.exceptions.ContentDecodingError(f"more than {_MOST:,} bytes")
+            raise httpx.DecodingError(f"more than {_MOST:,} bytes")
     return b"".join(parts)
 
 
@@ -159,7 +169,7 @@ def _said(text: str) -> str:
 
 
 def _plain(error: BaseException) -> str:
-    """The innermost cause: what requests and urllib3 say around it names objects of theirs."""
+    """The innermost cause: what httpx says around it names objects of its own."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}"[:_SHOWN]

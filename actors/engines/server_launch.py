@@ -5,39 +5,25 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.connect import has_nvidia_driver
 from actors.engines.child_server import ChildServer
+from actors.engines.dialect import ASK_S, ServerDialect
 from actors.engines.server_client import ServerClient
 from actors.startup import stage
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError, WorkerHung
+from slimefsdp.errors import EngineError, WorkerHung, short_repr
 from slimefsdp.models.hf_folder import ModelFolder
 
 LOGS = "engine_logs"  # below run.dir
-SERVED_AS = "policy"
-ADAPTER = "policy-adapter"  # what requests call the adapter of lora.sync=adapters
 LOOPBACK = "127.0.0.1"
-ASK_S = 60.0  # for a question that costs nothing; a busy machine may take some seconds
 BACK_S = 60.0  # for a server at a URL, which whoever keeps it may be starting again
 _LOOK_EVERY_S = 0.5
 _LINES = 15  # of a log, in an error
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """A server that can be used."""
-
-    version: str
-    dtype: str
-    vocab_size: int
-    max_model_len: int  # of a prompt and its response
-    workers: int
 
 
 def is_on_cpu(config: RunConfig) -> bool:
@@ -59,19 +45,35 @@ def log_folder(config: RunConfig) -> Path:
     return logs
 
 
-def start_on_loopback(
-    kind: str, index: int, command: Sequence[str], environment: Mapping[str, str], logs: Path
-) -> tuple[ChildServer, str]:
-    """A server that has just been started, on this machine's loopback alone, and its URL.
+def start_client(dialect: ServerDialect, config: RunConfig, index: int) -> ServerClient:
+    """Returns a client of the server of an engine: one of rollout.engine_urls, or one that is started on loopback."""
+    if config.rollout.engine_urls is not None:
+        return ServerClient(config.rollout.engine_urls[index], index, alive=dialect.ALIVE)
+    assert config.rollout.engine_python is not None
+    logs, port = log_folder(config), free_port()
+    program = str(config.rollout.engine_python.absolute())
+    command = [program, *dialect.arguments(), "--host", LOOPBACK, "--port", str(port)]
+    # this process computes by one thread, and has settings for that which are not for a server
+    environment = {name: value for name, value in dialect.environment(logs).items() if name not in ALLOCATOR}
+    child = ChildServer(command, environment, logs / f"{dialect.NAME.lower()}_{index}.log", logs)
+    return ServerClient(f"http://{LOOPBACK}:{port}", index, child, alive=dialect.ALIVE)
 
-    Args:
-        command: without host and port.
-        environment: that of this process, which computes by one thread, has settings that are not for a server.
+
+def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, index: int) -> Any:
+    """Waits until a server answers, and returns what it says of itself, as `dialect.check` does.
+
+    Raises:
+        EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
     """
-    port = free_port()
-    environment = {name: value for name, value in environment.items() if name not in ALLOCATOR}
-    whole = [*command, "--host", LOOPBACK, "--port", str(port)]
-    return ChildServer(whole, environment, logs / f"{kind}_{index}.log", logs), f"http://{LOOPBACK}:{port}"
+    wait_until_ready(dialect.NAME, client, config, index)
+    try:
+        return dialect.check(client)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(
+            f"the server at {client.url} does not answer as {dialect.NAME} does: {type(error).__name__}: "
+            f"{short_repr(str(error))}",
+            field="rollout.engine_urls", hint="name one of a supported release (docs/engines.md)",
+        ) from error  # fmt: skip
 
 
 def free_port() -> int:
@@ -88,13 +90,13 @@ def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
     return pack if positions is None else min(pack, int(positions))
 
 
-def wait_until_ready(name: str, client: ServerClient, child: ChildServer | None, config: RunConfig, index: int) -> None:
+def wait_until_ready(name: str, client: ServerClient, config: RunConfig, index: int) -> None:
     """Returns when the server answers; one that this process did not start may be on its way back.
 
     Raises:
         EngineError: it ended, or nobody comes to the URL. WorkerHung: it took more than cluster.launch_timeout_s.
     """
-    began = time.monotonic()
+    child, began = client.child, time.monotonic()
     limit_s = config.cluster.launch_timeout_s
     back_s = min(BACK_S, limit_s / 2)  # before the driver's own deadline
 

@@ -25,7 +25,7 @@ from actors.cluster.placement import gpus_per_rank
 from actors.engines.tokenizer import load_tokenizer
 from actors.engines.vllm_base import base_of
 from actors.engines.vllm_server import Adapter, VllmServer
-from actors.engines.vllm_service_samples import Decode, bodies_of, check_request, read_prompt, read_sample
+from actors.engines.vllm_service import Decode, bodies_of, check_request, read_prompt, read_sample
 from actors.model_folders import with_model_folders
 from actors.workers.watchdog import Watched, remote_class
 from slimefsdp import heartbeat

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.engines.child_server import ChildServer
-from actors.engines.server_client import Refusal, ServerClient
-from actors.engines.server_launch import ASK_S, wait_until_ready
-from actors.engines.vllm_facts import SamplingFacts, check_sampling_server
-from actors.engines.vllm_launch import start_sampling_server
+from actors.engines.dialect import ASK_S
+from actors.engines.server_client import Refusal
+from actors.engines.server_launch import facts_of, start_client
+from actors.engines.vllm_service import SamplingFacts, VllmServiceDialect
 from actors.fault_tolerance.recovery import Restarts
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, ModelError, SlimeError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import ModelFolder
 
-GENERATE = "/inference/v1/generate"
 _HEALTH_S = 10.0
 _MOST_CUTS = 3  # connections that a request may lose
 _ABORT_AGAIN_S = 0.1
@@ -43,113 +41,106 @@ class VllmServer:
     """
 
     def __init__(self, config: RunConfig, folder: ModelFolder, adapters: int, modules: Sequence[str]) -> None:
-        self._config, self._folder, self._adapters, self._modules = config, folder, adapters, modules
+        self._config, self._dialect = config, VllmServiceDialect(config, folder, adapters, modules)
         self._restarts = Restarts(config.cluster.max_restarts, "sampling servers")
         self._lock = threading.RLock()  # of all below
-        self._child: ChildServer | None = None
         self._has: set[str] = set()  # names of the adapters that it was told of
         self._losses = 0  # that were seen to
         self._is_ended = False
-        self._client = self._started()
+        self._client = start_client(self._dialect, config, 0)
 
     def facts(self) -> SamplingFacts:
-        """Waits until it answers, and asks what it is.
+        """Waits until the server answers, and asks what it is.
 
         Raises:
             EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
         """
-        wait_until_ready("vLLM", self._client, self._child, self._config, 0)
-        try:
-            return check_sampling_server(self._client, self._config, self._folder, self._modules)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"the server at {self._client.url} does not answer as vLLM does: {type(error).__name__}: {error}",
-                field="rollout.engine_urls", hint="name one of a supported release (docs/engines.md)",
-            ) from error  # fmt: skip
+        return facts_of(self._dialect, self._client, self._config, 0)
 
     def load(self, adapter: Adapter) -> None:
-        """Has it read an adapter, once.
+        """Has the server read an adapter, once.
 
         Raises:
             ModelError: vLLM refuses the adapter. WorkerDied, WorkerHung: the server is lost, and does not come back.
         """
-        cuts = 0
-        while True:
-            losses = self._losses
-            try:
-                with self._lock:
-                    if adapter.name not in self._has:
-                        self._tell("/v1/load_lora_adapter", lora_name=adapter.name, lora_path=str(adapter.folder))
-                        self._has.add(adapter.name)
-                return
-            except Refusal as refusal:
-                if not (refusal.status >= 500 and self._client.has_ended()):
-                    raise ModelError(
-                        f"vLLM cannot load the adapters of {adapter.folder}: {refusal}",
-                        field="folder", hint="train modules that vLLM has adapters of, or set rollout.engine=embedded",
-                    ) from refusal  # fmt: skip
-                error: SlimeError = self._client.lost(str(refusal))
-            except (WorkerDied, WorkerHung) as lost:
-                error = lost
-            cuts = self._see_to(losses, error, cuts)
+        self._until_answered(lambda: self._have(adapter))
 
     def unload(self, adapter: Adapter) -> None:
-        """Has it forget an adapter; a server that is lost has forgotten it."""
+        """Has the server forget an adapter; one that is lost has forgotten it."""
         with self._lock, suppress(Refusal, SlimeError):
             if adapter.name in self._has:
                 self._has.discard(adapter.name)
                 self._tell("/v1/unload_lora_adapter", lora_name=adapter.name)
 
     def generate(self, adapter: Adapter, body: dict[str, Any]) -> Any:
-        """Its answer to a request, by this adapter; a server that is lost meanwhile is asked again when it is back.
+        """Returns the answer to a request with this adapter; asks again when a server that was lost is back.
 
         Raises:
             EngineError: it refuses. ModelError, WorkerDied, WorkerHung: as `load`.
         """
-        limit_s = self._config.cluster.call_timeout_s
-        cuts = 0
-        while True:
-            losses = self._losses
-            self.load(adapter)
+
+        def ask() -> Any:
+            self._have(adapter)
             try:
-                answer = self._client.post(GENERATE, {**body, "model": adapter.name}, timeout_s=limit_s)
+                limit_s = self._config.cluster.call_timeout_s
+                return self._client.post(self._dialect.GENERATE, {**body, "model": adapter.name}, timeout_s=limit_s)
             except Refusal as refusal:
-                is_lost = refusal.status >= 500 and self._client.has_ended()
-                if not is_lost and refusal.status != _NOT_FOUND:
-                    raise EngineError(
-                        f"the server refused a request: {refusal}", field="engine", hint="look at its log"
-                    ) from refusal
-                cuts = self._see_to(losses, self._client.lost(str(refusal)), cuts)
-            except (WorkerDied, WorkerHung) as lost:
-                cuts = self._see_to(losses, lost, cuts)
-            else:
-                self._restarts.progress()
-                return answer
+                if refusal.status == _NOT_FOUND or self._is_lost(refusal):
+                    raise self._client.lost(str(refusal)) from refusal
+                raise EngineError(
+                    f"the server refused a request: {refusal}", field="engine", hint="look at its log"
+                ) from refusal
+
+        answer = self._until_answered(ask)
+        self._restarts.progress()
+        return answer
 
     def abort(self, ids: Collection[str], timeout_s: float) -> None:
         """Has it end requests of these names; returns when they have left `ids`, or after that time."""
         deadline = time.monotonic() + timeout_s
-        while names := [f"generate-tokens-{one}" for one in list(ids)]:
+        while asked := list(ids):
             if time.monotonic() > deadline:
                 return
             with suppress(Refusal, SlimeError):  # a server that is gone has aborted them
-                self._client.post("/inference/v1/abort_requests", {"request_ids": names}, timeout_s=ASK_S)
+                self._dialect.end_requests(self._client, asked, are_all=False)
             time.sleep(_ABORT_AGAIN_S)  # again: a request may have been on its way
 
     def end(self) -> None:
         """Ends one that was started here, for good; idempotent."""
         self._is_ended = True
-        if (child := self._child) is not None:
+        if (child := self._client.child) is not None:
             child.end()
 
     # ------------------------------------------------------------------ inside
 
-    def _started(self) -> ServerClient:
-        urls = self._config.rollout.engine_urls
-        if urls is not None:
-            return ServerClient(urls[0], 0)
-        self._child, url = start_sampling_server(self._config, self._folder, self._adapters, self._modules)
-        return ServerClient(url, 0, self._child)
+    def _have(self, adapter: Adapter) -> None:
+        """Tells the server of an adapter that it has not been told of."""
+        with self._lock:
+            if adapter.name in self._has:
+                return
+            try:
+                self._tell("/v1/load_lora_adapter", lora_name=adapter.name, lora_path=str(adapter.folder))
+            except Refusal as refusal:
+                if self._is_lost(refusal):
+                    raise self._client.lost(str(refusal)) from refusal
+                raise ModelError(
+                    f"vLLM cannot load the adapters of {adapter.folder}: {refusal}",
+                    field="folder", hint="train modules that vLLM has adapters of, or set rollout.engine=embedded",
+                ) from refusal  # fmt: skip
+            self._has.add(adapter.name)
+
+    def _is_lost(self, refusal: Refusal) -> bool:
+        return refusal.status >= 500 and self._client.has_ended()
+
+    def _until_answered(self, ask: Callable[[], Any]) -> Any:
+        """Returns what `ask` returns, which is called again when a server that was lost meanwhile is there again."""
+        cuts = 0
+        while True:
+            losses = self._losses
+            try:
+                return ask()
+            except (WorkerDied, WorkerHung) as lost:
+                cuts = self._see_to(losses, lost, cuts)
 
     def _see_to(self, losses: int, error: SlimeError, cuts: int) -> int:
         """After a call that got no answer: has a server that can be asked again; returns how many calls were cut.
@@ -171,7 +162,7 @@ class VllmServer:
                 cuts += 1
                 if cuts > _MOST_CUTS:
                     raise error
-            elif self._child is not None:
+            elif self._client.child is not None:
                 self._replace(error)
             else:
                 if isinstance(error, WorkerHung):
@@ -187,9 +178,9 @@ class VllmServer:
     def _replace(self, error: SlimeError) -> None:
         while True:
             self._restarts.spend(error)
-            assert self._child is not None
-            self._child.end()
-            self._client = self._started()
+            assert self._client.child is not None
+            self._client.child.end()
+            self._client = start_client(self._dialect, self._config, 0)
             try:
                 self.facts()
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimefsdp.algorithms.registry import GROUPED
-from slimefsdp.config.rollout import VLLM_RANKS
+from slimefsdp.config.rollout import SERVERS
 from slimefsdp.config.tree import RunConfig
 from slimefsdp.errors import ConfigError, short_text
 
@@ -113,9 +113,9 @@ def _check_server_that_samples(config: RunConfig) -> None:
     elif lora.rank is None:
         field, hint = "rollout.engine", f"set lora.rank=32, or {embedded}"
         problem = "rollout.engine=vllm samples for a service from adapters alone, and lora.rank is null"
-    elif lora.rank > VLLM_RANKS[-1]:
+    elif lora.rank > (most := (SERVERS["vllm"].adapter_ranks or (lora.rank,))[-1]):
         field, hint = "lora.rank", f"lower it, or {embedded}"
-        problem = f"lora.rank={lora.rank}, and vLLM takes adapters of rank {VLLM_RANKS[-1]} at most"
+        problem = f"lora.rank={lora.rank}, and vLLM takes adapters of rank {most} at most"
     elif experts:
         field, hint = "lora.targets", f"leave experts out, or {embedded}"
         problem = f"lora.targets has {experts[0]}, and rollout.engine=vllm is sent no adapters of experts"

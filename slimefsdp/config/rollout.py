@@ -30,11 +30,50 @@ from slimefsdp.config.sections import (
 )
 from slimefsdp.errors import short_text
 
-ENGINES = ("embedded", "vllm", "sglang")
-SERVED_ENGINES = ("vllm", "sglang")  # which are servers in an environment of their own
-# beyond them vLLM refuses, or samples at another one without a word; below, SGLang takes the likeliest token
-TEMPERATURES = {"vllm": (0.01, 2.0), "sglang": (1e-6, math.inf)}
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that its --max-lora-rank may name
+Transport = Literal["object_store", "broadcast", "disk", "ipc"]
+"""How weights reach engines: through Ray's object store, broadcast in a group that trainer and engines form, as a
+folder, or in memory that processes of one machine share."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKind:
+    """What the settings have to know of a kind of rollout server, which has an environment of its own.
+
+    Args:
+        dialect: the class that knows how to speak to it, as `module:Class`.
+        temperatures: the lowest and the highest that it samples at.
+        transports: the ways by which it takes weights, the best one first.
+        adapter_transports: those by which it takes adapters.
+        adapter_ranks: the ranks that it has room for, in order; None: any.
+        compares_checksums: its workers compare weights with checksums.
+    """
+
+    dialect: str
+    temperatures: tuple[float, float]
+    transports: tuple[Transport, ...]
+    adapter_transports: tuple[Transport, ...]
+    adapter_ranks: tuple[int, ...] | None = None
+    compares_checksums: bool = False
+
+
+SERVERS = {
+    "vllm": ServerKind(
+        "actors.engines.vllm:VllmDialect",
+        (0.01, 2.0),  # beyond them vLLM refuses, or samples at another temperature without a word
+        ("broadcast", "disk", "ipc"),
+        ("broadcast", "disk", "ipc"),
+        (1, 8, 16, 32, 64, 128, 256, 320, 512),  # which --max-lora-rank may name
+        compares_checksums=True,
+    ),
+    "sglang": ServerKind(
+        "actors.engines.sglang:SglangDialect",
+        (1e-6, math.inf),  # below, SGLang takes the likeliest token
+        ("broadcast", "disk"),
+        ("disk",),
+    ),
+}
+"""The rollout servers that `rollout.engine` may name. A new one is a row here and the class that it names."""
+ENGINES = ("embedded", *SERVERS)
 _SET_NAME = "[A-Za-z0-9_-]{1,64}"
 _SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parallel-size")
 
@@ -110,6 +149,12 @@ def _urls(value: Any) -> tuple[str, ...]:
     if not is_list or not all(isinstance(item, str) and re.fullmatch(r"https?://[^\s/]+/?", item) for item in value):
         raise broken_rule("must be a list of servers' addresses", "write it like ['http://127.0.0.1:8000']")
     return tuple(item.rstrip("/") for item in value)
+
+
+def temperatures_of(engine: str) -> tuple[float, float]:
+    """Returns the lowest and the highest temperature that an engine samples at."""
+    server = SERVERS.get(engine)
+    return (0.0, math.inf) if server is None else server.temperatures
 
 
 def heldout_field(name: str) -> str:
@@ -431,20 +476,20 @@ class RolloutSettings(Settings):
         return LengthLimits(len(begun), begun[-1].max_prompt_tokens, begun[-1].max_new_tokens or self.max_new_tokens)
 
     @property
-    def transport(self) -> Literal["object_store", "broadcast", "disk", "ipc"]:
+    def transport(self) -> Transport:
         """What `weight_transport` stands for."""
         if self.weight_transport == "auto":
-            return "broadcast" if self.engine in SERVED_ENGINES else "object_store"
+            return "broadcast" if self.engine in SERVERS else "object_store"
         return self.weight_transport
 
     @model_validator(mode="after")
     def check_engine_servers(self) -> RolloutSettings:
-        is_served = self.engine in SERVED_ENGINES
+        is_served = self.engine in SERVERS
         for name in ("engine_python", "engine_args", "engine_urls"):
             if getattr(self, name) and not is_served:
                 raise ValueError(
                     f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none; remove "
-                    "it, or set rollout.engine=vllm or sglang"
+                    f"it, or set rollout.engine={' or '.join(SERVERS)}"
                 )
         if self.gpus_per_engine > 1 and (self.engine_python is None or self.placement == "colocated"):
             raise ValueError(
@@ -477,7 +522,7 @@ class RolloutSettings(Settings):
                     f"rollout.engine_args={argument} spreads a server over GPUs that are not reserved for it; set "
                     "rollout.gpus_per_engine, which adds the argument"
                 )
-        low, high = TEMPERATURES.get(self.engine, (0.0, math.inf))
+        low, high = temperatures_of(self.engine)
         if not low <= self.temperature <= high:
             raise ValueError(
                 f"rollout.temperature={self.temperature:g}: {self.engine} samples from {low:g} to {high:g}; set one of "
@@ -490,7 +535,7 @@ class RolloutSettings(Settings):
         """Log-probs that servers give under such limits are not known to be over all tokens, as the trainer's are."""
         for name in ("top_p", "top_k", "min_p"):
             value = getattr(self, name)
-            if self.engine in SERVED_ENGINES and value != type(self).model_fields[name].default:
+            if self.engine in SERVERS and value != type(self).model_fields[name].default:
                 raise ValueError(
                     f"rollout.{name}={value} leaves rollout.engine={self.engine} without log-probs over all tokens, "
                     f"which training reads; remove it, set evaluation.{name} where evaluations are meant, or set "
@@ -499,15 +544,19 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def check_sglang_weights(self) -> RolloutSettings:
-        if self.engine == "sglang" and self.weight_checksums:
+    def check_weights_of_servers(self) -> RolloutSettings:
+        server = SERVERS.get(self.engine)
+        if server is None:
+            return self
+        if self.weight_checksums and not server.compares_checksums:
             raise ValueError(
-                "rollout.weight_checksums does nothing with rollout.engine=sglang, which compares none; remove it"
+                f"rollout.weight_checksums does nothing with rollout.engine={self.engine}, which compares none; remove "
+                "it"
             )
-        if self.engine == "sglang" and self.transport not in ("broadcast", "disk"):
+        if self.transport not in server.transports:
             raise ValueError(
-                f"rollout.engine=sglang takes no weights by rollout.weight_transport={self.weight_transport}; set it "
-                "to broadcast or disk"
+                f"rollout.engine={self.engine} takes no weights by rollout.weight_transport={self.weight_transport}; "
+                f"set it to {' or '.join(server.transports)}"
             )
         return self
 

@@ -22,13 +22,13 @@ from slimefsdp.config.loader import apply_override, find_code_beside, read_setti
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import (
     ENGINES,
-    TEMPERATURES,
-    VLLM_RANKS,
+    SERVERS,
     DataSettings,
     EnvironmentSettings,
     EvaluationSettings,
     RolloutSettings,
     Sampling,
+    temperatures_of,
 )
 from slimefsdp.config.sections import (
     AttentionSettings,
@@ -147,7 +147,7 @@ class RunConfig(AlgorithmSettings):
     @model_validator(mode="after")
     def check_evaluation_temperature(self) -> RunConfig:
         engine, value = self.rollout.engine, self.evaluation.temperature
-        low, high = TEMPERATURES.get(engine, (0.0, math.inf))
+        low, high = temperatures_of(engine)
         if value is not None and not low <= value <= high:
             raise ValueError(
                 f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}; set one of these, or "
@@ -225,11 +225,12 @@ class RunConfig(AlgorithmSettings):
         if rollout.engine == "embedded":
             given = "lora.sync=adapters, and embedded engines take adapters by no rollout.weight_transport=disk"
             return (given, f"set another, {others}") if rollout.transport == "disk" else None
-        if rollout.engine == "sglang" and rollout.transport != "disk":
+        server = SERVERS[rollout.engine]
+        if rollout.transport not in server.adapter_transports:
             return (
-                "lora.sync=adapters, and SGLang reads adapters from a folder, not by "
-                f"rollout.weight_transport={rollout.transport}",
-                f"set disk, {others}",
+                f"lora.sync=adapters, and {rollout.engine} takes adapters by {' or '.join(server.adapter_transports)}, "
+                f"not by rollout.weight_transport={rollout.transport}",
+                f"set {server.adapter_transports[0]}, {others}",
             )
         if experts := [target for target in lora.targets if "experts" in target.split(".")]:
             return (
@@ -237,9 +238,10 @@ class RunConfig(AlgorithmSettings):
                 f"lora.targets has {experts[0]}",
                 f"leave experts out, {others}",
             )
-        if rollout.engine == "vllm" and lora.rank is not None and lora.rank > VLLM_RANKS[-1]:
+        ranks = server.adapter_ranks
+        if ranks is not None and lora.rank is not None and lora.rank > ranks[-1]:
             return (
-                f"lora.sync=adapters, and vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, not lora.rank="
+                f"lora.sync=adapters, and {rollout.engine} takes adapters of rank {ranks[-1]} at most, not lora.rank="
                 f"{lora.rank}",
                 f"lower it, {others}",
             )

@@ -1191,13 +1191,13 @@ RULES = [
         ["rollout.gpus_per_engine=2", "mesh.device=cpu"],
     ),
     (
-        "check_sglang_weights",
+        "check_weights_of_servers",
         {**_SGLANG, "rollout__weight_transport": "disk", "run__dir": "runs/one"},
         {**_SGLANG, "rollout__weight_transport": "ipc"},
         ["rollout.engine=sglang", "rollout.weight_transport=ipc", "broadcast or disk"],
     ),
     (
-        "check_sglang_weights",
+        "check_weights_of_servers",
         {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__weight_checksums": True},
         {**_SGLANG, "rollout__weight_checksums": True},
         ["rollout.engine=sglang", "rollout.weight_checksums"],

@@ -10,9 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from actors.engines.dialect import ADAPTER
 from actors.engines.pool import EnginePool
 from actors.engines.protocol import Request
-from actors.engines.server_launch import ADAPTER
 from actors.workers.weights_folder import write_adapter, write_weights
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
@@ -141,7 +141,7 @@ def test_without_lora_sync_servers_are_sent_all_weights_and_asked_for_no_adapter
     engine: Any, server: Any, kind: Kind
 ) -> None:
     assert not engine.has_frozen("base")
-    assert kind.server_arguments(engine.config, read_model_folder(engine.config.model.path)).count("--enable-lora") == 0
+    assert kind.server_arguments(engine.config).count("--enable-lora") == 0
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_server_without_room_for_the_adapter_is_refused_by_the_argument_that_i
 
 def test_servers_are_started_with_room_for_the_adapter(kind: Kind, make_config: Any, tmp_path: Path) -> None:
     config = with_adapters(kind, make_config, "http://127.0.0.1:1", tmp_path, rank=9)
-    arguments = kind.server_arguments(config, read_model_folder(config.model.path))
+    arguments = kind.server_arguments(config)
     assert "--enable-lora" in arguments
     room = arguments[arguments.index("--max-lora-rank") + 1]
     assert room == {"vllm": "16", "sglang": "9"}[kind.name]  # vLLM has some ranks alone

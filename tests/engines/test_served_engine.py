@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from actors.engines import served, server_launch
+from actors.engines import served_sampling, server_launch
 from actors.engines.protocol import Request, TensorInfo
 from slimefsdp.errors import EngineError, StateError, SyncError, WorkerDied, WorkerHung
-from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import VersionSpan
 from tests.support.refusals import refused
 from tests.support.served import END, PROMPT, SGLANG, VLLM, Kind, drawn, model_log_probs, params
@@ -169,9 +168,9 @@ def test_a_sample_whose_last_token_is_an_end_has_ended_whatever_the_server_says(
 def test_a_long_response_is_progress_as_long_as_the_server_is_there(
     kind: Kind, engine: Any, server: Any, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served, "_ALIVE_EVERY_S", 0.1)
+    monkeypatch.setattr(served_sampling, "_ALIVE_EVERY_S", 0.1)
     ticks: list[bool] = []
-    monkeypatch.setattr(served.heartbeat, "tick", lambda: ticks.append(True))
+    monkeypatch.setattr(served_sampling.heartbeat, "tick", lambda: ticks.append(True))
     server.faults = kind.faults(answer_after_s=1.0)
     drawn(engine, Request(PROMPT, 1, params(1)))
     assert len(ticks) > 2
@@ -253,7 +252,7 @@ def test_a_request_that_waits_through_one_update_may_end_in_the_next(
     before = len(server.calls)
     with ThreadPoolExecutor(1) as side:
         running = side.submit(drawn, engine, Request(PROMPT, 1, params(30, end_token_ids=frozenset())))
-        assert wait_until(lambda: engine.GENERATE in server.calls[before:])
+        assert wait_until(lambda: kind.dialect.GENERATE in server.calls[before:])
         sender.send(engine, 1)
         may_start.set()
         assert wait_until(lambda: server.running == 1)
@@ -271,7 +270,7 @@ def test_what_waits_at_the_server_may_be_answered_before_the_update_is_known_to_
     before = len(server.calls)
     with ThreadPoolExecutor(1) as side:
         running = side.submit(drawn, engine, Request(PROMPT, 1, params(2, end_token_ids=frozenset())))
-        assert wait_until(lambda: engine.GENERATE in server.calls[before:])
+        assert wait_until(lambda: kind.dialect.GENERATE in server.calls[before:])
         server.when[kind.resumes] = may_start.set
         sender.send(engine, 1)
         (sample,) = running.result(timeout=PATIENCE_S).values()
@@ -447,7 +446,7 @@ def test_a_server_in_the_place_of_a_rank_can_free_its_gpu(
         monkeypatch.setattr(server_launch, "has_nvidia_driver", lambda has_gpu=has_gpu: has_gpu)
         settings = {"engine": kind.name, "engine_python": "python", "placement": placement, "engines": 1}
         config = make_config(mesh={"device": device}, rollout=settings)
-        given = kind.server_arguments(config, read_model_folder(config.model.path))
+        given = kind.server_arguments(config)
         is_on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
         assert (kind.frees_gpu in given) is (placement == "colocated" and not is_on_cpu)
         assert (kind.spreads in given) is not is_on_cpu and (kind.on_cpu in given) is is_on_cpu
@@ -456,7 +455,7 @@ def test_a_server_in_the_place_of_a_rank_can_free_its_gpu(
 def test_a_server_spreads_its_model_over_the_gpus_it_has(kind: Kind, make_config: Any) -> None:
     settings = {"engine": kind.name, "engine_python": "python", "engines": 2, "gpus_per_engine": 4}
     config = make_config(mesh={"device": "cuda"}, rollout=settings)
-    given = kind.server_arguments(config, read_model_folder(config.model.path))
+    given = kind.server_arguments(config)
     assert given[given.index(kind.spreads) + 1] == "4"
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actors.engines.protocol import Request, TensorInfo
-from actors.engines.sglang_engine import SglangEngine
+from actors.engines.served import ServedEngine
 from actors.workers.weights_folder import write_weights
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
@@ -38,7 +38,7 @@ def kind() -> Kind:
 
 
 def test_an_engine_says_what_its_server_is_and_of_what_kind_its_group(
-    engine: SglangEngine, tensors: dict[str, torch.Tensor]
+    engine: ServedEngine, tensors: dict[str, torch.Tensor]
 ) -> None:
     info = engine.info()
     assert info.name == "sglang 0.5.23" and info.dtype == "float32" and info.max_tokens == MOST_TOKENS
@@ -48,7 +48,7 @@ def test_an_engine_says_what_its_server_is_and_of_what_kind_its_group(
 
 def test_each_worker_of_a_server_is_a_member_of_the_group(server: SglangServer, make_config: Any) -> None:
     server.faults = Faults(server_info={"tp_size": 4, "version": "0.5.31.post1"})
-    info = SglangEngine(SGLANG.config(make_config, server.url), 0).info()
+    info = ServedEngine(SGLANG.config(make_config, server.url), 0).info()
     assert info.processes == 4 and info.name == "sglang 0.5.31.post1"
 
 
@@ -74,14 +74,14 @@ def test_a_server_of_no_use_is_refused(
 ) -> None:
     server.faults = faults
     with refused(EngineError, "rollout.engine_urls", *named):
-        SglangEngine(SGLANG.config(make_config, server.url), 0).info()
+        ServedEngine(SGLANG.config(make_config, server.url), 0).info()
 
 
 # ---------------------------------------------------------------------- sampling
 
 
 def test_end_tokens_end_samples_and_those_of_the_servers_files_do_not(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer
+    engine: ServedEngine, sender: WeightSender, server: SglangServer
 ) -> None:
     greedy = {"temperature": 1.0, "greedy": True}
     (whole,) = drawn(engine, Request(PROMPT, 1, params(12, end_token_ids=frozenset(), **greedy))).values()
@@ -107,7 +107,7 @@ def test_end_tokens_end_samples_and_those_of_the_servers_files_do_not(
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer, asked: Any, error: Any, field: str, values: Any
+    engine: ServedEngine, sender: WeightSender, server: SglangServer, asked: Any, error: Any, field: str, values: Any
 ) -> None:
     before = len(server.asked)
     with refused(error, field, *values):
@@ -136,7 +136,7 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_is_refused(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer, faults: Faults, value: object
+    engine: ServedEngine, sender: WeightSender, server: SglangServer, faults: Faults, value: object
 ) -> None:
     server.faults = faults
     with refused(EngineError, "engine", value):
@@ -153,7 +153,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(
     ],
 )
 def test_weights_that_are_not_finite_are_told(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer, meta_info: dict[str, Any]
+    engine: ServedEngine, sender: WeightSender, server: SglangServer, meta_info: dict[str, Any]
 ) -> None:
     server.faults = Faults(answer={"output_ids": [3]}, meta_info=meta_info)
     with refused(StateError, "update_weights"):
@@ -164,7 +164,7 @@ def test_weights_that_are_not_finite_are_told(
 
 
 def test_the_server_is_told_what_its_routes_are_for(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer
+    engine: ServedEngine, sender: WeightSender, server: SglangServer
 ) -> None:
     before = len(server.calls)
     sender.send(engine, 1)
@@ -183,7 +183,7 @@ def test_the_server_is_told_what_its_routes_are_for(
 
 
 def test_tensors_of_several_dtypes_travel_in_one_bucket(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer
+    engine: ServedEngine, sender: WeightSender, server: SglangServer
 ) -> None:
     tensors = sender.tensors
     odd = {name: one.bfloat16() if name == HALF else one for name, one in tensors.items()}
@@ -201,7 +201,7 @@ def test_weights_come_as_a_folder_too(
 ) -> None:
     config = SGLANG.config(make_config, server.url)
     rollout = config.rollout.model_copy(update={"weight_transport": "disk"})
-    engine = SglangEngine(config.model_copy(update={"rollout": rollout}), 0)
+    engine = ServedEngine(config.model_copy(update={"rollout": rollout}), 0)
     try:
         tensors = {name: tensor.clone() + 1 for name, tensor in sender.tensors.items()}
         manifest = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -217,7 +217,7 @@ def test_weights_come_as_a_folder_too(
 
 
 def test_an_update_whose_sender_goes_in_the_middle_gives_way_to_the_next(
-    engine: SglangEngine, sender: WeightSender, server: SglangServer
+    engine: ServedEngine, sender: WeightSender, server: SglangServer
 ) -> None:
     engine.begin(1, sender.manifest)
     buckets = sender.buckets()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.engines.protocol import Request
-from actors.engines.vllm_engine import VllmEngine
+from actors.engines.served import ServedEngine
 from actors.workers.weights_folder import write_weights
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
@@ -36,7 +36,7 @@ def kind() -> Kind:
 # ---------------------------------------------------------------------- who the server is
 
 
-def test_an_engine_says_what_its_server_is(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> None:
+def test_an_engine_says_what_its_server_is(engine: ServedEngine, tensors: dict[str, torch.Tensor]) -> None:
     info = engine.info()
     assert info.name == "vllm 0.32.0" and info.dtype == "float32" and info.max_tokens == MOST_TOKENS
     assert (
@@ -66,7 +66,7 @@ def test_a_server_of_no_use_is_refused(
 ) -> None:
     server.faults = faults
     with refused(EngineError, "rollout.engine_urls", *named):
-        VllmEngine(VLLM.config(make_config, server.url), 0).info()
+        ServedEngine(VLLM.config(make_config, server.url), 0).info()
 
 
 # ---------------------------------------------------------------------- sampling
@@ -86,7 +86,7 @@ def test_a_server_of_no_use_is_refused(
     ],
 )
 def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
-    engine: VllmEngine, sender: WeightSender, server: ProtocolServer, asked: Any, error: Any, field: str, values: Any
+    engine: ServedEngine, sender: WeightSender, server: ProtocolServer, asked: Any, error: Any, field: str, values: Any
 ) -> None:
     before = len(server.asked)
     with refused(error, field, *values):
@@ -118,7 +118,7 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_is_refused(
-    engine: VllmEngine, sender: WeightSender, server: ProtocolServer, faults: Faults, value: object
+    engine: ServedEngine, sender: WeightSender, server: ProtocolServer, faults: Faults, value: object
 ) -> None:
     server.faults = faults
     with refused(EngineError, "engine", value):
@@ -128,7 +128,7 @@ def test_an_answer_that_is_not_what_was_asked_for_is_refused(
 
 
 def test_weights_that_are_not_finite_are_told_by_their_mark(
-    engine: VllmEngine, sender: WeightSender, server: ProtocolServer
+    engine: ServedEngine, sender: WeightSender, server: ProtocolServer
 ) -> None:
     server.faults = Faults(log_prob=-9999.0)  # what vLLM writes for NaN
     with refused(StateError, "update_weights"):
@@ -136,7 +136,7 @@ def test_weights_that_are_not_finite_are_told_by_their_mark(
 
 
 def test_what_nobody_waits_for_any_more_is_aborted_also_where_it_was_on_its_way(
-    engine: VllmEngine, sender: WeightSender, server: ProtocolServer
+    engine: ServedEngine, sender: WeightSender, server: ProtocolServer
 ) -> None:
     server.faults, before = Faults(token_s=0.05, longer_start_after_s=1.0), len(server.asked)
     stream = engine.generate([Request(PROMPT, 1, params(1)), Request(PROMPT, 5, params(60, end_token_ids=frozenset()))])
@@ -151,7 +151,7 @@ def test_what_nobody_waits_for_any_more_is_aborted_also_where_it_was_on_its_way(
 
 
 def test_a_head_that_is_the_embedding_travels_and_is_left_out(
-    engine: VllmEngine, sender: WeightSender, server: ProtocolServer
+    engine: ServedEngine, sender: WeightSender, server: ProtocolServer
 ) -> None:
     tensors, sender.tensors = sender.tensors, {**sender.tensors, HEAD: sender.tensors[EMBEDDING].clone()}
     try:
@@ -163,7 +163,7 @@ def test_a_head_that_is_the_embedding_travels_and_is_left_out(
 
 
 def test_weights_come_in_shared_memory_or_as_a_folder_as_they_do_by_broadcast(
-    engine: VllmEngine, sender: WeightSender, server: ProtocolServer, tmp_path: Path
+    engine: ServedEngine, sender: WeightSender, server: ProtocolServer, tmp_path: Path
 ) -> None:
     sender.change(1)
     engine.begin(1, sender.manifest)
@@ -193,7 +193,7 @@ def test_weights_come_in_shared_memory_or_as_a_folder_as_they_do_by_broadcast(
         drawn(engine, Request(PROMPT, 1, params()))
 
 
-def test_a_bucket_that_was_altered_is_an_error_and_is_not_committed(engine: VllmEngine, sender: WeightSender) -> None:
+def test_a_bucket_that_was_altered_is_an_error_and_is_not_committed(engine: ServedEngine, sender: WeightSender) -> None:
     bucket = next(sender.buckets())
     buffer = SharedBuffer(2**22, torch.device("cpu"))
     digest = digest_of(pack([tensor for _, tensor in bucket], into=buffer.data))
@@ -205,7 +205,7 @@ def test_a_bucket_that_was_altered_is_an_error_and_is_not_committed(engine: Vllm
         drawn(engine, Request(PROMPT, 1, params()))
 
 
-def test_a_group_that_nobody_else_joins_is_an_error(engine: VllmEngine, sender: WeightSender) -> None:
+def test_a_group_that_nobody_else_joins_is_an_error(engine: ServedEngine, sender: WeightSender) -> None:
     try:
         with refused(SyncError, "update_weights", "BroadcastError"):
             engine.join("127.0.0.1", 1, 1, 2, "gloo", 0.5)

@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable, Coroutine, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from actors.engines import vllm_server
+from actors.engines.server_client import ServerClient
 from actors.engines.tokenizer import load_tokenizer
 from actors.engines.vllm_sampling_engine import VllmSamplingEngine
 from slimefsdp.config import RunConfig
@@ -311,7 +312,7 @@ def test_bytes_bound_versions_as_places_do(servers: Servers, lived: Lived, folde
 
 
 def test_adapters_of_another_base_rank_or_module_are_refused_before_vllm_reads_them(
-    lived: Lived, example: Path, untied: Path, tmp_path: Path
+    lived: Lived, example: Path, untied_folder: Path, tmp_path: Path
 ) -> None:
     async def life(engine: VllmSamplingEngine) -> None:
         for name, how in {"rank": {"rank": 5}, "module": {"targets": ["down_proj"]}}.items():
@@ -319,7 +320,7 @@ def test_adapters_of_another_base_rank_or_module_are_refused_before_vllm_reads_t
             with refused(ModelError, "folder"):
                 await engine.load(name, str(folder))
         with refused(ModelError, "folder"):
-            await engine.load("untied", str(random_adapters(untied, tmp_path / "untied")))
+            await engine.load("untied", str(random_adapters(untied_folder, tmp_path / "untied")))
 
     lived(life, lora={"rank": 4, "targets": ["attention"]})
 
@@ -353,11 +354,11 @@ def test_a_version_that_is_dropped_while_it_is_sampled_ends_its_requests_alone(
 def test_a_server_that_was_killed_is_started_anew_and_told_of_what_is_asked_for(
     servers: Servers, lived: Lived, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def started(*given: Any) -> tuple[Any, str]:
+    def started(*given: Any) -> ServerClient:
         server = servers.start()
-        return Child(server), server.url
+        return ServerClient(server.url, 0, cast(Any, Child(server)))
 
-    monkeypatch.setattr(vllm_server, "start_sampling_server", started)
+    monkeypatch.setattr(vllm_server, "start_client", started)
     copies = {name: shutil.copytree(folder, tmp_path / name) for name, folder in folders.items()}
 
     async def life(engine: VllmSamplingEngine) -> None:

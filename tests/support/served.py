@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from actors.engines import sglang_launch, vllm_launch
 from actors.engines.protocol import Request, Sample
-from actors.engines.sglang_engine import SglangEngine
-from actors.engines.vllm_engine import VllmEngine
+from actors.engines.served import ServedEngine
+from actors.engines.sglang import SglangDialect
+from actors.engines.vllm import VllmDialect
 from slimefsdp.config import RunConfig
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams
 from tests.support import sglang_server, vllm_server
 from tests.support.table_server import next_logits
@@ -37,16 +38,22 @@ class Kind:
     """
 
     name: str
-    engine: Any
+    dialect: Any
     faults: Any
     server: Callable[[int, Any], Any]
     context: str
     refusal: int
-    server_arguments: Callable[..., list[str]]
     frees_gpu: str
     spreads: str
     on_cpu: str
     resumes: str
+
+    def engine(self, config: RunConfig, index: int) -> ServedEngine:
+        return ServedEngine(config, index)
+
+    def server_arguments(self, config: RunConfig) -> list[str]:
+        arguments: list[str] = self.dialect(config, read_model_folder(config.model.path)).arguments()
+        return arguments
 
     def config(self, make_config: Any, url: str, **cluster: float) -> RunConfig:
         limits = {"call_timeout_s": 60.0, "sync_timeout_s": 30.0, **cluster}
@@ -57,12 +64,11 @@ class Kind:
 
 VLLM = Kind(
     "vllm",
-    VllmEngine,
+    VllmDialect,
     vllm_server.Faults,
     lambda vocab_size, decode: vllm_server.ProtocolServer(vocab_size, "qwen3", decode),
     "token_ids",
     500,
-    vllm_launch.server_arguments,
     "--enable-sleep-mode",
     "--tensor-parallel-size",
     "--enforce-eager",
@@ -70,12 +76,11 @@ VLLM = Kind(
 )
 SGLANG = Kind(
     "sglang",
-    SglangEngine,
+    SglangDialect,
     sglang_server.Faults,
     lambda _, decode: sglang_server.SglangServer("qwen3", decode),
     "input_ids",
     400,
-    sglang_launch.server_arguments,
     "--enable-memory-saver",
     "--tp-size",
     "--device",

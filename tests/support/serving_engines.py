@@ -5,21 +5,29 @@ While it sleeps, a server of these has no weights, and refuses them and samples,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from actors.engines.sglang_engine import SglangEngine
-from actors.engines.vllm_engine import VllmEngine
-from tests.support.sglang_server import SglangServer
-from tests.support.vllm_server import ProtocolServer
-
-
-class ServingVllm(VllmEngine):
-    def _start_server(self) -> tuple[Any, str]:
-        folder = self._folder
-        server = ProtocolServer(folder.vocab_size, folder.model_type, lambda tokens: self.decode([tokens])[0])
-        return None, server.url
+from actors.engines.served import ServedEngine
+from actors.engines.tokenizer import load_tokenizer
+from slimefsdp.config import RunConfig
+from slimefsdp.models.hf_folder import read_model_folder
+from tests.support.served import SGLANG, VLLM, Kind
 
 
-class ServingSglang(SglangEngine):
-    def _start_server(self) -> tuple[Any, str]:
-        return None, SglangServer(self._folder.model_type, lambda tokens: self.decode([tokens])[0]).url
+class _Serving(ServedEngine):
+    KIND: ClassVar[Kind]
+
+    def __init__(self, config: RunConfig, index: int) -> None:
+        tokenizer = load_tokenizer(str(config.model.path))
+        vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
+        server: Any = self.KIND.server(vocab_size, lambda tokens: tokenizer.decode([*tokens], skip_special_tokens=True))
+        urls = {"engine": self.KIND.name, "engine_urls": (server.url,) * config.rollout.engines}
+        super().__init__(config.model_copy(update={"rollout": config.rollout.model_copy(update=urls)}), index)
+
+
+class ServingVllm(_Serving):
+    KIND: ClassVar[Kind] = VLLM
+
+
+class ServingSglang(_Serving):
+    KIND: ClassVar[Kind] = SGLANG

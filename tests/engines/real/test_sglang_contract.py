@@ -20,9 +20,9 @@ import torch
 
 from actors.engines.child_server import ChildServer
 from actors.engines.protocol import Request, Sample
+from actors.engines.served import ServedEngine
 from actors.engines.server_launch import free_port, longest_sample
-from actors.engines.sglang_engine import SglangEngine
-from actors.engines.sglang_launch import server_arguments
+from actors.engines.sglang import SglangDialect
 from actors.workers.weights_folder import write_adapter, write_weights
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
@@ -55,16 +55,17 @@ def with_adapters(make_config: Any, rollout: dict[str, Any], folder: Path) -> Ru
 
 
 @pytest.fixture(scope="module")
-def engine(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
+def engine(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     folder, port = tmp_path_factory.mktemp("sglang"), free_port()
     limits = {"call_timeout_s": 120.0, "sync_timeout_s": 60.0}
     rollout = {"engine": "sglang", "engines": 1, "engine_urls": [f"http://127.0.0.1:{port}"]}
     config = make_config(rollout=rollout, cluster=limits)
-    arguments = server_arguments(with_adapters(make_config, rollout, folder), read_model_folder(config.model.path))
+    served = with_adapters(make_config, rollout, folder)
+    _, _, *arguments = SglangDialect(served, read_model_folder(config.model.path)).arguments()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(PYTHON), str(HOST), str(port), json.dumps(arguments)]
     child = ChildServer(command, environment, folder / "log", folder)
-    engine = SglangEngine(config, 0)
+    engine = ServedEngine(config, 0)
     try:
         is_up = wait_until(lambda: child.status() is not None or engine._client.answers(5.0), START_S)
         assert is_up and child.status() is None, "\n".join(child.last_lines(15))
@@ -75,7 +76,7 @@ def engine(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def sender(engine: SglangEngine) -> Iterator[WeightSender]:
+def sender(engine: ServedEngine) -> Iterator[WeightSender]:
     tensors = safetensors.torch.load_file(Path(engine.config.model.path) / "model.safetensors")
     sender = WeightSender({**tensors, EMBEDDING: tensors[EMBEDDING] * 8}, bucket_bytes=2**19)
     sender.join(engine)
@@ -87,7 +88,7 @@ def params(max_new_tokens: int = 6, temperature: float = 0.8, **others: Any) -> 
     return SamplingParams(max_new_tokens, temperature, **{"end_token_ids": frozenset([END]), "seed": (3,), **others})
 
 
-def drawn(engine: SglangEngine, asked: Request) -> list[Sample]:
+def drawn(engine: ServedEngine, asked: Request) -> list[Sample]:
     return [sample for some in engine.generate([asked]) for sample in some]
 
 
@@ -99,14 +100,14 @@ def model_log_probs(embedding: torch.Tensor, tokens: list[int], temperature: flo
     ]
 
 
-def test_its_parser_takes_our_arguments_and_its_answer_says_what_they_are(engine: SglangEngine) -> None:
+def test_its_parser_takes_our_arguments_and_its_answer_says_what_they_are(engine: ServedEngine) -> None:
     info, config = engine.info(), engine.config
     assert info.name.startswith("sglang 0.5.") and (info.dtype, info.processes, info.group) == ("float32", 1, "torch")
     assert info.max_tokens == longest_sample(config, read_model_folder(config.model.path))
 
 
 def test_samples_come_from_the_weights_that_its_updater_took_in_its_own_group(
-    engine: SglangEngine, sender: WeightSender
+    engine: ServedEngine, sender: WeightSender
 ) -> None:
     for version in (0, 1):
         sender.change(version)
@@ -123,7 +124,7 @@ def test_samples_come_from_the_weights_that_its_updater_took_in_its_own_group(
                 assert {span.version for span in sample.versions} == {version}
 
 
-def test_samples_go_on_across_an_update_that_aborts_them(engine: SglangEngine, sender: WeightSender) -> None:
+def test_samples_go_on_across_an_update_that_aborts_them(engine: ServedEngine, sender: WeightSender) -> None:
     sender.send(engine, 2)
     with ThreadPoolExecutor(1) as side:
         running = side.submit(drawn, engine, Request(PROMPT, 3, params(50, end_token_ids=frozenset())))
@@ -133,7 +134,7 @@ def test_samples_go_on_across_an_update_that_aborts_them(engine: SglangEngine, s
     assert all([span.version for span in one.versions] == [2, 3] and len(one.tokens) == 50 for one in samples)
 
 
-def test_a_sender_that_goes_is_an_error_and_another_group_forms(engine: SglangEngine, sender: WeightSender) -> None:
+def test_a_sender_that_goes_is_an_error_and_another_group_forms(engine: ServedEngine, sender: WeightSender) -> None:
     engine.begin(4, sender.manifest)
     buckets = sender.buckets()
     sender.broadcast(engine, next(buckets))
@@ -151,7 +152,7 @@ def test_a_sender_that_goes_is_an_error_and_another_group_forms(engine: SglangEn
     assert drawn(engine, Request(PROMPT, 1, params()))[0].versions[0].version == 5
 
 
-def test_it_can_be_told_to_abort_and_to_sleep(engine: SglangEngine, sender: WeightSender) -> None:
+def test_it_can_be_told_to_abort_and_to_sleep(engine: ServedEngine, sender: WeightSender) -> None:
     sender.send(engine, 6)
     with ThreadPoolExecutor(1) as side:
         running = side.submit(drawn, engine, Request(PROMPT, 2, params(60, end_token_ids=frozenset())))
@@ -165,10 +166,10 @@ def test_it_can_be_told_to_abort_and_to_sleep(engine: SglangEngine, sender: Weig
 
 
 def test_it_reads_the_adapters_of_updates_and_takes_requests_that_name_them(
-    engine: SglangEngine, sender: WeightSender, make_config: Any, tmp_path: Path
+    engine: ServedEngine, sender: WeightSender, make_config: Any, tmp_path: Path
 ) -> None:
     rollout = {"engine": "sglang", "engines": 1, "engine_urls": [engine._client.url]}
-    another = SglangEngine(with_adapters(make_config, rollout, tmp_path), 0)
+    another = ServedEngine(with_adapters(make_config, rollout, tmp_path), 0)
     source, sizes = read_model_folder(another.config.model.path), sender.manifest
     matrices = {}
     for name, shape in sizes.items():

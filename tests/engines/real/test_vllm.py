@@ -20,10 +20,10 @@ import ray
 import torch
 import transformers
 
-from actors.engines import server_launch, vllm_facts, vllm_launch
+from actors.engines import server_launch, vllm
 from actors.engines.child_server import ChildServer
 from actors.engines.protocol import Request, Sample, TensorInfo
-from actors.engines.vllm_engine import VllmEngine
+from actors.engines.served import ServedEngine
 from actors.workers.watchdog import remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, StateError, SyncError, WorkerDied
@@ -49,7 +49,7 @@ class Trained:
 
     def __init__(self, config: RunConfig) -> None:
         began = time.monotonic()
-        self.engine = VllmEngine(config, 0)
+        self.engine = ServedEngine(config, 0)
         self.info = self.engine.info()
         print(f"vLLM was ready after {time.monotonic() - began:.1f} s")
         self.model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
@@ -114,11 +114,11 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     return found
 
 
-def prompts_of(engine: VllmEngine) -> list[list[int]]:
+def prompts_of(engine: ServedEngine) -> list[list[int]]:
     return [engine.tokenizer.encode(text) for text in ("sort 31942", "sort 5", "sort 90210")]
 
 
-def drawn(engine: VllmEngine, prompts: list[list[int]], samples: int, params: SamplingParams) -> list[Sample]:
+def drawn(engine: ServedEngine, prompts: list[list[int]], samples: int, params: SamplingParams) -> list[Sample]:
     requests = [Request(prompt, samples, params) for prompt in prompts]
     found = [sample for some in engine.generate(requests) for sample in some]
     assert len(found) == samples * len(prompts)
@@ -139,7 +139,7 @@ def greatest_difference(model: Any, prompts: list[list[int]], samples: list[Samp
     )
 
 
-def midway_s(engine: VllmEngine, prompt: list[int], samples: int) -> float:
+def midway_s(engine: ServedEngine, prompt: list[int], samples: int) -> float:
     """After how long such samples have been drawn by a third."""
     began = time.monotonic()
     drawn(engine, [prompt], samples, SamplingParams(LONG, seed=(6,)))
@@ -324,22 +324,22 @@ def test_a_server_of_another_dtype_or_model_is_refused(tied: Trained, untied: Tr
     urls = {"rollout": {"engine_urls": [tied.engine._client.url]}}
     config = settings(make_config, precision={"compute_dtype": "bfloat16"}, **copy.deepcopy(urls))
     with refused(EngineError, "rollout.engine_urls", "float32", "bfloat16"):
-        VllmEngine(config, 0).info()
+        ServedEngine(config, 0).info()
     with refused(EngineError, "rollout.engine_urls", "qwen3", "llama"):
-        VllmEngine(settings(make_config, untied.engine.config.model.path, **urls), 0).info()
+        ServedEngine(settings(make_config, untied.engine.config.model.path, **urls), 0).info()
 
 
 def test_a_server_of_another_release_is_refused(
     tied: Trained, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_facts, "SUPPORTED", "0.31")
+    monkeypatch.setattr(vllm, "SUPPORTED", "0.31")
     urls = {"rollout": {"engine_urls": [tied.engine._client.url]}}
     with refused(EngineError, "rollout.engine_urls", "0.32", "0.31"):
-        VllmEngine(settings(make_config, **urls), 0).info()
+        ServedEngine(settings(make_config, **urls), 0).info()
 
 
 def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) -> None:
-    engine = VllmEngine(settings(make_config, rollout={"engine_args": ["--logprobs-mode=raw_logprobs"]}), 0)
+    engine = ServedEngine(settings(make_config, rollout={"engine_args": ["--logprobs-mode=raw_logprobs"]}), 0)
     try:
         with refused(EngineError, "rollout.engine_args", "raw_logprobs", "processed_logprobs"):
             engine.info()
@@ -350,12 +350,13 @@ def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) ->
 def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) -> None:
     config = settings(make_config)
     folder, port = read_model_folder(config.model.path), server_launch.free_port()
-    environment = vllm_launch._environment(config, tmp_path, takes_adapters=False)
+    dialect = vllm.VllmDialect(config, folder)
+    environment = dialect.environment(tmp_path)
     del environment["VLLM_SERVER_DEV_MODE"]
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *vllm_launch.server_arguments(config, folder)]
+    command = [str(PYTHON), *dialect.arguments()]
     child = ChildServer([*command, "--port", str(port)], environment, tmp_path / "log", tmp_path)
     try:
-        engine = VllmEngine(settings(make_config, rollout={"engine_urls": [f"http://127.0.0.1:{port}"]}), 0)
+        engine = ServedEngine(settings(make_config, rollout={"engine_urls": [f"http://127.0.0.1:{port}"]}), 0)
         assert wait_until(lambda: not engine._client.has_ended())
         with refused(EngineError, "rollout.engine_urls", "VLLM_SERVER_DEV_MODE=1"):
             engine.info()
@@ -364,10 +365,10 @@ def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) 
 
 
 def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words(make_config: Any) -> None:
-    engine = VllmEngine(settings(make_config, rollout={"engine_args": ["--no-such-argument"]}), 0)
+    engine = ServedEngine(settings(make_config, rollout={"engine_args": ["--no-such-argument"]}), 0)
     with refused(EngineError, "rollout.engine_python", "--no-such-argument") as caught:
         engine.info()
-    assert str(engine._child.log) in str(caught.value.hint) if engine._child else False
+    assert str(engine._client.child.log) in str(caught.value.hint) if engine._client.child else False
     engine.stop()
 
 
@@ -376,7 +377,7 @@ def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words(make
 
 def test_an_engine_is_a_ray_actor(cluster: None, tied: Trained, make_config: Any) -> None:
     config = settings(make_config, rollout={"engine_urls": [tied.engine._client.url]})
-    actor = remote_class(VllmEngine).remote(config, 0)
+    actor = remote_class(ServedEngine).remote(config, 0)
     info = ray.get(actor.info.remote(), timeout=PATIENCE_S)
     assert info == tied.info
     (prompt,) = ray.get(actor.encode.remote(["sort 31942"]), timeout=PATIENCE_S)
@@ -402,21 +403,23 @@ def test_a_server_that_is_killed_is_named_and_a_new_engine_works(
 ) -> None:
     tied.send(80)
     engine, prompts = tied.engine, prompts_of(tied.engine)
-    assert engine._child is not None
+    assert engine._client.child is not None
     with beside(drawn, engine, prompts, 30, SamplingParams(LONG, seed=(9,))) as running:
         time.sleep(0.7)
-        os.kill(engine._child.pid, signal.SIGKILL)
+        os.kill(engine._client.child.pid, signal.SIGKILL)
         with refused(WorkerDied, "rollout.engine", 0) as caught:
             running.result(timeout=PATIENCE_S)
-    assert str(engine._child.log) in str(caught.value) and wait_until(lambda: engine._child.status() is not None, 30)
+    assert str(engine._client.child.log) in str(caught.value) and wait_until(
+        lambda: engine._client.child.status() is not None, 30
+    )
     engine.stop()
     after = Trained(settings(make_config, run={"dir": str(run_dir)}))
     try:
         after.send(0)
         samples = drawn(after.engine, prompts, 2, SamplingParams(8))
         assert greatest_difference(after.model, prompts, samples, 1.0) < CLOSE
-        assert after.engine._child is not None
-        pid = after.engine._child.pid
+        assert after.engine._client.child is not None
+        pid = after.engine._client.child.pid
         after.engine.begin(1, after.sender.manifest)
         first, *_ = after.sender.buckets()
         after.sender.broadcast(after.engine, first)

@@ -21,10 +21,10 @@ import ray
 import torch
 import transformers
 
-from actors.engines import server_launch, vllm_launch
+from actors.engines import server_launch, vllm
 from actors.engines.child_server import ChildServer
+from actors.engines.served import ServedEngine
 from actors.engines.supervised import RestartingEngines
-from actors.engines.vllm_engine import VllmEngine
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -122,7 +122,7 @@ def check_greedy(group: Any, engines: RestartingEngines, folder: Path) -> list[l
 
 
 def servers(engines: RestartingEngines) -> list[int]:
-    asked = [engine.__ray_call__.remote(lambda self: self._child.pid) for engine in engines.receivers]
+    asked = [engine.__ray_call__.remote(lambda self: self._client.child.pid) for engine in engines.receivers]
     found: list[int] = ray.get(asked, timeout=PATIENCE_S)
     return found
 
@@ -236,20 +236,20 @@ def test_a_server_without_room_for_the_adapter_is_refused_by_the_argument_that_i
 ) -> None:
     started = settings(make_config, tmp_path / "run", lora={"rank": 8}, rollout={})
     folder = read_model_folder(started.model.path)
-    arguments = vllm_launch.server_arguments(started, folder)
+    dialect = vllm.VllmDialect(started, folder)
     port = server_launch.free_port()
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *arguments, "--port", str(port)]
+    command = [str(PYTHON), *dialect.arguments(), "--port", str(port)]
     logs = server_launch.log_folder(started)
-    environment = vllm_launch._environment(started, logs, takes_adapters=True)
+    environment = dialect.environment(logs)
     for change, rank, named in (
         ({}, 9, ["--enable-lora --max-lora-rank 16"]),
-        ({vllm_launch.RUNTIME_LORA: "0"}, 8, [f"{vllm_launch.RUNTIME_LORA}=1"]),
+        ({vllm.RUNTIME_LORA: "0"}, 8, [f"{vllm.RUNTIME_LORA}=1"]),
     ):
         child = ChildServer(command, {**environment, **change}, logs / "log", logs)
         try:
             url = f"http://127.0.0.1:{port}"
             config = settings(make_config, tmp_path / "run", lora={"rank": rank}, rollout={"engine_urls": [url]})
-            engine = VllmEngine(config, 0)
+            engine = ServedEngine(config, 0)
             assert wait_until(lambda: child.status() is not None or engine._client.answers(5.0), PATIENCE_S)  # noqa: B023
             with refused(EngineError, "rollout.engine_urls", *named):
                 engine.info()

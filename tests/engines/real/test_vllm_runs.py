@@ -37,7 +37,7 @@ CLOSE = 1e-4  # of log-probs in float32
 
 
 def servers(engines: RestartingEngines) -> list[int]:
-    asked = [engine.__ray_call__.remote(lambda self: self._child.pid) for engine in engines.receivers]
+    asked = [engine.__ray_call__.remote(lambda self: self._client.child.pid) for engine in engines.receivers]
     found: list[int] = ray.get(asked, timeout=PATIENCE_S)
     return found
 

@@ -1,21 +1,105 @@
-"""What a service asks a server of vLLM for, and how its answers are read."""
+"""What a service asks a server of vLLM for, other than runs: adapters, log-probs at temperature 1, and of prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from actors.engines.dialect import ServerFacts
 from actors.engines.served_samples import check_end, check_tokens, length_with_stop, not_finite, seed_of, wrong
-from actors.engines.vllm_facts import SamplingFacts
-from slimefsdp.config.rollout import TEMPERATURES
-from slimefsdp.errors import BatchError
+from actors.engines.server_client import ServerClient
+from actors.engines.vllm import (
+    NEEDED,
+    NO_NUMBER,
+    VllmDialect,
+    arguments_setting,
+    check_adapters,
+    check_generate,
+    choice_of,
+    room_for,
+    said_by_worker,
+    sampling_params,
+    version_of,
+)
+from slimefsdp.config import RunConfig
+from slimefsdp.config.rollout import SERVERS
+from slimefsdp.errors import BatchError, EngineError
+from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampledTokens, SampleRequest, TopTokens
 
 Decode = Callable[[list[int]], str]
-_NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
+_NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
+"""Arguments without which a server is of no use to a service, whoever starts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFacts(ServerFacts):
+    """What a server that a service can sample with has said of itself."""
+
+    adapters: int  # that it has room for
+    prompt_top_k: int  # likeliest tokens of a place in a prompt that it tells of at most
+    reads_prompts: bool  # and has log-probs of several at once: vLLM fails beside adapters of the head
+
+
+class VllmServiceDialect(VllmDialect):
+    """A server that has read the weights of the model's folder itself, and is told of adapters.
+
+    Args:
+        adapters: that a server which is started has room for.
+        modules: last parts of the names of those that adapters are of.
+    """
+
+    takes_adapters = True
+
+    def __init__(self, config: RunConfig, folder: ModelFolder, adapters: int, modules: Sequence[str]) -> None:
+        super().__init__(config, folder)
+        self._adapters, self._modules = str(adapters), modules
+
+    def arguments(self) -> list[str]:
+        """As `ServerDialect`."""
+        room = ["--max-lora-rank", str(room_for(self.config)), "--max-loras", self._adapters]
+        return [
+            *self.common_arguments(),
+            *_NEEDED,
+            *("--max-logprobs", "256"),  # of the likeliest tokens: as many as clients of the service may ask for
+            *("--enable-lora", *room, "--max-cpu-loras", self._adapters, "--lora-target-modules", *self._modules),
+            *self.config.rollout.engine_args,
+        ]
+
+    def check(self, client: ServerClient) -> SamplingFacts:
+        """As `ServerDialect`."""
+        config, modules, arguments = self.config, self._modules, arguments_setting(self.config)
+        version = version_of(client, config)
+        wanted = {"logprobs_mode": ("raw_logprobs", f"start it with {_NEEDED[1]}")}
+        said = said_by_worker(client, config, self.folder, wanted)
+        check_generate(client, arguments)
+        check_adapters(client, arguments, config, said["max_lora_rank"], "a service", "rollout.engine=embedded")
+        own = said["lora_modules"]
+        missing = [] if own is None else sorted(set(modules) - set(own))
+        if said["max_loras"] < 2 or missing:
+            has = f"no adapters of {missing[0]}" if missing else "room for one adapter alone, which the base takes"
+            needed = f"--max-loras 9 --lora-target-modules {' '.join(modules)}"
+            raise EngineError(
+                f"the server at {client.url} has {has}",
+                field=arguments,
+                hint=f"start it with {needed}, to hold 8 versions at once",
+            )
+        reads_prompts = own is not None and "lm_head" not in own
+        top_k = said["vocab_size"] if said["max_logprobs"] == -1 else said["max_logprobs"]
+        return SamplingFacts(
+            version,
+            said["dtype"],
+            said["vocab_size"],
+            said["max_model_len"],
+            1,
+            said["max_loras"],
+            top_k,
+            reads_prompts,
+        )
 
 
 def check_request(request: SampleRequest, *, vocab_size: int, facts: SamplingFacts, most_samples: int) -> None:
@@ -28,7 +112,7 @@ def check_request(request: SampleRequest, *, vocab_size: int, facts: SamplingFac
         BatchError: naming what it does not.
     """
     params, prompt = request.params, request.prompt
-    low, high = TEMPERATURES["vllm"]
+    low, high = SERVERS["vllm"].temperatures
     least = 0 if request.prompt_log_probs else 1
     outside = next((place for place, token in enumerate(prompt) if not 0 <= token < vocab_size), None)
     others = "or have the service sample by rollout.engine=embedded"
@@ -65,27 +149,14 @@ def check_request(request: SampleRequest, *, vocab_size: int, facts: SamplingFac
 def bodies_of(request: SampleRequest) -> list[dict[str, Any]]:
     """The JSON that asks for each sample; the first one asks for log-probs of the prompt, too."""
     params = request.params
-    asked: dict[str, Any] = {
-        "n": 1,
-        "max_tokens": params.max_new_tokens,
-        "temperature": 0.0 if params.greedy else params.temperature,
-        "top_k": params.top_k or 0,
-        "top_p": params.top_p,
-        "logprobs": 0,  # of the sampled token alone
-        "ignore_eos": True,  # what ends a sample is said by the request, not by files on the server's side
-        "stop_token_ids": sorted(params.end_token_ids),
-        "detokenize": bool(params.stop),
-    }
-    if params.stop:
-        asked |= {"stop": list(params.stop), "include_stop_str_in_output": True}
     prompt = [int(token) for token in request.prompt]
     bodies: list[dict[str, Any]] = [
-        {"token_ids": prompt, "sampling_params": {**asked, "seed": seed_of(params, number, 0)}}
-        for number in range(request.num_samples)
+        {"token_ids": prompt, "sampling_params": sampling_params(params, most=params.max_new_tokens, seed=seed)}
+        for seed in (seed_of(params, number, 0) for number in range(request.num_samples))
     ]
     if request.prompt_log_probs and len(prompt) > 1:
         if not bodies:  # vLLM draws a token in any case
-            bodies = [{"token_ids": prompt, "sampling_params": {**asked, "seed": 0, "max_tokens": 1}}]
+            bodies = [{"token_ids": prompt, "sampling_params": sampling_params(params, most=1, seed=0)}]
         bodies[0]["sampling_params"]["prompt_logprobs"] = request.prompt_top_k
     return bodies
 
@@ -96,16 +167,10 @@ def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, voca
     Raises:
         EngineError: the answer is not what was asked for. StateError: the logits were not finite.
     """
-    try:
-        (choice,) = answer["choices"]
-        tokens, reason = choice["token_ids"], choice["finish_reason"]
-        content = choice["logprobs"]["content"] or []
-        log_probs = [one["logprob"] for one in content]
-        of_tokens = [one["token_id"] for one in content]
-    except (KeyError, TypeError, ValueError) as error:
-        raise wrong(f"an answer without what belongs to a sample: {type(error).__name__}: {error}") from error
+    choice, log_probs, of_tokens = choice_of(answer)
+    tokens, reason = choice["token_ids"], choice["finish_reason"]
     most = params.max_new_tokens
-    check_tokens(tokens, log_probs, of_tokens, most=most, vocab_size=vocab_size, no_number=_NO_NUMBER)
+    check_tokens(tokens, log_probs, of_tokens, most=most, vocab_size=vocab_size, no_number=NO_NUMBER)
     length = None if decode is None or not params.stop else length_with_stop(tokens, 0, params, decode)
     if length is not None:
         return SampledTokens(tokens[:length], log_probs[:length], "stop")
@@ -135,7 +200,7 @@ def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, Top
             raise ValueError(f"fewer than the {k} likeliest tokens")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise wrong(f"an answer without the prompt's log-probs: {type(error).__name__}: {error}") from error
-    if any(value == _NO_NUMBER or value != value for value in own):
+    if any(value == NO_NUMBER or value != value for value in own):
         raise not_finite()
     log_probs = np.array([np.nan, *own], np.float32)
     if not k:

@@ -1,0 +1,315 @@
+"""The dialect of SGLang's server: how it is started, what it says of itself, its requests and its answers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from actors.engines.dialect import ADAPTER, ASK_S, SERVED_AS, ServerDialect, ServerFacts, WeightRoutes
+from actors.engines.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo
+from actors.engines.served_samples import PartialSample, check_end, checked, limits_of, not_finite, seed_of, wrong
+from actors.engines.server_client import Refusal, ServerClient
+from actors.engines.server_launch import is_on_cpu, longest_sample, shares_a_gpu
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import EngineError
+from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.peft_folder import ADAPTER_FOLDER
+from slimefsdp.sampling.params import FinishReason
+
+OLDEST = (0, 5, 23)  # of the releases 0.5.x
+_NO_TOKEN = "NaN happened"  # what matched where a token is outside the vocabulary; SGLang puts an end token there
+_KEPT_BACK = 6  # tokens of its context that SGLang leaves free: its max_req_input_len is so much less
+# these variables make log-probs those of other logits than tokens are drawn from, or numbers of what is none
+_CHANGES_LOG_PROBS = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_SANITIZE_NAN_LOGITS")
+_CONTROL_S = 10.0  # for what is tried after something else has failed
+
+
+class SglangDialect(ServerDialect):
+    """SGLang 0.5, from 0.5.23 on. The server's workers make the broadcast group by torch.distributed."""
+
+    NAME: ClassVar[str] = "SGLang"
+    ALIVE: ClassVar[str] = "/model_info"  # /health samples a token, which waits while weights come
+    GENERATE: ClassVar[str] = "/generate"
+    GROUP: ClassVar[GroupKind] = "torch"
+    LENGTH_OPTION: ClassVar[str] = "--context-length"
+    ABORTS_ALL: ClassVar[bool] = True
+
+    # ------------------------------------------------------------------ starting
+
+    def arguments(self) -> list[str]:
+        """As `ServerDialect`."""
+        config = self.config
+        arguments = [
+            *("-m", "sglang.launch_server"),
+            *("--model-path", str(self.folder.path)),
+            *("--served-model-name", SERVED_AS),
+            *("--dtype", config.precision.compute_dtype),
+            *("--context-length", str(longest_sample(config, self.folder) + _KEPT_BACK)),
+            *("--load-format", "dummy"),  # its weights come from the trainer
+            "--skip-server-warmup",  # there are none to warm up with
+        ]
+        if is_on_cpu(config):
+            arguments += ["--device", "cpu"]
+        else:
+            arguments += ["--tp-size", str(config.rollout.gpus_per_engine)]
+        if shares_a_gpu(config):
+            arguments.append("--enable-memory-saver")
+        if config.lora.sync == "adapters":
+            arguments += _lora_arguments(config)
+        return [*arguments, *config.rollout.engine_args]
+
+    def environment(self, logs: Path) -> dict[str, str]:
+        """As `ServerDialect`: this process's without its packages, and without what would change log-probs."""
+        removed = ("PYTHONPATH", "PYTHONHOME", *_CHANGES_LOG_PROBS)
+        own = {name: value for name, value in os.environ.items() if name not in removed}
+        # what SGLang keeps back may lie beyond the model's positions; no token comes there
+        return {**own, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+
+    def check(self, client: ServerClient) -> ServerFacts:
+        """As `ServerDialect`."""
+        config = self.config
+        is_own = config.rollout.engine_urls is None
+        arguments = "rollout.engine_args" if is_own else "rollout.engine_urls"
+        server, model = _asked(client, "/server_info"), _asked(client, "/model_info")
+        version = str(server.get("version"))
+        numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+        release = tuple(map(int, numbers.groups())) if numbers else ()
+        if release[:2] != OLDEST[:2] or release < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise EngineError(
+                f"the server at {client.url} is SGLang {version}; 0.5.x from {oldest} on is supported",
+                field="rollout.engine_python" if is_own else "rollout.engine_urls",
+                hint=f"install sglang=={oldest} for it",
+            )
+        wanted = {
+            "dtype": (config.precision.compute_dtype, "start it with --dtype of precision.compute_dtype"),
+            "dp_size": (1, "give each of rollout.engines a server of its own instead of --dp-size"),
+            "pp_size": (1, "use --tp-size: stages of a pipeline would take the same rank in the broadcast"),
+            "speculative_algorithm": (None, "start it without: drafts have weights that the run does not send"),
+            "skip_tokenizer_init": (False, "start it with a tokenizer, for stop texts"),
+            "disaggregation_mode": ("null", "start it without: prompts and samples come from one server"),
+            "quantization": (None, "start it without: the trainer's log-probs are not of such weights"),
+            "preferred_sampling_params": (None, "start it without: the run says how to sample"),
+        }
+        said = {**server, "model_type": model.get("model_type"), "is_generation": model.get("is_generation")}
+        wanted |= {
+            "model_type": (self.folder.model_type, "have it serve model.path"),
+            "is_generation": (True, "have it serve model.path"),
+        }
+        for name, (value, hint) in wanted.items():
+            if name not in said or said[name] != value:
+                raise EngineError(
+                    f"the server at {client.url} has {name}={said.get(name)}, and {value} is needed",
+                    field=arguments,
+                    hint=hint,
+                )
+        if config.lora.sync == "adapters":
+            found, rank = said.get("max_lora_rank"), config.lora.rank
+            assert rank is not None
+            if said.get("enable_lora") is not True or not isinstance(found, int) or found < rank:
+                raise EngineError(
+                    f"the server at {client.url} has enable_lora={said.get('enable_lora')} and max_lora_rank={found}: "
+                    f"lora.sync=adapters with adapters of rank {rank} needs {' '.join(_lora_arguments(config))}",
+                    field=arguments, hint="start it so, or set lora.sync=merged",
+                )  # fmt: skip
+        sizes = [said.get("max_req_input_len"), said.get("tp_size")]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise EngineError(
+                f"the server at {client.url} does not say max_req_input_len and tp_size, but {sizes}",
+                field=arguments, hint="use a supported release",
+            )  # fmt: skip
+        # it takes prompts that are shorter than that, and what goes on after an update is all prompt but for one token
+        return ServerFacts(version, said["dtype"], self.folder.vocab_size, said["max_req_input_len"], said["tp_size"])
+
+    # ------------------------------------------------------------------ sampling
+
+    def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
+        """As `ServerDialect`.
+
+        SGLang's ignore_eos is about stop_token_ids too. Where there are some, it also ends at the end tokens of its own
+        files; `read` knows which were asked for.
+        """
+        params = request.params
+        asked: dict[str, Any] = {
+            "max_new_tokens": params.max_new_tokens - len(drawn.tokens),
+            "temperature": 0.0 if params.greedy else params.temperature,
+            **limits_of(params),
+            "ignore_eos": not params.end_token_ids,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "sampling_seed": seed_of(params, number, len(drawn.tokens)),  # looked at by deterministic servers alone
+        }
+        if params.end_token_ids:
+            asked["stop_token_ids"] = sorted(params.end_token_ids)
+        if params.stop:
+            asked["stop"] = list(params.stop)
+        return {
+            "rid": request_id,
+            "input_ids": [*request.prompt, *drawn.tokens],
+            "sampling_params": asked,
+            "return_logprob": True,
+            "logprob_start_len": -1,  # of what is drawn alone
+            "stream": False,
+        }
+
+    def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        """As `ServerDialect`."""
+        return {**body, "lora_path": ADAPTER}
+
+    def read(
+        self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
+    ) -> tuple[PartialSample, FinishReason | None]:
+        """As `ServerDialect`; a sample goes on that ended at an end token which was not asked for."""
+        params = body["sampling_params"]
+        try:
+            tokens, meta = list(answer["output_ids"]), answer["meta_info"]
+            reason, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
+            pairs = [(one[0], one[1]) for one in meta["output_token_logprobs"]]
+            spans = [(str(one["version"]), one["start"], one["end"]) for one in meta["weight_versions"] if tokens]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise wrong(f"an answer without what belongs to a sample: {type(error).__name__}: {error}") from error
+        if matched == _NO_TOKEN:
+            raise not_finite()
+        most = params["max_new_tokens"]
+        drawn = checked(
+            tokens, [value for value, _ in pairs], [token for _, token in pairs], spans,
+            most=most, vocab_size=vocab_size, versions=versions, no_number=None,
+        )  # fmt: skip
+        is_end = bool(tokens) and tokens[-1] in params.get("stop_token_ids", ())
+        if reason == "stop" and tokens and type(matched) is int and matched == tokens[-1] and not is_end:
+            if params["ignore_eos"]:
+                raise wrong(f"a sample that ended by token {matched}, without an end that was asked for")
+            return drawn, "length" if len(tokens) == most else None
+        return drawn, check_end(reason, tokens, most, ends_itself=bool(tokens) and (is_end or "stop" in params))
+
+    def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
+        """As `ServerDialect`."""
+        for body in [{"abort_all": True}] if are_all else [{"rid": one} for one in ids]:
+            client.post("/abort_request", body, timeout_s=ASK_S)
+
+    # ------------------------------------------------------------------ weights
+
+    def join(
+        self,
+        routes: WeightRoutes,
+        address: str,
+        port: int,
+        rank: int,
+        *,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        """As `ServerDialect`."""
+        from slimefsdp.weight_sync.broadcast import torch_group_name
+
+        name = torch_group_name(port)
+        for old in {name, self.group_name} - {None}:  # of this engine, or of one before at the same server
+            routes.try_post("/destroy_weights_update_group", {"group_name": old})
+        info = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        routes.post("/init_weights_update_group", info, timeout_s=timeout_s)
+        self.group_name = name
+
+    @property
+    def _comes_by_disk(self) -> bool:
+        """Whether weights come as folders, each of which is a whole update to SGLang."""
+        return self.config.rollout.transport == "disk"
+
+    def open_update(self, routes: WeightRoutes) -> None:
+        """As `ServerDialect`."""
+        routes.post("/pause_generation", {"mode": "abort"})
+        if self._comes_by_disk or routes.try_post("/begin_weight_update", {"selector": "target"}):
+            return
+        routes.try_post("/end_weight_update", {})  # an update that nobody has finished is open
+        routes.post("/begin_weight_update", {"selector": "target"})
+
+    def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
+        """As `ServerDialect`."""
+        body = {
+            "model_path": str(path),
+            "load_format": "auto",  # else the server's own: dummy
+            "flush_cache": False,  # once, at the end
+            "abort_all_requests": False,
+        }
+        if has_weights:
+            routes.post("/update_weights_from_disk", body)
+        if adapter_scale is not None:
+            # the name stays: requests that wait at the paused server ask for what has it when they go on
+            routes.try_post("/unload_lora_adapter", {"lora_name": ADAPTER})
+            routes.post("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(path / ADAPTER_FOLDER)})
+
+    def take_bucket(
+        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
+    ) -> None:
+        """As `ServerDialect`."""
+        assert not any(how.values()), "the settings refuse checksums, and its transports ipc"
+        # a parameter of all experts holds what SGLang takes for each, one after another; it skips a head that is tied
+        kind = self.folder.model_type
+        named = [(part.name, one.dtype, part.shape) for one in tensors for part in hub_parts(kind, one.name, one.shape)]
+        body = {
+            "names": [name for name, _, _ in named],
+            "dtypes": [dtype for _, dtype, _ in named],
+            "shapes": [list(shape) for _, _, shape in named],
+            "group_name": self.group_name,
+            "load_format": "flattened_bucket",
+            "selector": "target",
+            "flush_cache": False,  # once, at the end
+            "abort_all_requests": False,
+        }
+        routes.post("/update_weights_from_distributed", body)
+
+    def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
+        """As `ServerDialect`."""
+        if not self._comes_by_disk:
+            routes.post("/end_weight_update", {})
+        routes.tell("/flush_cache")
+        routes.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        routes.post("/continue_generation", {"torch_empty_cache": False})
+
+    def weight_version(self, routes: WeightRoutes) -> str:
+        """As `ServerDialect`."""
+        return str(routes.get("/model_info").get("weight_version"))
+
+    def end_waiting(self, client: ServerClient) -> None:
+        """As `ServerDialect`: what waits at a paused server cannot be aborted there; what it draws is thrown away."""
+        client.post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_S)
+        client.post("/abort_request", {"abort_all": True}, timeout_s=_CONTROL_S)
+
+    def is_of_group(self, route: str, refusal: Refusal) -> bool:
+        """As `ServerDialect`: torch's words in a server, which are many, do not tell whose fault it was."""
+        return route in ("/init_weights_update_group", "/update_weights_from_distributed")
+
+    # ------------------------------------------------------------------ memory
+
+    def free_memory(self, routes: WeightRoutes) -> None:
+        """As `ServerDialect`."""
+        routes.post("/release_memory_occupation", {"tags": list(ENGINE_TAGS)})
+
+    def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
+        """As `ServerDialect`."""
+        routes.post("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def _lora_arguments(config: RunConfig) -> list[str]:
+    """Returns those of a server with room for the run's adapter, of every matrix that SGLang has one of."""
+    assert config.lora.rank is not None
+    return ["--enable-lora", "--max-lora-rank", str(config.lora.rank), "--lora-target-modules", "all"]
+
+
+def _asked(client: ServerClient, route: str) -> dict[str, Any]:
+    try:
+        return dict(client.get(route, timeout_s=ASK_S))
+    except (Refusal, TypeError, ValueError) as error:
+        raise EngineError(
+            f"the server at {client.url} is no SGLang: {error}", field="rollout.engine_urls", hint="use one"
+        ) from error

@@ -1,0 +1,424 @@
+"""The dialect of vLLM's server: how it is started, what it says of itself, its requests and its answers.
+
+What a service asks of such a server beside this is in `actors.engines.vllm_service`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import slimefsdp
+from actors.engines.dialect import (
+    ADAPTER,
+    ASK_S,
+    SERVED_AS,
+    TIED_HEAD,
+    ServerDialect,
+    ServerFacts,
+    WeightRoutes,
+)
+from actors.engines.protocol import EngineTag, Request, TensorInfo
+from actors.engines.served_samples import PartialSample, check_end, checked, limits_of, seed_of, wrong
+from actors.engines.server_client import Refusal, ServerClient
+from actors.engines.server_launch import is_on_cpu, longest_sample, shares_a_gpu
+from slimefsdp.config import RunConfig
+from slimefsdp.config.rollout import SERVERS
+from slimefsdp.errors import EngineError
+from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.peft_folder import MATRICES, tensor_name
+from slimefsdp.sampling.params import FinishReason, SamplingParams
+
+SUPPORTED = "0.32"
+PROTOCOL = 4  # as in slimefsdp.weight_sync.vllm_plugin
+EXTENSION = "slimefsdp.weight_sync.vllm_plugin.WorkerExtension"
+BACKEND = "slimefsdp"  # as slimefsdp.weight_sync.vllm_plugin registers it
+HELD_ADAPTER = "slimefsdp:adapter"  # as there
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # in a server's environment, for it to be told of adapters
+GROUP = "the broadcast group"  # in what our end in a server says when that breaks (slimefsdp.weight_sync.broadcast)
+NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
+NEEDED = (
+    f"--worker-extension-cls={EXTENSION}",
+    f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
+    "--logprobs-mode=processed_logprobs",
+    "--enable-scale-out",
+)
+"""Arguments without which a server is of no use to a run, whoever starts it."""
+_ON_CPU = {
+    # threads that vLLM binds to cores of its choice would share them with the trainer's
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; else it takes a share of the machine
+}
+_CONTROL_S = 10.0  # for what is tried after something else has failed
+
+
+class VllmDialect(ServerDialect):
+    """vLLM 0.32. The other end of the broadcast group is `slimefsdp.weight_sync.vllm_plugin`."""
+
+    NAME: ClassVar[str] = "vLLM"
+    GENERATE: ClassVar[str] = "/inference/v1/generate"
+    LENGTH_OPTION: ClassVar[str] = "--max-model-len"
+
+    # ------------------------------------------------------------------ starting
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the server is told of adapters."""
+        return self.config.lora.sync == "adapters"
+
+    def arguments(self) -> list[str]:
+        """As `ServerDialect`."""
+        config = self.config
+        # its weights come from the trainer
+        arguments = [*self.common_arguments(), "--load-format", "dummy", *NEEDED]
+        if shares_a_gpu(config):
+            arguments.append("--enable-sleep-mode")
+        if self.takes_adapters:
+            arguments += ["--enable-lora", "--max-lora-rank", str(room_for(config)), "--max-loras", "1"]
+        return [*arguments, *config.rollout.engine_args]
+
+    def common_arguments(self) -> list[str]:
+        """Returns the arguments of servers of runs and services."""
+        config = self.config
+        arguments = [
+            *("-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.folder.path)),
+            *("--served-model-name", SERVED_AS),
+            *("--dtype", config.precision.compute_dtype),
+            *("--max-model-len", str(longest_sample(config, self.folder))),
+            "--disable-uvicorn-access-log",
+        ]
+        if is_on_cpu(config):
+            # compiling takes minutes; a prompt that is read in parts has its draw taken back by moving the generator of
+            # its seed, which those of a CPU refuse: the server would end
+            return [*arguments, "--enforce-eager", "--no-enable-chunked-prefill"]
+        return [*arguments, "--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
+
+    def environment(self, logs: Path) -> dict[str, str]:
+        """As `ServerDialect`: a PYTHONPATH that has our package in it and nothing else of our environment."""
+        window = logs / "importable"
+        window.mkdir(exist_ok=True)
+        link, package = window / "slimefsdp", Path(slimefsdp.__file__).resolve().parent
+        if not link.is_symlink() or link.resolve() != package:
+            fresh = window / f"slimefsdp.{os.getpid()}"  # engines of one run start together
+            fresh.symlink_to(package, target_is_directory=True)
+            fresh.replace(link)
+        own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        own |= {"PYTHONPATH": str(window), "VLLM_SERVER_DEV_MODE": "1"}
+        if self.takes_adapters:
+            own[RUNTIME_LORA] = "1"
+        usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if is_on_cpu(self.config) else {})}
+        return {**usual, **own}
+
+    def check(self, client: ServerClient) -> ServerFacts:
+        """As `ServerDialect`."""
+        config = self.config
+        arguments = arguments_setting(config)
+        version = version_of(client, config)
+        if (refusal := _refusal_of_weights(client)) is not None:
+            raise EngineError(
+                f"the server at {client.url} takes no weights: it was started without VLLM_SERVER_DEV_MODE=1",
+                field=arguments, hint="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+            ) from refusal  # fmt: skip
+        wanted = {
+            "backend": (BACKEND, f"start it with {NEEDED[1]}"),
+            "logprobs_mode": ("processed_logprobs", f"start it with {NEEDED[2]}"),
+        }
+        said = said_by_worker(client, config, self.folder, wanted)
+        check_generate(client, arguments)
+        if config.lora.sync == "adapters":
+            check_adapters(client, arguments, config, said["max_lora_rank"], "lora.sync=adapters", "lora.sync=merged")
+        workers = _asked(client, "/get_world_size")["world_size"]
+        return ServerFacts(version, said["dtype"], said["vocab_size"], said["max_model_len"], workers)
+
+    # ------------------------------------------------------------------ sampling
+
+    def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
+        """As `ServerDialect`."""
+        params, length = request.params, len(drawn.tokens)
+        asked = sampling_params(params, most=params.max_new_tokens - length, seed=seed_of(params, number, length))
+        return {"request_id": request_id, "token_ids": [*request.prompt, *drawn.tokens], "sampling_params": asked}
+
+    def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
+        """As `ServerDialect`."""
+        return {**body, "model": ADAPTER}
+
+    def read(
+        self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
+    ) -> tuple[PartialSample, FinishReason | None]:
+        """As `ServerDialect`; vLLM ends a sample where the request says, and nowhere else."""
+        params = body["sampling_params"]
+        choice, log_probs, of_tokens = choice_of(answer)
+        tokens, most = choice["token_ids"], params["max_tokens"]
+        try:
+            spans = [(str(one["version"]), one["start"], one["end"]) for one in choice["weight_versions"] or []]
+        except (KeyError, TypeError) as error:
+            raise wrong(f"an answer without the weights' versions: {type(error).__name__}: {error}") from error
+        drawn = checked(
+            tokens, log_probs, of_tokens, spans,
+            most=most, vocab_size=vocab_size, versions=versions, no_number=NO_NUMBER,
+        )  # fmt: skip
+        ends_itself = bool(tokens) and (tokens[-1] in params["stop_token_ids"] or "stop" in params)
+        return drawn, check_end(choice["finish_reason"], tokens, most, ends_itself=ends_itself)
+
+    def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
+        """As `ServerDialect`."""
+        names = [f"generate-tokens-{one}" for one in ids]
+        client.post("/inference/v1/abort_requests", {"request_ids": names}, timeout_s=ASK_S)
+
+    # ------------------------------------------------------------------ weights
+
+    def join(
+        self,
+        routes: WeightRoutes,
+        address: str,
+        port: int,
+        rank: int,
+        *,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+    ) -> None:
+        """As `ServerDialect`."""
+        info = {
+            "address": address,
+            "port": port,
+            "rank_offset": rank,
+            "world_size": world_size,
+            "backend": backend,
+            "timeout_s": timeout_s,
+        }
+        # the server's workers give up by themselves, and look for rank 0 a second time before
+        routes.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=3 * timeout_s + 30)
+
+    def open_update(self, routes: WeightRoutes) -> None:
+        """As `ServerDialect`."""
+        routes.post("/pause?mode=abort&clear_cache=true")
+        if not routes.try_post("/start_weight_update"):  # an update that nobody has finished is open
+            routes.try_post("/finish_weight_update")
+            routes.post("/start_weight_update")
+
+    def take_bucket(
+        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
+    ) -> None:
+        """As `ServerDialect`."""
+        info = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "parts": [self._parts(tensor) for tensor in tensors],
+            "adapter_scale": adapter_scale,
+            **how,
+        }
+        routes.post("/update_weights", {"update_info": info})
+
+    def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
+        """As `ServerDialect`."""
+        info: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "parts": [], "folder": str(path)}
+        info["adapter_scale"] = adapter_scale
+        routes.post("/update_weights", {"update_info": info})
+
+    def _parts(self, tensor: TensorInfo) -> list[tuple[str, int | None, int, int]]:
+        """Returns what `slimefsdp.weight_sync.vllm_plugin.UpdateInfo` says of a tensor; nothing of a tied head.
+
+        Matrices of adapters go by peft's names, which is how vLLM knows them.
+        """
+        if tensor.name.endswith(MATRICES):
+            module, _, matrix = tensor.name.rpartition(".lora_")
+            return [(tensor_name(module, matrix), None, 0, 0)]
+        if tensor.name == TIED_HEAD and self.head_is_tied:
+            return []
+        parts = hub_parts(self.folder.model_type, tensor.name, tensor.shape)
+        return [(part.name, part.expert, part.start, part.end) for part in parts]
+
+    def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
+        """As `ServerDialect`; the server is told of the adapter once, since its workers find what it holds."""
+        routes.post("/finish_weight_update", {"weight_version": str(version)})
+        if has_adapter and ADAPTER not in {one["id"] for one in routes.get("/v1/models")["data"]}:
+            routes.tell("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER})
+        routes.post("/reset_prefix_cache")
+        routes.post("/resume")
+
+    def weight_version(self, routes: WeightRoutes) -> str:
+        """As `ServerDialect`."""
+        return str(routes.get("/weight_info").get("weight_version"))
+
+    def end_waiting(self, client: ServerClient) -> None:
+        """As `ServerDialect`: a request that came to the server while it was paused would wait there."""
+        client.post("/abort_requests", {}, timeout_s=_CONTROL_S)
+
+    def is_of_group(self, route: str, refusal: Refusal) -> bool:
+        """As `ServerDialect`."""
+        return GROUP in str(refusal)
+
+    # ------------------------------------------------------------------ memory
+
+    def free_memory(self, routes: WeightRoutes) -> None:
+        """As `ServerDialect`; level 2 drops the weights, which come anew in any case."""
+        routes.post("/sleep?level=2")
+
+    def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
+        """As `ServerDialect`."""
+        routes.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str, Any]:
+    """Returns the sampling parameters of one sample of at most `most` tokens, as vLLM takes them."""
+    asked: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": most,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "seed": seed,
+        "logprobs": 0,  # of the sampled token alone
+        "ignore_eos": True,  # what ends a sample is said by the request, not by files on the server's side
+        "stop_token_ids": sorted(params.end_token_ids),
+        "detokenize": bool(params.stop),
+    }
+    if params.is_limited:
+        asked |= limits_of(params)
+    if params.stop:
+        asked |= {"stop": list(params.stop), "include_stop_str_in_output": True}
+    return asked
+
+
+def choice_of(answer: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """Returns the only choice of an answer, its log-probs, and the tokens that these are of.
+
+    Raises:
+        EngineError: the answer has none.
+    """
+    try:
+        (choice,) = answer["choices"]
+        content = choice["logprobs"]["content"] or []
+        found = dict(choice), [one["logprob"] for one in content], [one["token_id"] for one in content]
+        choice["token_ids"], choice["finish_reason"]  # which every reader looks at
+    except (KeyError, TypeError, ValueError) as error:
+        raise wrong(f"an answer without what belongs to a sample: {type(error).__name__}: {error}") from error
+    return found
+
+
+def room_for(config: RunConfig) -> int:
+    """Returns the smallest rank that vLLM keeps room for and the run's adapters fit in."""
+    ranks = SERVERS["vllm"].adapter_ranks
+    assert config.lora.rank is not None and ranks is not None
+    return next(rank for rank in ranks if rank >= config.lora.rank)
+
+
+def arguments_setting(config: RunConfig) -> str:
+    """Returns the setting that says how a server is started."""
+    return "rollout.engine_args" if config.rollout.engine_urls is None else "rollout.engine_urls"
+
+
+def version_of(client: ServerClient, config: RunConfig) -> str:
+    version: str = _asked(client, "/version")["version"]
+    if version.split(".")[:2] != SUPPORTED.split("."):
+        raise EngineError(
+            f"the server at {client.url} is vLLM {version}; {SUPPORTED}.x is supported",
+            field="rollout.engine_python" if config.rollout.engine_urls is None else "rollout.engine_urls",
+            hint=f"install vllm=={SUPPORTED}.0 for it",
+        )
+    return version
+
+
+def _refusal_of_weights(client: ServerClient) -> Refusal | None:
+    try:
+        client.get("/weight_info", timeout_s=ASK_S)
+    except Refusal as refusal:
+        if refusal.status != 404:
+            raise _refused(refusal) from refusal
+        return refusal
+    return None
+
+
+def said_by_worker(
+    client: ServerClient, config: RunConfig, folder: ModelFolder, wanted: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
+    """Returns what one of the server's workers says of itself.
+
+    Args:
+        wanted: values of what has to be as they say, and the way out; what is the same of all servers is added.
+    """
+    arguments = arguments_setting(config)
+    said = _worker(client, arguments)
+    common: dict[str, tuple[Any, str]] = {
+        "protocol": (PROTOCOL, "have server and trainer use the same release of slimefsdp"),
+        **wanted,
+        "dtype": (config.precision.compute_dtype, "start it with --dtype of precision.compute_dtype"),
+        "model_type": (folder.model_type, "have it serve model.path"),
+        "vocab_size": (folder.vocab_size, "have it serve model.path"),
+    }
+    for name, (value, hint) in common.items():
+        if said.get(name) != value:
+            raise EngineError(
+                f"the server at {client.url} has {name}={said.get(name)}, and {value} is needed",
+                field=arguments,
+                hint=hint,
+            )
+    return said
+
+
+def _asked(client: ServerClient, route: str) -> Any:
+    try:
+        return client.get(route, timeout_s=ASK_S)
+    except Refusal as refusal:
+        raise _refused(refusal) from refusal
+
+
+def _worker(client: ServerClient, arguments: str) -> dict[str, Any]:
+    try:
+        answer = client.post("/collective_rpc", {"method": "slimefsdp_worker"}, timeout_s=ASK_S)
+        said = answer["results"][0]
+    except (Refusal, KeyError, IndexError, TypeError) as error:
+        raise EngineError(
+            f"the workers of the server at {client.url} do not know slimefsdp: {error}",
+            field=arguments, hint=f"start it with {NEEDED[0]} and this package in its PYTHONPATH",
+        ) from error  # fmt: skip
+    return dict(said)
+
+
+def check_generate(client: ServerClient, arguments: str) -> None:
+    if (refusal := _refusal_of(client, "/inference/v1/generate")) is not None:
+        raise EngineError(
+            f"the server at {client.url} does not generate from token ids: {refusal}",
+            field=arguments, hint=f"start it with {NEEDED[3]}",
+        ) from refusal  # fmt: skip
+
+
+def check_adapters(
+    client: ServerClient, arguments: str, config: RunConfig, found: int | None, who: str, otherwise: str
+) -> None:
+    """Whether a server has room for adapters of lora.rank, `found` being the rank that it has room for.
+
+    Args:
+        who: needs them.
+        otherwise: the setting that does without.
+    """
+    needed = f"--enable-lora --max-lora-rank {room_for(config)}"
+    if found is None or found < room_for(config):
+        has = "no room for adapters" if found is None else f"room for adapters of rank {found} alone"
+        raise EngineError(
+            f"the server at {client.url} has {has}: {who} with adapters of rank {config.lora.rank} needs {needed}",
+            field=arguments, hint=f"start it so, or set {otherwise}",
+        )  # fmt: skip
+    if (refusal := _refusal_of(client, "/v1/load_lora_adapter")) is not None:
+        raise EngineError(
+            f"the server at {client.url} has no {RUNTIME_LORA}=1, which {who} needs: {refusal}",
+            field=arguments, hint=f"start it with that in its environment, or set {otherwise}",
+        ) from refusal  # fmt: skip
+
+
+def _refused(refusal: Refusal) -> EngineError:
+    return EngineError(f"the server is no vLLM {SUPPORTED}: {refusal}", field="rollout.engine_urls", hint="use one")
+
+
+def _refusal_of(client: ServerClient, route: str) -> Refusal | None:
+    """What a server says to a request without fields where it does not have the route; None where it has."""
+    try:
+        client.post(route, {}, timeout_s=ASK_S)
+    except Refusal as refusal:
+        return None if refusal.status in (400, 422) else refusal  # it looked for the fields
+    return None
