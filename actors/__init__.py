@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.cluster.connect import connect
     from actors.engines.pool import EnginePool
-    from actors.engines.supervised import RestartingEngines
     from actors.fault_tolerance.group_host import launch_named
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.workers.worker_group import WorkerGroup
 
-__all__ = ["EnginePool", "RestartingEngines", "SupervisedGroup", "WorkerGroup", "connect", "launch_named"]
+__all__ = ["EnginePool", "SupervisedGroup", "WorkerGroup", "connect", "launch_named"]
 
 _HOME = {
     "EnginePool": "actors.engines.pool",
-    "RestartingEngines": "actors.engines.supervised",
     "SupervisedGroup": "actors.fault_tolerance.supervisor",
     "WorkerGroup": "actors.workers.worker_group",
     "connect": "actors.cluster.connect",

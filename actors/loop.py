@@ -15,7 +15,6 @@ import numpy as np
 
 from actors.dpo import DpoLoop
 from actors.engines.pool import EnginePool
-from actors.engines.supervised import RestartingEngines
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
@@ -121,7 +120,7 @@ class Run:
         else:
             assert not isinstance(self._group, TorchrunGroup)
             beside = self._group if config.rollout.placement == "colocated" else None
-            engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
+            engines = EnginePool.launch(launched, beside, restarts=self._keeps)
             stack.callback(engines.shutdown)
             engines.check_room(prompts.longest)
             engines.check_room(prompts.longest_heldout, evaluates=True)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import ray  # noqa: E402
 
 from actors.cluster.connect import connect, disconnect  # noqa: E402
-from actors.engines.supervised import RestartingEngines  # noqa: E402
+from actors.engines.pool import EnginePool  # noqa: E402
 from actors.workers.worker_group import WorkerGroup  # noqa: E402
 from benchmarks.faults import software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
@@ -70,11 +70,11 @@ def soak(folder: Path, updates: int, engine_python: Path | None, warm_up: int = 
 
 
 @contextmanager
-def group_and_engine(config: RunConfig) -> Iterator[tuple[WorkerGroup, RestartingEngines]]:
+def group_and_engine(config: RunConfig) -> Iterator[tuple[WorkerGroup, EnginePool]]:
     """A rank and what it sends to; they end with the block."""
     group = WorkerGroup.launch(config)
     try:
-        engines = RestartingEngines.launch(config)
+        engines = EnginePool.launch(config, restarts=True)
         try:
             yield group, engines
         finally:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from actors.cluster.connect import connect
     from actors.engines.pool import EnginePool
-    from actors.engines.supervised import RestartingEngines
     from actors.fault_tolerance.group_host import launch_named
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.rollout.environment import Environment, Observation, Prompt, StepResult
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from slimefsdp.trainer import Trainer
 
 __all__ = [
-    "EnginePool", "Environment", "LogProbs", "Observation", "Plan", "Prompt", "PromptStream", "RestartingEngines",
+    "EnginePool", "Environment", "LogProbs", "Observation", "Plan", "Prompt", "PromptStream",
     "RolloutBatch", "RunConfig", "StepResult", "SupervisedGroup", "Trainer", "WorkerGroup", "connect", "launch_named",
     "load_config", "read_records",
 ]  # fmt: skip
@@ -39,7 +38,6 @@ _HOME = {
     "Plan": "slimefsdp.batching.plan",
     "Prompt": "actors.rollout.environment",
     "PromptStream": "actors.rollout.prompts",
-    "RestartingEngines": "actors.engines.supervised",
     "RolloutBatch": "slimefsdp.data.rollout_batch",
     "RunConfig": "slimefsdp.config",
     "StepResult": "actors.rollout.environment",

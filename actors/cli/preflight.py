@@ -419,7 +419,7 @@ def check_functions(config: RunConfig) -> None:
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
     if config.rollout.engine != "embedded":
-        from actors.engines.pool import engine_class
+        from actors.engines.processes import engine_class
 
         engine_class(config)
 

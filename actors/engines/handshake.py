@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from actors.engines.protocol import EngineInfo
@@ -53,6 +55,31 @@ def require_fit(config: RunConfig, index: int, info: EngineInfo, vocab_size: int
             hint=f"set it to {info.transports[0]}",
             rank=index,
         )
+
+
+def require_room(
+    config: RunConfig, max_tokens: Mapping[int, int | None], longest: int, *, evaluates: bool = False
+) -> None:
+    """Checks that every engine takes the longest prompt of a run with its response.
+
+    Args:
+        max_tokens: of a prompt and its response, by engine.
+        longest: tokens of that prompt.
+        evaluates: the prompt is of a held-out set.
+
+    Raises:
+        EngineError: one takes fewer.
+    """
+    sampling = config.sampling(evaluates=evaluates)
+    needed = longest + sampling.max_new_tokens
+    for index, most in sorted(max_tokens.items()):
+        if most is not None and most < needed:
+            raise EngineError(
+                f"engine {index} takes {most} tokens of prompt and response; the longest prompt has {longest}, and "
+                f"{sampling.length_setting} is {sampling.max_new_tokens}",
+                field=sampling.length_setting, rank=index,
+                hint=f"start the engine with {needed} or more, lower it, or set data.max_prompt_tokens",
+            )  # fmt: skip
 
 
 def means_apart(config: RunConfig, owners: np.ndarray, apart: np.ndarray) -> list[float]:

@@ -17,7 +17,7 @@ from actors.cluster.placement import PlacementGroups
 from actors.engines.colocated import RanksBeside
 from actors.engines.pool import EnginePool
 from actors.engines.protocol import ENGINE_TAGS, EngineTag
-from actors.engines.supervised import RestartingEngines
+from actors.engines.updates import EngineUpdates
 from actors.run_dir import RunFolder
 from actors.signals import Interrupts
 from actors.workers.object_store_update import ObjectStoreUpdate
@@ -80,11 +80,11 @@ def launch(cluster: None, make_config: Any, tmp_path: Path) -> Iterator[Any]:
     pools: list[Any] = []
     groups: list[Ranks] = []
 
-    def launched(kind: Any = EnginePool, **rollout: Any) -> tuple[Any, Ranks]:
+    def launched(*, restarts: bool = False, **rollout: Any) -> tuple[Any, Ranks]:
         config = make_config(run={"dir": str(tmp_path)}, rollout={**OWN_ENGINE, "engines": 2, **rollout})
         ranks = Ranks(config)
         groups.append(ranks)
-        ranks.engines = pool = kind.launch(config, ranks)
+        ranks.engines = pool = EnginePool.launch(config, ranks, restarts=restarts)
         pools.append(pool)
         return pool, ranks
 
@@ -135,7 +135,7 @@ def lose(pool: Any, index: int) -> None:
 def test_an_engine_that_is_lost_in_its_sleep_is_replaced_at_its_turn_on_a_free_device(
     launch: Any, lost_before: str
 ) -> None:
-    pool, ranks = launch(RestartingEngines)
+    pool, ranks = launch(restarts=True)
     ranks.engines = None  # which cannot be asked, once one is gone
     pool.take_turn({})
     ranks.before[lost_before] = lambda: lose(pool, 1)
@@ -150,14 +150,14 @@ def test_an_engine_that_is_lost_in_its_sleep_is_replaced_at_its_turn_on_a_free_d
     assert drawn(pool) == WHOLE
 
 
-@pytest.mark.parametrize("kind", [EnginePool, RestartingEngines])
-def test_an_engine_that_is_lost_when_it_is_to_sleep_holds_nothing_any_more(launch: Any, kind: Any) -> None:
-    pool, ranks = launch(kind)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_engine_that_is_lost_when_it_is_to_sleep_holds_nothing_any_more(launch: Any, restarts: bool) -> None:
+    pool, ranks = launch(restarts=restarts)
     pool.take_turn({})
     ranks.engines = None
     lose(pool, 0)
     pool.end_turn({}, wakes_trainer=True)  # as a supervisor has it done, too: the loss is none of ranks
-    if kind is EnginePool:
+    if not restarts:
         with refused(SyncError, "update_weights", "engine 0"):
             pool.take_turn({})
         return
@@ -177,7 +177,7 @@ def test_engines_that_had_to_sleep_for_new_ranks_are_sent_weights_again(launch: 
 def test_with_an_engine_lost_while_they_sample_and_ranks_while_its_successor_is_sent_weights_all_is_drawn(
     launch: Any, tmp_path: Path
 ) -> None:
-    pool, ranks = launch(RestartingEngines)
+    pool, ranks = launch(restarts=True)
     pool.take_turn({})
     (tmp_path / "ends_at_generate").write_text("engine 1\n")
     ranks.engines = None
@@ -326,7 +326,7 @@ def straight(cluster: None, make_run: Any) -> Record:
 
 
 def of_ranks(thing: Any) -> list[int]:
-    group = thing.group if isinstance(thing, RanksBeside) else thing._beside.group
+    group = thing.group if isinstance(thing, RanksBeside) else thing._processes.beside.group
     return [answer.pid for answer in group.health()]
 
 
@@ -347,7 +347,7 @@ LOSSES: list[tuple[Any, str, Callable[[Any], list[int]], Callable[[Any], list[in
     (EnginePool, "end_turn", nobody, of_engines),  # an engine that sleeps
     (EnginePool, "take_turn", nobody, of_engines),  # an engine that is asked for samples
     (EnginePool, "take_turn", nobody, of_ranks),  # a rank that sleeps
-    (EnginePool, "_sent", of_ranks, nobody),  # a rank that is to send
+    (EngineUpdates, "_sent", of_ranks, nobody),  # a rank that is to send
     (RanksBeside, "free_parameters", of_ranks, nobody),  # a rank that has sent
     (RanksBeside, "wake_up", of_ranks, nobody),  # a rank that is to wake
 ]

@@ -43,11 +43,11 @@ def engines(two_engines: tuple[EnginePool, StateError], group: Any) -> EnginePoo
 def test_engines_whose_places_are_gone_come_up_in_others(cluster: None, make_config: Any) -> None:
     pool = EnginePool.launch(make_config(rollout={"engines": 1}, cluster={"launch_timeout_s": PATIENCE_S}))
     try:
-        (lost,) = pool._places._groups.values()
+        (lost,) = pool._processes.places._groups.values()
         remove_placement_group(lost)
         pool.relaunch()
         assert pool.dead() == []
-        (place,) = pool._places._groups.values()
+        (place,) = pool._processes.places._groups.values()
         assert is_alive(place) and not is_alive(lost)
     finally:
         pool.shutdown()

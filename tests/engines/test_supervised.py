@@ -13,7 +13,6 @@ import ray
 
 from actors.engines.pool import EnginePool
 from actors.engines.protocol import Request, Sample, check_sample
-from actors.engines.supervised import RestartingEngines
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.workers.object_store_update import ObjectStoreUpdate
 from slimefsdp.errors import BatchError, ConfigError, EngineError, StateError, SyncError, WorkerDied
@@ -26,7 +25,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [[1] * length for length in (3, 1, 4, 2, 5, 6)]
 WHOLE = [(place, [*prompt, len(prompt), number]) for place, prompt in enumerate(PROMPTS) for number in range(2)]
-Launch = Callable[..., RestartingEngines]
+Launch = Callable[..., EnginePool]
 
 
 class Policy:
@@ -52,10 +51,10 @@ def launch(cluster: None, make_config: Any, tmp_path: Path) -> Iterator[Launch]:
 
     def launched(
         engine: str = "tests.support.own_engine:TellingEngine", engines: int = 2, **cluster_settings: Any
-    ) -> RestartingEngines:
+    ) -> EnginePool:
         settings = {"engine": engine, "engines": engines}
         config = make_config(run={"dir": str(tmp_path)}, rollout=settings, cluster=cluster_settings)
-        pools.append(RestartingEngines.launch(config))
+        pools.append(EnginePool.launch(config, restarts=True))
         return pools[-1]
 
     yield launched

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 
 from actors.engines.pool import EnginePool
-from actors.engines.supervised import RestartingEngines
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import EngineError, SyncError
 from tests.support.refusals import refused
@@ -25,11 +24,11 @@ PROMPTS = ["sort 31", "sort 2718", "sort 90210"]
 
 
 @pytest.fixture(scope="module")
-def broadcasting(cluster: None, make_config: Any) -> Iterator[tuple[Any, RestartingEngines]]:
+def broadcasting(cluster: None, make_config: Any) -> Iterator[tuple[Any, EnginePool]]:
     """Two ranks that broadcast, and two engines."""
     config = make_config(rollout={"weight_transport": "broadcast"}, cluster={"max_restarts": 2})
     group = WorkerGroup.launch(config)
-    engines = RestartingEngines.launch(config)
+    engines = EnginePool.launch(config, restarts=True)
     yield group, engines
     engines.shutdown()
     group.shutdown()
@@ -40,7 +39,7 @@ def pids(engines: EnginePool) -> list[int]:
 
 
 def test_engines_compute_the_trainers_log_probs_after_every_broadcast(
-    broadcasting: tuple[Any, RestartingEngines], small_batch: Any
+    broadcasting: tuple[Any, EnginePool], small_batch: Any
 ) -> None:
     group, engines = broadcasting
     for version in range(3):
@@ -52,7 +51,7 @@ def test_engines_compute_the_trainers_log_probs_after_every_broadcast(
 
 
 def test_an_engine_that_is_killed_between_updates_is_replaced_and_another_group_forms(
-    broadcasting: tuple[Any, RestartingEngines],
+    broadcasting: tuple[Any, EnginePool],
 ) -> None:
     group, engines = broadcasting
     engines.update_from(group)
@@ -81,7 +80,7 @@ def test_an_engine_that_is_killed_in_an_update_comes_back_alone(
         cluster={"max_restarts": 3},
         model={"frozen": ["*.mlp.*"]},
     )
-    group, engines = WorkerGroup.launch(config), RestartingEngines.launch(config)
+    group, engines = WorkerGroup.launch(config), EnginePool.launch(config, restarts=True)
     try:
         engines.update_from(group)
         before = pids(engines)

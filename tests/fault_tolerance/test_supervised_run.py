@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.engines.supervised import RestartingEngines
+from actors.engines.pool import EnginePool
 from actors.fault_tolerance.recovery import RECOVERIES
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.loop import train
@@ -35,10 +35,10 @@ def variety(record: dict[str, Any], response: str, finished: bool) -> dict[str, 
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The group and the engines of the newest run."""
     found: dict[str, Any] = {}
-    for name, kind in (("group", SupervisedGroup), ("engines", RestartingEngines)):
+    for name, kind in (("group", SupervisedGroup), ("engines", EnginePool)):
 
-        def launch(*args: Any, name: str = name, original: Any = kind.launch) -> Any:
-            found[name] = original(*args)
+        def launch(*args: Any, name: str = name, original: Any = kind.launch, **how: Any) -> Any:
+            found[name] = original(*args, **how)
             return found[name]
 
         monkeypatch.setattr(kind, "launch", launch)

@@ -14,7 +14,7 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only, as actor
 
 import ray
 
-from actors.engines.supervised import RestartingEngines
+from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from slimefsdp.config import RunConfig, config_from_dict
 
@@ -48,7 +48,7 @@ def main(model: str) -> None:
     ray.init(address="local", num_cpus=2 * GPUS, num_gpus=GPUS, include_dashboard=False, log_to_driver=False)
     colocated = settings(model)
     group = SupervisedGroup.launch(colocated)
-    engines = RestartingEngines.launch(colocated, group)
+    engines = EnginePool.launch(colocated, group, restarts=True)
     found = {"ranks": given(group.receivers), "engines": given(engines.receivers)}
     engines.update_from(group)
     ray.kill(engines.receivers[1])

@@ -23,8 +23,8 @@ import transformers
 
 from actors.engines import server_launch, vllm
 from actors.engines.child_server import ChildServer
+from actors.engines.pool import EnginePool
 from actors.engines.served import ServedEngine
-from actors.engines.supervised import RestartingEngines
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -64,10 +64,10 @@ def settings(
 
 
 @contextmanager
-def running(config: RunConfig) -> Iterator[tuple[WorkerGroup, RestartingEngines]]:
+def running(config: RunConfig) -> Iterator[tuple[WorkerGroup, EnginePool]]:
     group = WorkerGroup.launch(config)
     try:
-        engines = RestartingEngines.launch(config)
+        engines = EnginePool.launch(config, restarts=True)
         try:
             yield group, engines
         finally:
@@ -98,7 +98,7 @@ def difference_from_merged(folder: Path, samples: list[Any], temperature: float)
     return found
 
 
-def drawn_at(engines: RestartingEngines, temperature: float) -> list[Any]:
+def drawn_at(engines: EnginePool, temperature: float) -> list[Any]:
     requests = engines.requests(PROMPTS, samples_per_prompt=4, seed=(1,))
     asked = [
         dataclasses.replace(one, params=dataclasses.replace(one.params, temperature=temperature)) for one in requests
@@ -106,7 +106,7 @@ def drawn_at(engines: RestartingEngines, temperature: float) -> list[Any]:
     return engines.draw(asked)[1]
 
 
-def check_greedy(group: Any, engines: RestartingEngines, folder: Path) -> list[list[int]]:
+def check_greedy(group: Any, engines: EnginePool, folder: Path) -> list[list[int]]:
     """Whether greedy tokens are those of Hugging Face with the merged weights; returns them."""
     group.export_hf(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -115,13 +115,13 @@ def check_greedy(group: Any, engines: RestartingEngines, folder: Path) -> list[l
         prompt = sample.tokens[: -sample.response_length]
         expected = model.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False, max_new_tokens=24, eos_token_id=sorted(engines._end_token_ids), pad_token_id=0,
+            do_sample=False, max_new_tokens=24, eos_token_id=sorted(engines.end_token_ids), pad_token_id=0,
         )  # fmt: skip
         assert sample.tokens == expected[0].tolist()
     return [sample.tokens for sample in samples]
 
 
-def servers(engines: RestartingEngines) -> list[int]:
+def servers(engines: EnginePool) -> list[int]:
     asked = [engine.__ray_call__.remote(lambda self: self._client.child.pid) for engine in engines.receivers]
     found: list[int] = ray.get(asked, timeout=PATIENCE_S)
     return found

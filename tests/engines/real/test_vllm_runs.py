@@ -18,7 +18,7 @@ import ray
 import torch
 import transformers
 
-from actors.engines.supervised import RestartingEngines
+from actors.engines.pool import EnginePool
 from actors.loop import train
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -36,7 +36,7 @@ CLUSTER = {"launch_timeout_s": PATIENCE_S, "call_timeout_s": PATIENCE_S, "sync_t
 CLOSE = 1e-4  # of log-probs in float32
 
 
-def servers(engines: RestartingEngines) -> list[int]:
+def servers(engines: EnginePool) -> list[int]:
     asked = [engine.__ray_call__.remote(lambda self: self._client.child.pid) for engine in engines.receivers]
     found: list[int] = ray.get(asked, timeout=PATIENCE_S)
     return found
@@ -62,7 +62,7 @@ def test_servers_that_are_killed_cost_their_own_samples_and_come_back(
         cluster=CLUSTER,
     )
     group = WorkerGroup.launch(config)
-    engines = RestartingEngines.launch(config)
+    engines = EnginePool.launch(config, restarts=True)
     try:
         version = engines.update_from(group)
         assert max(engines.check_log_probs(group, PROMPTS)) < CLOSE
@@ -124,13 +124,13 @@ def test_after_every_update_greedy_tokens_are_those_of_the_exported_model(
         cluster=CLUSTER,
     )  # fmt: skip
     group = WorkerGroup.launch(config)
-    engines = RestartingEngines.launch(config)
+    engines = EnginePool.launch(config, restarts=True)
     try:
         for update in range(3):
             engines.update_from(group)
             group.export_hf(tmp_path / f"model{update}")
             model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"model{update}").eval()
-            ends = sorted(engines._end_token_ids)
+            ends = sorted(engines.end_token_ids)
             for sample in engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,), greedy=True)[1]:
                 prompt = sample.tokens[: -sample.response_length]
                 expected = model.generate(
