@@ -14,10 +14,10 @@ import pytest
 
 from actors.engines import served_sampling, server_launch
 from actors.engines.protocol import Request, TensorInfo
-from slimefsdp.errors import EngineError, StateError, SyncError, WorkerDied, WorkerHung
+from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.sampling.params import VersionSpan
 from tests.support.refusals import refused
-from tests.support.served import END, PROMPT, SGLANG, VLLM, Kind, drawn, model_log_probs, params
+from tests.support.served import END, MOST_TOKENS, PROMPT, SGLANG, VLLM, Kind, drawn, model_log_probs, params
 from tests.support.table_server import EMBEDDING, next_logits
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.weight_sender import WeightSender
@@ -107,6 +107,31 @@ def test_limits_of_a_request_reach_the_server(engine: Any, server: Any, sender: 
         drawn(engine, Request(PROMPT, 1, params(max_new_tokens=1, **asked)))
         said = server.asked[-1]["sampling_params"]
         assert {name: said[name] for name in limits} == limits
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "field", "values"),
+    [
+        ({"temperature": 0.7, "tempered": False}, EngineError, "rollout.temperature", [0.7]),
+        ({"temperature": 0.7, "greedy": True}, EngineError, "rollout.temperature", [0.7]),
+        ({"temperature": 1e-7}, EngineError, "rollout.temperature", [1e-7]),
+        ({"top_k": 7, "renormalized": False}, EngineError, "top_k", [7]),
+        ({"top_p": 0.25, "renormalized": False}, EngineError, "top_p", [0.25]),
+        ({"min_p": 0.25, "renormalized": False}, EngineError, "min_p", [0.25]),
+        ({"max_new_tokens": 62}, BatchError, "max_new_tokens", [62, MOST_TOKENS]),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
+    engine: Any, sender: WeightSender, server: Any, asked: dict[str, Any], error: Any, field: str, values: list[Any]
+) -> None:
+    before = len(server.asked)
+    with refused(error, field, *values):
+        drawn(engine, Request(PROMPT, 1, params()), Request(PROMPT, 1, params(**asked)))
+    with refused(BatchError, "prompts"):
+        drawn(engine, Request((), 1, params()))
+    with refused(BatchError, "samples", 0):
+        drawn(engine, Request(PROMPT, 0, params()))
+    assert len(server.asked) == before
 
 
 def test_end_tokens_and_stop_texts_end_samples_and_belong_to_them(engine: Any, sender: WeightSender) -> None:

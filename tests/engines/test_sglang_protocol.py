@@ -15,7 +15,7 @@ import torch
 from actors.engines.protocol import Request, TensorInfo
 from actors.engines.served import ServedEngine
 from actors.workers.weights_folder import write_weights
-from slimefsdp.errors import BatchError, EngineError, StateError, SyncError
+from slimefsdp.errors import EngineError, StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import VersionSpan
 from tests.support.refusals import refused
@@ -93,26 +93,6 @@ def test_end_tokens_end_samples_and_those_of_the_servers_files_do_not(
         (sample,) = drawn(engine, Request(PROMPT, 1, params(12, end_token_ids=others, **greedy))).values()
         assert (sample.tokens, sample.finish_reason) == (whole.tokens, "length")
         assert sample.versions == (VersionSpan(0, 0, 12),)
-
-
-@pytest.mark.parametrize(
-    ("asked", "error", "field", "values"),
-    [
-        (params(temperature=0.7, tempered=False), EngineError, "rollout.temperature", [0.7, "SGLang"]),
-        (params(top_k=7, renormalized=False), EngineError, "top_k", [7, "SGLang"]),
-        (params(top_p=0.25, renormalized=False), EngineError, "top_p", [0.25, "SGLang"]),
-        (params(temperature=0.7, greedy=True), EngineError, "rollout.temperature", [0.7, "SGLang"]),
-        (params(temperature=1e-7), EngineError, "rollout.temperature", [1e-7, 1e-6]),
-        (params(max_new_tokens=62), BatchError, "max_new_tokens", [62, MOST_TOKENS]),
-    ],
-)
-def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
-    engine: ServedEngine, sender: WeightSender, server: SglangServer, asked: Any, error: Any, field: str, values: Any
-) -> None:
-    before = len(server.asked)
-    with refused(error, field, *values):
-        drawn(engine, Request(PROMPT, 1, params()), Request(PROMPT, 1, asked))
-    assert len(server.asked) == before
 
 
 @pytest.mark.parametrize(

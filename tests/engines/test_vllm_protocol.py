@@ -12,7 +12,7 @@ import torch
 from actors.engines.protocol import Request
 from actors.engines.served import ServedEngine
 from actors.workers.weights_folder import write_weights
-from slimefsdp.errors import BatchError, EngineError, StateError, SyncError
+from slimefsdp.errors import EngineError, StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.weight_sync.packed_bucket import digest_of, layout_of, pack
 from slimefsdp.weight_sync.shared_buffer import SharedBuffer
@@ -70,32 +70,6 @@ def test_a_server_of_no_use_is_refused(
 
 
 # ---------------------------------------------------------------------- sampling
-
-
-@pytest.mark.parametrize(
-    ("asked", "error", "field", "values"),
-    [
-        (params(temperature=0.7, tempered=False), EngineError, "rollout.temperature", [0.7]),
-        (params(top_k=7, renormalized=False), EngineError, "top_k", [7]),
-        (params(top_p=0.25, renormalized=False), EngineError, "top_p", [0.25]),
-        (params(min_p=0.25, renormalized=False), EngineError, "min_p", [0.25]),
-        (params(temperature=0.7, greedy=True), EngineError, "rollout.temperature", [0.7]),
-        (params(temperature=2.5), EngineError, "rollout.temperature", [2.5]),
-        (params(temperature=0.001), EngineError, "rollout.temperature", [0.001]),
-        (params(max_new_tokens=62), BatchError, "max_new_tokens", [62, MOST_TOKENS]),
-    ],
-)
-def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
-    engine: ServedEngine, sender: WeightSender, server: ProtocolServer, asked: Any, error: Any, field: str, values: Any
-) -> None:
-    before = len(server.asked)
-    with refused(error, field, *values):
-        drawn(engine, Request(PROMPT, 1, params()), Request(PROMPT, 1, asked))
-    with refused(BatchError, "prompts"):
-        drawn(engine, Request((), 1, params()))
-    with refused(BatchError, "samples", 0):
-        drawn(engine, Request(PROMPT, 0, params()))
-    assert len(server.asked) == before
 
 
 @pytest.mark.parametrize(
