@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.placement import gpus_per_rank
-from actors.engines.tokenizer import load_tokenizer
+from actors.engines.tokenizer import decoder_of
 from actors.model_folders import with_model_folders
 from actors.workers.watchdog import Watched, remote_class
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ModelError, StateError, portable
-from slimefsdp.models.hf_folder import check_tokenizer, read_model_folder
+from slimefsdp.errors import StateError, portable
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
 
 if TYPE_CHECKING:  # whoever only starts an engine needs no torch
@@ -88,7 +88,7 @@ class SamplingEngine(Watched):
             max_rows=max_rows,
             memory_bytes=memory_bytes,
             max_samples=max_samples,
-            decode=_decode_of(str(path)),
+            decode=decoder_of(str(path)),
         )
         self._changed = threading.Condition()  # holds the lock of the next two
         self._between: list[Callable[[], None]] = []  # what is to be done between two tokens, in order
@@ -336,12 +336,22 @@ class _Answer(Generic[Result]):
 def start_sampling_engine(
     config: RunConfig, *, max_rows: int = 256, memory_bytes: int = 2**30, max_samples: int = 1024
 ) -> Any:
-    """The handle of a `SamplingEngine` that is being started; `ray.kill` ends its process.
+    """Returns the handle of a `SamplingEngine` that is being started; `ray.kill` ends its process.
 
     Raises:
         ModelError, ConfigError, ResourceError: as `with_model_folders`.
     """
-    gpus = gpus_per_rank(config.mesh.device)
+    limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
+    return started_for_service(SamplingEngine, config, gpus_per_rank(config.mesh.device), limits)
+
+
+def started_for_service(kind: Any, config: RunConfig, gpus: float, limits: dict[str, int]) -> Any:
+    """Returns the handle of an engine of a service that is being started.
+
+    Args:
+        gpus: that it reserves.
+        limits: further arguments of the engine.
+    """
     options: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": gpus,
@@ -349,19 +359,8 @@ def start_sampling_engine(
         "max_concurrency": _CALLS,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
     }
-    limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
-    return remote_class(SamplingEngine).options(**options).remote(with_model_folders(config), **limits)
+    return remote_class(kind).options(**options).remote(with_model_folders(config), **limits)
 
 
 def _was_cancelled(key: str) -> StateError:
     return StateError(f"request {key!r} was cancelled", field="key", hint="send it again under another key")
-
-
-def _decode_of(path: str) -> Callable[[Any], str] | None:
-    """Of the model's tokenizer; None: its folder has none, and there are no stop texts."""
-    try:
-        check_tokenizer(Path(path))
-    except ModelError:
-        return None
-    decode: Callable[[Any], str] = load_tokenizer(path).decode
-    return decode

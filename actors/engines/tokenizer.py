@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,20 @@ def load_tokenizer(model_path: str) -> Any:
             field="model.path",
             hint="give a folder with a tokenizer that needs no code of its own",
         ) from error
+
+
+def decoder_of(model_path: str) -> Callable[[Any], str] | None:
+    """Returns what makes texts of token ids; None for a model folder without a tokenizer.
+
+    Raises:
+        ModelError: transformers cannot make one of the tokenizer's files.
+    """
+    try:
+        check_tokenizer(Path(model_path))
+    except ModelError:
+        return None
+    decode: Callable[[Any], str] = load_tokenizer(model_path).decode
+    return decode
 
 
 def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:

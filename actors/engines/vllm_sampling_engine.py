@@ -19,24 +19,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.connect import gpus_of_engines
 from actors.cluster.placement import gpus_per_rank
-from actors.engines.tokenizer import load_tokenizer
+from actors.engines.sampling_engine import started_for_service
+from actors.engines.tokenizer import decoder_of
 from actors.engines.vllm_base import base_of
 from actors.engines.vllm_server import Adapter, VllmServer
-from actors.engines.vllm_service import Decode, bodies_of, check_request, read_prompt, read_sample
-from actors.model_folders import with_model_folders
-from actors.workers.watchdog import Watched, remote_class
+from actors.engines.vllm_service import bodies_of, check_request, read_prompt, read_sample
+from actors.workers.watchdog import Watched
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, ModelError, ResourceError, StateError, byte_text, portable
-from slimefsdp.models.hf_folder import check_tokenizer, read_model_folder
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 
 MOST_VERSIONS = 31
 """That a server which is started here has room for, whatever their size: vLLM's kernels count all places."""
-_CALLS = 4096  # that an engine answers at once; more of them wait in Ray
 _MOST_AT_ONCE = 1024  # samples under way; vLLM queues what is more than it does at once
 _GIVE_UP_S = 10.0  # for requests to end that nobody waits for
 
@@ -92,7 +90,7 @@ class VllmSamplingEngine(Watched):
         self._config = config
         self._memory_bytes, self._max_samples = memory_bytes, max_samples
         self._model = read_model_folder(Path(config.model.path), field="model.path")
-        self._decode = _decode_of(str(config.model.path))
+        self._decode = decoder_of(str(config.model.path))
         assert config.run.dir is not None
         self._copies = config.run.dir.absolute() / "service" / "vllm"  # of the versions' folders, as long as it lives
         self._held: dict[str | None, _Held] = {}
@@ -331,16 +329,9 @@ def start_vllm_sampling_engine(config: RunConfig, *, memory_bytes: int = 2**30, 
     Raises:
         ModelError, ConfigError, ResourceError: as `with_model_folders`.
     """
-    gpus = gpus_per_rank(config.mesh.device) * gpus_of_engines(config)
-    options: dict[str, Any] = {
-        "num_cpus": 1,
-        "num_gpus": gpus,
-        "max_restarts": 0,  # a restarted one would come back without its versions
-        "max_concurrency": _CALLS,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
-    }
     limits = {"memory_bytes": memory_bytes, "max_samples": max_samples}
-    return remote_class(VllmSamplingEngine).options(**options).remote(with_model_folders(config), **limits)
+    gpus = gpus_per_rank(config.mesh.device) * gpus_of_engines(config)
+    return started_for_service(VllmSamplingEngine, config, gpus, limits)
 
 
 def _linked(source: str, target: str) -> None:
@@ -354,13 +345,3 @@ def _linked(source: str, target: str) -> None:
 def _look_at(drawing: asyncio.Future[Any]) -> None:
     with suppress(BaseException):  # of a request that has failed; asyncio prints what nobody has looked at
         drawing.exception()
-
-
-def _decode_of(path: str) -> Decode | None:
-    """Of the model's tokenizer; None: its folder has none, and there are no stop texts."""
-    try:
-        check_tokenizer(Path(path))
-    except ModelError:
-        return None
-    decode: Decode = load_tokenizer(path).decode
-    return decode
