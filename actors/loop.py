@@ -18,13 +18,12 @@ from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
-from actors.rollout.collect import Collector, Metrics, launch_rewards, timed
-from actors.rollout.environment_workers import EnvironmentWorkers
+from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, with_steps_left, without_overlong
 from actors.rollout.prompts import PromptStream
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
-from actors.rollout.rewards import Rewards
+from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import RecordedBatches, RunFolder
 from actors.sft import SftLoop
 from actors.signals import Interrupts
@@ -124,7 +123,7 @@ class Run:
             stack.callback(engines.shutdown)
             engines.check_room(prompts.longest)
             engines.check_room(prompts.longest_heldout, evaluates=True)
-            rewards = launch_rewards(config)
+            rewards = UserCodeWorkers.launch(config)
             stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None
             self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
@@ -210,7 +209,7 @@ class RolloutLoop:
         engines: EnginePool,
         recorded: RecordedBatches | None = None,
         prompts: Prompts | None = None,
-        rewards: Rewards | EnvironmentWorkers | None = None,
+        rewards: UserCodeWorkers | None = None,
     ) -> None:
         self._config = config
         self._group = group

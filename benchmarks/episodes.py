@@ -98,14 +98,14 @@ def played(config: Any, number: int, at_once: int, log: str) -> dict[str, Any]:
     import ray
 
     from actors.engines.pool import EnginePool
-    from actors.rollout.environment_workers import EnvironmentWorkers
     from actors.rollout.episodes import EpisodeRunner
+    from actors.rollout.user_code_workers import UserCodeWorkers
     from actors.workers.worker_group import WorkerGroup
     from slimefsdp.errors import SlimeError
 
     group = WorkerGroup.launch(config)
     engines = EnginePool.launch(config)
-    workers = EnvironmentWorkers.launch(config)
+    workers = UserCodeWorkers.launch(config)
     try:
         engines.update_from(group)
         group.shutdown()

@@ -8,9 +8,7 @@ from __future__ import annotations
 import sys
 from difflib import SequenceMatcher
 
-from actors import EnginePool, WorkerGroup, connect
-from actors.rollout.prompts import PromptStream, read_records
-from slimefsdp import RolloutBatch, load_config
+from slimefsdp import EnginePool, PromptStream, RolloutBatch, WorkerGroup, connect, load_config, read_records
 
 if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
     print("usage: python examples/own_loop.py CONFIG.yaml [SETTING=VALUE ...]", file=sys.stderr)

@@ -152,8 +152,9 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         SlimeError: any typed error; all processes are ended before it travels on.
     """
     from actors.engines.pool import EnginePool
-    from actors.rollout.collect import Collector, launch_rewards
+    from actors.rollout.collect import Collector
     from actors.rollout.evaluation import Evaluator
+    from actors.rollout.user_code_workers import UserCodeWorkers
     from actors.workers.worker_group import WorkerGroup
 
     with ExitStack() as stack:
@@ -163,7 +164,7 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         engines = EnginePool.launch(config, group if config.rollout.placement == "colocated" else None)
         stack.callback(engines.shutdown)
         engines.check_room(prompts.longest_heldout, evaluates=True)
-        rewards = launch_rewards(config)
+        rewards = UserCodeWorkers.launch(config)
         stack.callback(rewards.shutdown)
         collector = Collector(config, engines, None, prompts, rewards)
         with stage("sending the weights to the engines"):

@@ -24,7 +24,6 @@ from actors.engines.server_client import ServerClient
 from actors.engines.server_launch import is_on_cpu
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
-from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.environment_trial import try_environment, try_reward
 from actors.rollout.filters import load_filter
 from actors.rollout.import_trial import try_imports
@@ -38,8 +37,8 @@ from actors.rollout.prompt_files import (
     without_overlong,
 )
 from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
-from actors.rollout.rewards import driver_scorer
 from actors.rollout.tokenizer import run_beside
+from actors.rollout.user_code import checked_code
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
@@ -411,11 +410,8 @@ def check_functions(config: RunConfig) -> None:
     }
     try_imports({field: name for field, name in named.items() if name is not None}, config.cluster.launch_timeout_s)
     advantages.check_functions(config)
-    if config.rollout.reward is not None:
-        driver_scorer(config.rollout)
-    if config.rollout.environment is not None:
-        environment = load_environment(config.rollout.environment, config.environment.arguments)
-        check_concurrency(config, environment)
+    if config.rollout.reward is not None or config.rollout.environment is not None:
+        checked_code(config)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
     if config.rollout.engine != "embedded":

@@ -9,22 +9,20 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from actors.engines.pool import EnginePool, SampledResponse
-from actors.rollout.environment_workers import EnvironmentWorkers
-from actors.rollout.episodes import EpisodeRunner, Outcome
+from actors.engines.pool import EnginePool
+from actors.rollout.episodes import EpisodeRunner, Progress
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
-from actors.rollout.reward_workers import RewardWorkers
-from actors.rollout.rewards import Response, Rewards, driver_scorer
 from actors.rollout.sample_files import write_step_samples
+from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import SAMPLES, RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import LengthLimits
@@ -60,23 +58,13 @@ class _Group:
     failures: int = 0  # of the reward; with one or more the group is left out of everything
 
 
-def launch_rewards(config: RunConfig) -> RewardWorkers | EnvironmentWorkers:
-    """What rewards the responses of a run: processes that call its reward function, or have its environments.
-
-    Raises:
-        As their `launch`.
-    """
-    return (RewardWorkers if config.rollout.environment is None else EnvironmentWorkers).launch(config)
-
-
 class Collector:
     """The batches of a run; it also draws what `actors.rollout.evaluation` asks for.
 
     Args:
         recorded: where batches are recorded, for a run that may have to repeat a step.
         prompts: what to draw for; None: all records of the files, whatever their length.
-        rewards: what scores the responses, or where their environments are; None: this process calls the reward
-            function.
+        rewards: runs the reward function or the environments; None: this process calls the reward function.
     """
 
     def __init__(
@@ -85,16 +73,12 @@ class Collector:
         engines: EnginePool,
         recorded: RecordedBatches | None = None,
         prompts: Prompts | None = None,
-        rewards: Rewards | EnvironmentWorkers | None = None,
+        rewards: UserCodeWorkers | None = None,
     ) -> None:
         self._config = config
         self._engines = engines
         self._recorded_batches = recorded
-        self._rewards: Rewards | EpisodeRunner
-        if isinstance(rewards, EnvironmentWorkers):
-            self._rewards = EpisodeRunner(config, engines, rewards)
-        else:
-            self._rewards = rewards or driver_scorer(config.rollout)
+        self._episodes = EpisodeRunner(config, engines, rewards or UserCodeWorkers(config, in_driver=True))
         self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
         prompts = prompts or read_prompts(config)
         self.prompts = PromptStream(prompts.train, config.run.seed, lengths=prompts.train_lengths)
@@ -104,8 +88,7 @@ class Collector:
         self._drawing = 0  # calls of the engines under way
         self._closed = 0  # to more of them
         self._failed_steps = 0  # in a row, in which every group had a failure
-        self._drawn_alone = self._asked = 0  # responses that are no episodes; responses or episodes asked for; so far
-        self._before = (0, 0, 0)  # as of `_counts`, when the present step began
+        self._before = Progress()  # when the present step began
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
@@ -114,20 +97,12 @@ class Collector:
 
     @property
     def samples_drawn(self) -> int:
-        """Responses so far, or episodes that have ended."""
-        return self._counts()[0]
+        """Returns the number of responses so far; with an environment, of episodes that have ended."""
+        return self._episodes.done
 
     def progress(self) -> str:
         """How far the collecting of a step is."""
-        drawn, asked, turns = (now - then for now, then in zip(self._counts(), self._before, strict=True))
-        if isinstance(self._rewards, EpisodeRunner):
-            return f"{drawn} of {asked} episodes have ended, {turns} responses drawn"
-        return f"{drawn} of {asked} responses" + (", and rewards are awaited" if drawn >= asked > 0 else "")
-
-    def _counts(self) -> tuple[int, int, int]:
-        rewards = self._rewards
-        ended, turns = (rewards.ended, rewards.responses_drawn) if isinstance(rewards, EpisodeRunner) else (0, 0)
-        return ended + self._drawn_alone, self._asked, turns
+        return self._episodes.progress(self._before)
 
     def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step and the metrics of its samples; None where nothing is left to train on.
@@ -139,7 +114,7 @@ class Collector:
             seconds: what drawing and rewarding took is added here, as `generate` and `reward`; with colocated engines
                 also what their turn took, as `turn` and `sync`.
         """
-        self._before = self._counts()
+        self._before = self._episodes.counts
         recorded = self._recorded(step, version)
         if recorded is not None:
             return recorded
@@ -314,25 +289,20 @@ class Collector:
         evaluates = purpose[0] == EVALUATION
         most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
         seed = (self._config.run.seed, *purpose)
-        self._asked += len(records) * per_prompt
         if environment_seeds is None:
             environment_seeds = [self._environment_seed(purpose, place) for place in range(len(records))]
-        if isinstance(self._rewards, EpisodeRunner):
-            with self._drawing_samples(seconds):
-                version, outcomes = self._rewards.run(
-                    records,
-                    per_prompt,
-                    seed,
-                    environment_seeds,
-                    seconds,
-                    max_new_tokens=most,
-                    greedy=greedy,
-                    evaluates=evaluates,
-                    may_mix=self._config.rollout.max_staleness > 0,
-                )
-        else:
-            how = {"max_new_tokens": most, "greedy": greedy, "evaluates": evaluates}
-            version, outcomes = self._rewarded(records, per_prompt, seed, seconds, how)
+        drawn, outcomes = self._episodes.run(
+            records,
+            per_prompt,
+            seed,
+            environment_seeds,
+            seconds,
+            drawing=self._drawing_samples,
+            max_new_tokens=most,
+            greedy=greedy,
+            evaluates=evaluates,
+            may_mix=self._config.rollout.max_staleness > 0,
+        )
         groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
         needs_whole = failures is None
         found: list[SlimeError] = []
@@ -353,46 +323,7 @@ class Collector:
             warnings.warn(f"{words}: {found[0].message}", stacklevel=2)
         if failures is not None:
             failures += found
-        return version, groups
-
-    def _rewarded(
-        self,
-        records: Sequence[Record],
-        per_prompt: int,
-        seed: Sequence[int],
-        seconds: Metrics,
-        how: Mapping[str, Any],
-    ) -> tuple[int, dict[tuple[int, int], Outcome]]:
-        """The weight version that sampled; each response with its scores, by place of its record and number.
-
-        Args:
-            how: arguments of `EnginePool.generate` about the sampling.
-        """
-        assert not isinstance(self._rewards, EpisodeRunner)
-        scoring = self._rewards.scoring()
-        added: list[tuple[int, int]] = []  # prompt and number of each sample; a sample may have been drawn again
-
-        def score(sample: SampledResponse) -> None:
-            added.append((sample.prompt, sample.number))
-            self._drawn_alone += 1
-            scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
-
-        with self._drawing_samples(seconds), timed(seconds, "generate"):
-            version, samples = self._engines.generate(
-                [record["prompt"] for record in records],
-                samples_per_prompt=per_prompt,
-                seed=seed,
-                **how,
-                each=score,
-                may_mix=self._config.rollout.max_staleness > 0,
-            )
-        with timed(seconds, "reward"):  # what generation did not hide
-            scores = dict(zip(added, scoring.finish(), strict=True))
-        found: dict[tuple[int, int], Outcome] = {}
-        for sample in samples:
-            outcome = scores[sample.prompt, sample.number]
-            found[sample.prompt, sample.number] = outcome if isinstance(outcome, SlimeError) else (sample, outcome)
-        return version, found
+        return drawn, groups
 
     def _environment_seed(self, purpose: Sequence[int], place: int) -> int:
         """Of the episodes of a record; the same in each evaluation."""

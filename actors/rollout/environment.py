@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.rollout.prompts import prompt_fault
-from actors.rollout.rewards import MOST, RESERVED, checked_score
-from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
 
@@ -29,6 +27,15 @@ MOST_CHARACTERS = 1_000_000
 """Of a prompt or an observation; contexts are shorter, and it travels between processes."""
 OF_EPISODES = {"reward", "turns", "ended_by_turns", "ended_by_room"}
 """Names of scores that every episode has: its reward, its responses, and whether it was ended for want of more."""
+MOST = 3e38
+"""The largest reward or score: batches hold them in float32."""
+MOST_IN_NAME = 200
+"""The most characters of a score's name."""
+RESERVED = {
+    *("response_length", "response_length_max", "prompt_length", "prompt_length_max", "truncated", "overlong_penalty"),
+    *("stage", "rounds", "groups_dropped", "baseline_reward", "reward_failures"),
+}
+"""Names under which a run logs something else of its rollouts; no score may have one of them."""
 _EXAMPLE = "my_package.environments:MyEnvironment"
 
 
@@ -142,21 +149,6 @@ def is_async(environment: type[Environment]) -> bool:
     return any(inspect.iscoroutinefunction(getattr(environment, name)) for name in ("reset", "step"))
 
 
-def check_concurrency(config: RunConfig, environment: type[Environment]) -> None:
-    """
-    Raises:
-        ConfigError: a number of coroutines is set for a class that has none.
-    """
-    settings = config.environment
-    if "concurrency" in settings.model_fields_set and not is_async(environment):
-        raise ConfigError(
-            f"environment.concurrency={settings.concurrency} is of coroutines, and {config.rollout.environment} has "
-            "none",
-            field="environment.concurrency",
-            hint="remove it and raise environment.workers, or write reset or step as a coroutine function",
-        )
-
-
 def is_token_ids(given: Any) -> bool:
     """Whether it is a list of whole numbers."""
     return isinstance(given, list | tuple) and bool(given) and all(type(one) is int and one >= 0 for one in given)
@@ -233,3 +225,21 @@ def _check_text(given: Any, what: str, *, may_be_text: bool) -> None:
         raise EnvironmentFault(
             f"{'an' if what == 'observation' else 'a'} {what} of {size:,} characters, more than {MOST_CHARACTERS:,}"
         )
+
+
+def checked_score(name: Any, value: Any) -> float | None:
+    """Returns the number to log; None where the value is no finite number, or the name is no short printable text."""
+    is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_IN_NAME
+    return finite_number(value) if is_name else None
+
+
+def finite_number(value: Any) -> float | None:
+    """Returns the value as a float, scalars of numpy and torch too; None where it is no number, or not finite."""
+    # float() would take the text "1", and an array of one number
+    if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
+        return None
+    try:
+        number = float(value)
+    except (Exception, SystemExit):  # a whole number beyond floats; an object may raise anything
+        return None
+    return number if abs(number) <= MOST else None  # NaN is not

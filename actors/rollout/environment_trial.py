@@ -1,42 +1,37 @@
-"""The user's code is tried before anything starts, on the first records.
+"""Tries the user's code on the first records before anything starts.
 
-An environment is made, and reset on the first record of each file; a reward function scores one response.
-`python -m actors.rollout.environment_trial` is the process that does it, for the user's code may hang or end it. Costs
-no ray, and torch only where the user's module or the tokenizer does.
+An environment is reset on the first record of each file, and its prompt is encoded; a reward function scores one
+response. `python -m actors.rollout.environment_trial` is the process that does it, for the user's code may hang or end
+it. It imports no ray, and torch only where the user's module or the tokenizer does.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from actors.engines.tokenizer import encode_prompt, load_tokenizer
-from actors.rollout.environment import EnvironmentFault, checked_prompt, is_token_ids, load_environment
+from actors.rollout.environment import is_token_ids
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import Record, place_of
-from actors.rollout.rewards import Response, RewardScorer, is_url, overdue
+from actors.rollout.rewards import is_url
 from actors.rollout.tokenizer import LONGEST_WAIT_S, end_with_parent, run_beside, stream_of_answer
+from actors.rollout.user_code import CodeHost, EpisodeCall, UserCode
 from actors.startup import stage
 from slimefsdp.config import RunConfig
-from slimefsdp.config.callables import failure_of
 from slimefsdp.errors import ConfigError, SlimeError
-
-_FIELD, _REWARD = "rollout.environment", "rollout.reward"
-_CORRECT = {_FIELD: "correct the environment", _REWARD: "correct the function"}
 
 
 def try_environment(config: RunConfig, prompts: Prompts) -> None:
     """Begins an episode of the first record to train on and of the first of each held-out set that is evaluated.
 
-    Nothing is done without an environment, and none on another cluster, whose nodes may have what it needs.
+    Nothing is tried without an environment, or for another cluster, whose nodes may have what the environment needs.
 
     Raises:
         ConfigError: the environment raised, did not return in time, ended its process, or returned no prompt that the
@@ -46,168 +41,113 @@ def try_environment(config: RunConfig, prompts: Prompts) -> None:
     if name is None or not config.has_rollouts or config.cluster.address is not None:
         return
     sets = prompts.heldout.values() if config.evaluation.interval_steps is not None else ()
-    first = {id(records[0]): records[0] for records in (prompts.train, *sets)}
-    records, timeout_s = list(first.values()), config.environment.timeout_s
-    asked = {
-        "name": name,
-        "arguments": dict(config.environment.arguments),
-        "records": [[dict(record), place_of(record)] for record in records],
-        "seed": config.run.seed,
-        "timeout_s": timeout_s,
-        "search_path": sys.path,
-        "model_path": str(config.model.path),
-        "template_kwargs": dict(config.data.chat_template_kwargs or {}),
-    }
-    whole_s = config.cluster.launch_timeout_s + timeout_s * len(records)
-    with stage(f"beginning {len(records)} episode{'s' * (len(records) > 1)} of {name}", is_short=True):
-        try:
-            _try(asked, whole_s, f"when an episode of {place_of(records[0])} or a later record began", _FIELD)
-        except subprocess.TimeoutExpired:
-            raise _overdue(name, place_of(records[0]), whole_s) from None
+    first = list({id(records[0]): records[0] for records in (prompts.train, *sets)}.values())
+    calls = [EpisodeCall((0, index, 0), record, config.run.seed, ()) for index, record in enumerate(first)]
+    with stage(f"beginning {len(calls)} episode{'s' * (len(calls) > 1)} of {name}", is_short=True):
+        _try(config, calls)
 
 
 def try_reward(config: RunConfig, prompts: Prompts) -> None:
-    """Has the reward function score one response to the first record: its answer, or none where it has no answer.
+    """Has the reward function score one response to the first record: its answer, or an empty text if it has none.
 
-    Nothing is done for a function of this project or a URL, where a failure is passed over
-    (rollout.reward_failure=skip), where the driver calls the function itself, and on another cluster.
+    Nothing is tried for a function of this project or a URL, where a failure only leaves out a group
+    (rollout.reward_failure=skip), where the driver calls the function itself, and for another cluster.
 
     Raises:
         ConfigError: the function raised, did not return in time, ended its process, or returned what is no reward.
     """
     settings = config.rollout
-    name, timeout_s = settings.reward, settings.reward_timeout_s
+    name = settings.reward
     if name is None or is_url(name) or name.startswith("actors.") or settings.reward_failure == "skip":
         return
     if settings.reward_workers == 0 or config.cluster.address is not None:
         return
     record = next(iter(prompts.train))
-    whole_s = config.cluster.launch_timeout_s + timeout_s
-    asked = {
-        "name": name,
-        "records": [[dict(record), place_of(record)]],
-        "timeout_s": timeout_s,
-        "search_path": sys.path,
-    }
+    answer = record.get("answer")
+    response = ("" if answer is None else str(answer).strip(), True)
     with stage(f"scoring one response with {name}", is_short=True):
-        try:
-            _try({**asked, "is_reward": True}, whole_s, f"for {place_of(record)}", _REWARD)
-        except subprocess.TimeoutExpired:
-            raise _reward_overdue(name, record, timeout_s) from None
+        _try(config, [EpisodeCall((0, 0, 0), record, config.run.seed, (response,), is_last=True)])
 
 
-def _try(asked: Mapping[str, Any], whole_s: float, when: str, field: str) -> None:
-    """Runs this module beside, for so long.
+def _try(config: RunConfig, calls: Sequence[EpisodeCall]) -> None:
+    """Has this module run the calls in a process of its own.
 
     Raises:
-        ConfigError: what it found. subprocess.TimeoutExpired: it took longer.
+        ConfigError: one of them failed.
     """
-    done = run_beside("actors.rollout.environment_trial", asked, whole_s)
+    code = UserCode.of(config)
+    asked = {
+        "code": asdict(code),
+        "calls": [
+            [call.key, dict(call.record), place_of(call.record), call.seed, call.responses, call.is_last]
+            for call in calls
+        ],
+        "search_path": sys.path,
+        "model_path": str(config.model.path),
+        "template_kwargs": dict(config.data.chat_template_kwargs or {}),
+    }
+    try:
+        whole_s = config.cluster.launch_timeout_s + code.timeout_s * len(calls)
+        done = run_beside("actors.rollout.environment_trial", asked, whole_s)
+    except subprocess.TimeoutExpired:
+        raise _as_config_error(code.overdue(calls[0], calls[0].turn)) from None
     try:
         answer = json.loads(done.stdout)
     except ValueError:  # it ended in the user's code
-        said = " ".join(done.stderr.decode(errors="replace").split())[-500:] or "nothing"
+        printed = " ".join(done.stderr.decode(errors="replace").split())[-500:] or "nothing"
+        places = " or ".join(place_of(call.record) for call in calls)
         raise ConfigError(
-            f"{asked['name']} ended its process with status {done.returncode} {when}; it printed {said}",
-            field=field,
-            hint=_CORRECT[field],
+            f"{code.name} ended its process with status {done.returncode} for {places}; it printed {printed}",
+            field=code.field,
+            hint=code.correct_it,
         ) from None
     if answer is not None:
         raise ConfigError(answer["error"], field=answer["field"], hint=answer["hint"])
 
 
-def _reward_overdue(name: str, record: Record, timeout_s: float) -> ConfigError:
-    error = overdue(name, Response(record, "", True), timeout_s)
+def try_calls(
+    code: UserCode,
+    calls: Sequence[EpisodeCall],
+    encode: Callable[[Any], object],
+    timer: Callable[[EpisodeCall], threading.Timer],
+) -> None:
+    """Runs the calls in this process and encodes the prompts that they return.
+
+    Args:
+        encode: turns a prompt into tokens.
+        timer: makes a timer that ends this process if it is not cancelled.
+
+    Raises:
+        ConfigError: as `try_environment` and `try_reward`, but for what ends this process.
+    """
+    host = CodeHost(code)
+    for call in calls:
+        late = timer(call)
+        late.start()
+        try:
+            (outcome,) = host.run([call])
+        finally:
+            late.cancel()
+        if isinstance(outcome, SlimeError):
+            raise _as_config_error(outcome) from outcome
+        if outcome.prompt is None or is_token_ids(outcome.prompt):
+            continue
+        try:
+            encode(outcome.prompt)
+        except SlimeError as error:
+            problem = f"{code.name} returned what is no context: {error.message}"
+            raise _as_config_error(code.failure(problem, call, 0, error.hint)) from error
+    host.forget(calls[0].key[0])
+
+
+def _as_config_error(error: SlimeError) -> ConfigError:
     return ConfigError(error.message, field=error.field, hint=error.hint)
 
 
-def score_first(name: str, record: Record, timed: Callable[[Record], threading.Timer]) -> None:
-    """Has a reward function score the record's answer.
-
-    Args:
-        timed: as `begin_episodes`.
-
-    Raises:
-        ConfigError: as `try_reward`, but for what ends this process.
-    """
-    answer = record.get("answer")
-    response = Response(record, "" if answer is None else str(answer).strip(), finished=True)
-    scorer = RewardScorer(name)
-    timer = timed(record)
-    timer.start()
-    (outcome,) = scorer.score([response])
-    timer.cancel()
-    if isinstance(outcome, SlimeError):
-        raise ConfigError(outcome.message, field=outcome.field, hint=outcome.hint) from outcome
-
-
-def _overdue(name: str, place: str, timeout_s: float) -> ConfigError:
-    return ConfigError(
-        f"{name} did not return within {timeout_s:g} s when an episode of {place} began",
-        field=_FIELD,
-        hint=f"{_CORRECT[_FIELD]}, or raise environment.timeout_s",
-    )
-
-
-def begin_episodes(
-    name: str,
-    arguments: Mapping[str, Any],
-    records: Sequence[Record],
-    *,
-    seed: int,
-    encode: Callable[[Any], Any],
-    timed: Callable[[Record], threading.Timer],
-) -> None:
-    """Makes an environment for each record and resets it.
-
-    Args:
-        encode: a prompt of the environment, into tokens.
-        timed: a timer that ends this process if it is not cancelled.
-
-    Raises:
-        ConfigError: as `try_environment`, but for what ends this process.
-    """
-    found = load_environment(name, arguments)
-    with asyncio.Runner() as runner:
-        for record in records:
-            timer = timed(record)
-            timer.start()
-            try:
-                prompt = runner.run(_begun(found, arguments, record, seed))
-            except Exception as error:
-                raise ConfigError(
-                    f"{failure_of(name, error)} when an episode of {place_of(record)} began",
-                    field=_FIELD,
-                    hint=_CORRECT[_FIELD],
-                ) from error
-            finally:
-                timer.cancel()
-            try:
-                checked_prompt(prompt)
-                if not is_token_ids(prompt):
-                    encode(prompt)
-            except SlimeError as error:
-                raise ConfigError(
-                    f"{name} begins an episode of {place_of(record)} with what is no context: {error.message}",
-                    field=_FIELD,
-                    hint=error.hint,
-                ) from error
-            except EnvironmentFault as fault:
-                raise ConfigError(
-                    f"{name} returned {fault} when an episode of {place_of(record)} began",
-                    field=_FIELD,
-                    hint=fault.hint,
-                ) from fault
-
-
-async def _begun(found: Any, arguments: Mapping[str, Any], record: Record, seed: int) -> Any:
-    environment = found(**deepcopy(dict(arguments)))
-    prompt = environment.reset(deepcopy(record), seed)
-    prompt = await prompt if inspect.isawaitable(prompt) else prompt
-    closed = environment.close()
-    if inspect.isawaitable(closed):
-        await closed
-    return prompt
+def _call_of(written: Sequence[Any]) -> EpisodeCall:
+    key, record, place, seed, responses, is_last = written
+    said = tuple((text, finished) for text, finished in responses)
+    return EpisodeCall(tuple(key), Record(record, place), seed, said, is_last=is_last)
 
 
 def _main() -> None:
@@ -215,18 +155,17 @@ def _main() -> None:
     stream = stream_of_answer()
     asked = json.load(sys.stdin.buffer)
     sys.path += [folder for folder in asked["search_path"] if folder not in sys.path]
-    name, timeout_s, is_reward = asked["name"], asked["timeout_s"], asked.get("is_reward", False)
+    code = UserCode(**asked["code"])
 
     def answer(error: SlimeError | None) -> None:
-        said = None if error is None else {"error": error.message, "field": error.field, "hint": error.hint}
-        os.write(stream, json.dumps(said).encode())
-        os._exit(0)  # whatever threads the environment has left
+        written = None if error is None else {"error": error.message, "field": error.field, "hint": error.hint}
+        os.write(stream, json.dumps(written).encode())
+        os._exit(0)  # whatever threads the user's code has left
 
-    def timed(record: Record) -> threading.Timer:
-        late = _reward_overdue(name, record, timeout_s) if is_reward else _overdue(name, place_of(record), timeout_s)
-        timer = threading.Timer(min(timeout_s, LONGEST_WAIT_S), answer, (late,))
-        timer.daemon = True
-        return timer
+    def timer(call: EpisodeCall) -> threading.Timer:
+        made = threading.Timer(min(code.timeout_s, LONGEST_WAIT_S), answer, (code.overdue(call, call.turn),))
+        made.daemon = True
+        return made
 
     tokenizer: list[Any] = []
 
@@ -235,12 +174,8 @@ def _main() -> None:
             tokenizer.append(load_tokenizer(asked["model_path"]))
         encode_prompt(tokenizer[0], prompt, asked["template_kwargs"])
 
-    records = [Record(fields, place) for fields, place in asked["records"]]
     try:
-        if is_reward:
-            score_first(name, records[0], timed)
-        else:
-            begin_episodes(name, asked["arguments"], records, seed=asked["seed"], encode=encode, timed=timed)
+        try_calls(code, [_call_of(one) for one in asked["calls"]], encode, timer)
     except SlimeError as error:
         answer(error)
     answer(None)

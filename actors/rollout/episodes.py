@@ -1,8 +1,8 @@
-"""Episodes: policy and environment take turns, all episodes of a step at once, until each is done or cannot go on.
+"""Runs episodes: the policy and the user's code take turns, all episodes of a step at once, until each has ended.
 
-In each turn the engines draw a response for every episode that goes on, and environments answer those that are there
-while others are still being drawn. The context of a response is the tokens of the turns before it, as they were
-sampled; what the environment said is put between them and is not trained on.
+In each turn the engines draw a response for every episode that goes on, and environments answer the first ones while
+others are still being drawn. The context of a response is the tokens of the turns before it, as they were sampled. The
+environment's own text is put between them and is not trained on. With a reward function an episode has one turn.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from actors.engines.pool import EnginePool, SampledResponse
 from actors.engines.protocol import Request
-from actors.rollout.call_workers import PendingCalls
-from actors.rollout.environment import Prompt, is_token_ids
-from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall, EpisodeKey, failed_episode
+from actors.rollout.environment import MOST, Prompt, is_token_ids
 from actors.rollout.prompt_files import most_sample_tokens
-from actors.rollout.rewards import MOST, Scores
+from actors.rollout.rewards import Scores
+from actors.rollout.user_code import Answer, EpisodeCall, EpisodeKey
+from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
 from slimefsdp.sampling.params import VersionSpan
@@ -65,10 +66,10 @@ class _Episode:
 
     def add_response(self, sample: SampledResponse) -> None:
         """What the policy has said, as it was sampled."""
-        shift, drawn = len(self.log_probs), sample.tokens[len(self.tokens) :]
-        self.tokens += drawn
+        shift, drawn = len(self.log_probs), sample.response_length
+        self.tokens = list(sample.tokens)
         self.log_probs += sample.log_probs
-        self.loss_mask += [True] * len(drawn)
+        self.loss_mask += [True] * drawn
         self.versions += [VersionSpan(version, shift + start, shift + end) for version, start, end in sample.versions]
         self.said.append((sample.text, sample.finished))
         self.transcript.append(f"[policy] {sample.text}" if self.transcript else sample.text)
@@ -96,21 +97,42 @@ class _Episode:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Counts of a run so far."""
+
+    asked: int = 0  # episodes that were asked for
+    ended: int = 0
+    responses: int = 0
+
+
 class EpisodeRunner:
     """Runs the episodes of a run's steps and evaluations.
 
     Args:
-        workers: where the environments are.
+        workers: run the reward function or the environments.
     """
 
-    def __init__(self, config: RunConfig, engines: EnginePool, workers: EnvironmentWorkers) -> None:
-        self._engines, self._workers = engines, workers
-        self._max_turns = config.environment.max_turns
-        self._own_limit = config.environment.max_tokens
-        self._limit = most_sample_tokens(config)
+    def __init__(self, config: RunConfig, engines: EnginePool, workers: UserCodeWorkers) -> None:
+        self._engines, self._workers, self._code = engines, workers, workers.code
+        self._max_turns = 1 if self._code.is_reward else config.environment.max_turns
+        # a response to be rewarded has rollout.max_new_tokens: its length was checked before the start
+        self._limits = () if self._code.is_reward else (config.environment.max_tokens, most_sample_tokens(config))
         self._calls = itertools.count()
-        self.ended = 0  # episodes, so far
-        self.responses_drawn = 0  # so far
+        self.counts = Progress()
+
+    @property
+    def done(self) -> int:
+        """Returns how many responses were drawn so far; with an environment, how many episodes have ended."""
+        return self.counts.responses if self._code.is_reward else self.counts.ended
+
+    def progress(self, before: Progress) -> str:
+        """Returns a text for people on how far the episodes are that were asked for since `before`."""
+        asked, ended = self.counts.asked - before.asked, self.counts.ended - before.ended
+        responses = self.counts.responses - before.responses
+        if not self._code.is_reward:
+            return f"{ended} of {asked} episodes have ended, {responses} responses drawn"
+        return f"{responses} of {asked} responses" + (", and rewards are awaited" if responses >= asked > 0 else "")
 
     def run(
         self,
@@ -120,148 +142,168 @@ class EpisodeRunner:
         environment_seeds: Sequence[int],
         seconds: dict[str, float],
         *,
-        max_new_tokens: int | None = None,
-        greedy: bool = False,
-        evaluates: bool = False,
+        drawing: Callable[[dict[str, float]], AbstractContextManager[None]] = lambda _: nullcontext(),
         may_mix: bool = False,
+        **sampling: Any,
     ) -> tuple[int, dict[tuple[int, int], Outcome]]:
         """Runs `per_prompt` episodes of each record to their ends.
 
         Args:
-            seed: what the draws depend on, as `EnginePool.generate`.
-            environment_seeds: one a record, which its environments are given.
-            seconds: what engines took is added here as `generate`, what they did not hide of environments as `reward`.
-            max_new_tokens: of a response; None: rollout.max_new_tokens.
-            greedy, evaluates: as `EnginePool.generate`.
+            seed: the draws depend on it, as of `EnginePool.generate`.
+            environment_seeds: one for each record, given to its environments.
+            seconds: the time of the engines is added as `generate`; as `reward`, the time of the user's code beyond it.
+            drawing: called with `seconds`; engines are asked inside of the context that it returns, which is left when
+                only rewards are still awaited.
             may_mix: new weights may come meanwhile.
+            sampling: `max_new_tokens`, `greedy` and `evaluates`, as of `EnginePool.params`.
 
         Returns:
-            The weight version that sampled, the oldest where there are several; by place of the record and number of
-            the episode what it came to, or the error of its environment.
+            The weight version that sampled, the oldest where there are several; by index of the record and number of
+            the episode its outcome, which is an error where the user's code failed.
 
         Raises:
-            As `EnginePool.generate`, and as `EnvironmentWorkers.pending`.
+            As `EnginePool.generate`, and as `UserCodeWorkers.pending`.
         """
+        self._count(asked=len(records) * per_prompt)
         while True:
             number = next(self._calls)
             episodes = [
-                _Episode((number, place, index), record, one)
-                for place, (record, one) in enumerate(zip(records, environment_seeds, strict=True))
+                _Episode((number, place, index), record, environment_seed)
+                for place, (record, environment_seed) in enumerate(zip(records, environment_seeds, strict=True))
                 for index in range(per_prompt)
             ]
             try:
-                versions = self._run(
-                    episodes,
-                    seed,
-                    seconds,
-                    {"max_new_tokens": max_new_tokens, "greedy": greedy, "evaluates": evaluates},
-                    may_mix=may_mix,
-                )
+                with ExitStack() as engines:
+                    engines.enter_context(drawing(seconds))
+                    versions = self._run(episodes, seed, seconds, sampling, engines, may_mix=may_mix)
             finally:
                 self._workers.forget(number)
             if len(versions) <= 1 or may_mix:
                 break  # else an engine was replaced between two turns, by one with newer weights
-        found: dict[tuple[int, int], Outcome] = {}
-        for one in episodes:
-            ends = {f"ended_by_{name}": float(one.end == name) for name in ("turns", "room")}
-            scores = {"reward": one.reward, **one.scores, "turns": float(len(one.said)), **ends}
-            found[one.key[1:]] = one.error or (one.sample(), scores)
-        return min(versions, default=0), found
+        outcomes: dict[tuple[int, int], Outcome] = {}
+        for episode in episodes:
+            outcomes[episode.key[1:]] = episode.error or (episode.sample(), self._scores_of(episode))
+        return min(versions, default=0), outcomes
+
+    def _scores_of(self, episode: _Episode) -> Scores:
+        scores = {"reward": episode.reward, **episode.scores}
+        if self._code.is_reward:
+            return scores
+        ends = {f"ended_by_{name}": float(episode.end == name) for name in ("turns", "room")}
+        return {**scores, "turns": float(len(episode.said)), **ends}
+
+    def _count(self, *, asked: int = 0, ended: int = 0, responses: int = 0) -> None:
+        before = self.counts
+        self.counts = Progress(before.asked + asked, before.ended + ended, before.responses + responses)
 
     def _run(
         self,
         episodes: Sequence[_Episode],
         seed: Sequence[int],
         seconds: dict[str, float],
-        how: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        engines: ExitStack,
         *,
         may_mix: bool,
     ) -> set[int]:
-        """All turns of these episodes; the versions of the weights that sampled.
+        """Runs all turns of these episodes; returns the versions of the weights that sampled.
 
         Args:
-            how: arguments of `EnginePool.params`.
+            engines: closed once no more responses will be drawn.
         """
         self._begin(episodes, seconds)
-        self.ended += sum(not one.goes_on for one in episodes)
+        self._count(ended=sum(not episode.goes_on for episode in episodes))
         versions: set[int] = set()
-        while going := [one for one in episodes if one.goes_on]:
-            requests, owners = self._requests(going, seed, how)
-            pending: PendingCalls[EpisodeCall, Answer] = self._workers.pending()
-            places: dict[int, int] = {}  # of calls, by episode; one may have been drawn, and be asked for, again
+        for turn in range(1, self._max_turns + 1):
+            going = [episode for episode in episodes if episode.goes_on]
+            if not going:
+                break
+            requests, owners = self._requests(going, seed, sampling)
+            pending = self._workers.pending()
+            places: dict[int, int] = {}  # index of the call by episode; a response may be drawn, and asked about, again
 
             def ask(
                 sample: SampledResponse, owners: Any = owners, pending: Any = pending, places: dict[int, int] = places
             ) -> None:
-                one = owners[sample.prompt, sample.number]
-                places[id(one)] = len(pending.calls)
-                self.responses_drawn += 1
-                pending.add(one.call([*one.said, (sample.text, sample.finished)], self._max_turns))
+                episode = owners[sample.prompt, sample.number]
+                places[id(episode)] = len(pending.calls)
+                self._count(responses=1)
+                pending.add(episode.call([*episode.said, (sample.text, sample.finished)], self._max_turns))
 
             began = time.perf_counter()
-            _, samples = self._engines.draw(requests, ask, may_mix=may_mix)
+            version, samples = self._engines.draw(requests, ask, may_mix=may_mix)
             drawn = time.perf_counter()
+            if turn == self._max_turns:
+                engines.close()
             outcomes = pending.finish()
+            versions.add(version)
             for sample in samples:
-                one = owners[sample.prompt, sample.number]
-                one.add_response(sample)
+                owners[sample.prompt, sample.number].add_response(sample)
                 versions.update(span.version for span in sample.versions)
-            self._answer(going, [outcomes[places[id(one)]] for one in going])
-            self.ended += sum(not one.goes_on for one in going)
+            self._answer(going, [outcomes[places[id(episode)]] for episode in going])
+            self._count(ended=sum(not episode.goes_on for episode in going))
             _add(seconds, "generate", drawn - began)
             _add(seconds, "reward", time.perf_counter() - drawn)
         return versions
 
     def _begin(self, episodes: Sequence[_Episode], seconds: dict[str, float]) -> None:
-        """Prompts of all environments, in tokens."""
+        """Gives each episode the tokens of its prompt."""
         began = time.perf_counter()
-        pending: PendingCalls[EpisodeCall, Answer] = self._workers.pending()
-        for one in episodes:
-            pending.add(one.call((), self._max_turns))
+        if self._code.is_reward:
+            records = {episode.key[1]: episode.record for episode in episodes}
+            encoded = self._engines.encode([record["prompt"] for record in records.values()])
+            tokens_of = dict(zip(records, encoded, strict=True))
+            for episode in episodes:
+                episode.tokens = list(tokens_of[episode.key[1]])
+            _add(seconds, "generate", time.perf_counter() - began)
+            return
+        pending = self._workers.pending()
+        for episode in episodes:
+            pending.add(episode.call((), self._max_turns))
         prompts: list[tuple[_Episode, Prompt]] = []
-        for one, outcome in zip(episodes, pending.finish(), strict=True):
+        for episode, outcome in zip(episodes, pending.finish(), strict=True):
             if isinstance(outcome, SlimeError):
-                one.error = outcome
+                episode.error = outcome
                 continue
             assert outcome.prompt is not None
-            one.digests.append(outcome.digest)
-            prompts.append((one, outcome.prompt))
-            if outcome.prompt != one.record["prompt"]:  # else it is known to whoever reads the episode
-                one.transcript.append(f"[prompt] {_text_of(outcome.prompt)}")
-        for one, tokens in self._encoded(self._engines.encode, prompts):
-            one.tokens = tokens
-            if self._room_of(one) < 1:
-                problem = f"{self._workers.name} returned a prompt of {len(tokens)} tokens, and there is room for "
-                one.error = self._failure(
-                    one,
-                    f"{problem}{self._most_tokens}",
-                    "shorten it, or raise what bounds environment.max_tokens",
-                )
+            episode.digests.append(outcome.digest)
+            prompts.append((episode, outcome.prompt))
+            if outcome.prompt != episode.record["prompt"]:  # else whoever reads the episode knows it
+                episode.transcript.append(f"[prompt] {_text_of(outcome.prompt)}")
+        for episode, tokens in self._encoded(self._engines.encode, prompts):
+            episode.tokens = tokens
+            if self._room_of(episode) < 1:
+                problem = f"{self._code.name} returned a prompt of {len(tokens)} tokens, and there is room for "
+                hint = "shorten it, or raise what bounds environment.max_tokens"
+                episode.error = self._failure(episode, f"{problem}{self._most_tokens}", hint)
         _add(seconds, "reward", time.perf_counter() - began)
 
     def _requests(
-        self, going: Sequence[_Episode], seed: Sequence[int], how: Mapping[str, Any]
+        self, going: Sequence[_Episode], seed: Sequence[int], sampling: Mapping[str, Any]
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
-        """What engines are asked, and whose each sample is, by request and number.
+        """Returns the requests of a turn, and the episode of each sample by index of its request and number.
 
-        In the first turn the episodes of a group are one request, with the seed that it has without an environment: one
-        of a single turn trains on the samples that a reward function would. Later turns, and groups that lost an
-        episode at the beginning, have a seed for each episode and turn.
+        In the first turn the episodes of a group are one request with one seed, so that a reward function and an
+        environment of one turn train on the same samples. Later turns, and groups that lost an episode at the
+        beginning, have a seed for each episode and turn.
         """
         shared: dict[Any, list[_Episode]] = defaultdict(list)
         for one in going:
             place = one.key[1]
-            shared[(place, *one.tokens) if not one.said else (one,)].append(one)
+            is_shared = not one.said
+            key = (place, *(() if self._code.is_reward else one.tokens)) if is_shared else (one,)
+            shared[key].append(one)
         requests: list[Request] = []
         owners: dict[tuple[int, int], _Episode] = {}
         for group in shared.values():
             _, place, number = group[0].key
             is_whole = not group[0].said and [one.key[2] for one in group] == list(range(len(group)))
             purpose = (*seed, place) if is_whole else (*seed, place, number, len(group[0].said))
-            room = self._room_of(group[0])
-            wanted = how["max_new_tokens"]
-            most = room if wanted is None else min(room, wanted)
-            params = self._engines.params(purpose, **{**how, "max_new_tokens": most})
+            most = sampling.get("max_new_tokens")
+            if not self._code.is_reward:
+                room = self._room_of(group[0])
+                most = room if most is None else min(room, most)
+            params = self._engines.params(purpose, **{**sampling, "max_new_tokens": most})
             for index, one in enumerate(group):
                 owners[len(requests), index] = one
             requests.append(Request(list(group[0].tokens), len(group), params))
@@ -280,7 +322,7 @@ class EpisodeRunner:
             one.reward += result.reward
             one.scores |= result.scores
             if abs(one.reward) > MOST:
-                problem = f"the rewards of {self._workers.name} add up to {one.reward:g}, more than {MOST:g},"
+                problem = f"the rewards of {self._code.name} add up to {one.reward:g}, more than {MOST:g},"
                 one.error = self._failure(one, problem, "scale them down")
                 continue
             if result.done:
@@ -289,6 +331,8 @@ class EpisodeRunner:
                 one.end = "turns"
             else:
                 observations.append((one, result.observation))
+        if not observations:
+            return
         said = {id(one): observation for one, observation in observations}
         for one, tokens in self._encoded(self._engines.encode_observations, observations):
             observation = said[id(one)]
@@ -309,22 +353,23 @@ class EpisodeRunner:
             if len(given) == 1:
                 one = given[0][0]
                 one.error = self._failure(
-                    one, f"{self._workers.name} returned what is no context: {error.message}", error.hint
+                    one, f"{self._code.name} returned what is no context: {error.message}", error.hint
                 )
                 return []
         middle = len(given) // 2
         return [*self._encoded(encode, given[:middle]), *self._encoded(encode, given[middle:])]
 
     def _failure(self, one: _Episode, problem: str, hint: str | None) -> SlimeError:
-        return failed_episode(problem, one.call(one.said, self._max_turns), len(one.said), hint or "correct it")
+        return self._code.failure(problem, one.call(one.said, self._max_turns), len(one.said), hint)
 
     @property
     def _most_tokens(self) -> int:
-        limits = (self._own_limit, self._limit, self._engines.max_tokens)
+        """Returns the most tokens that an episode may have."""
+        limits = (*self._limits, self._engines.max_tokens)
         return min(limit for limit in limits if limit is not None)
 
     def _room_of(self, one: _Episode) -> int:
-        """Tokens that its next response may have."""
+        """Returns the tokens that the next response of an episode may have."""
         return self._most_tokens - len(one.tokens)
 
 

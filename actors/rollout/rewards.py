@@ -1,13 +1,12 @@
-"""Rewards: the contract of a reward function, how one is found by name, and three that come with the project.
+"""Reward functions: what they are given and return, how one is loaded by its name, and three of our own.
 
 A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async; it may also return
-the reward alone, as a number. `record` is the
-prompt's JSONL object; `response` is the sampled text decoded with `skip_special_tokens=True` and stripped, so that end
-tokens and padding never take part in a comparison; `finished` is False where the response was cut before an end token.
-Every other key it returns is logged as a metric of that name.
+the reward alone, as a number. `record` is the prompt's JSONL object. `response` is the sampled text, decoded with
+`skip_special_tokens=True` and stripped, so that end tokens and padding never take part in a comparison. `finished` is
+False where the response was cut before an end token. Every other key that it returns is logged as a metric.
 
-A URL in its place is asked by POST with `{"record": ..., "response": ..., "finished": ...}`, and answers with what a
-function would return.
+Where the name is a URL, each response is sent there by POST as `{"record": ..., "response": ..., "finished": ...}`; the
+answer is what a function would return, in JSON.
 """
 
 from __future__ import annotations
@@ -19,25 +18,18 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
-from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from actors.rollout.environment import RESERVED, Environment, Prompt, StepResult, checked_score, finite_number
 from actors.rollout.prompts import place_of
 from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
 
-if TYPE_CHECKING:  # finding a reward costs no pydantic
-    from slimefsdp.config.rollout import RolloutSettings
-
 Scores = dict[str, float]
-Outcome = Scores | SlimeError  # what a reward function returned, or why it did not
 
-MOST = 3e38  # what a batch holds, in float32
-MAX_NAME = 200  # characters of what is logged under its name
 # those of this file that compare with a record's `answer`, which is looked for before a start
 READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
 _CORRECT = "correct the function"
@@ -46,152 +38,22 @@ _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is made again
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """What a reward function is given."""
-
-    record: Mapping[str, Any]
-    text: str
-    finished: bool
-
-
-class Scoring(Protocol):
-    """Responses that are scored as they come."""
-
-    def add(self, response: Response) -> None:
-        """Has one more scored; does not wait for it."""
-        ...
-
-    def finish(self) -> list[Outcome]:
-        """Waits for all; the outcomes in the order in which responses were added."""
-        ...
-
-
-class Rewards(Protocol):
-    """Whatever scores responses for a `Collector`."""
-
-    def scoring(self) -> Scoring:
-        """For the responses of one call of the engines."""
-        ...
-
-
-class ScoringAtTheEnd:
-    """Scores all responses once the last one is there.
-
-    Args:
-        score: the outcome of each response, in their order.
-    """
-
-    def __init__(self, score: Callable[[Sequence[Response]], list[Outcome]]) -> None:
-        self._score = score
-        self._responses: list[Response] = []
-
-    def add(self, response: Response) -> None:
-        """As `Scoring`."""
-        self._responses.append(response)
-
-    def finish(self) -> list[Outcome]:
-        """As `Scoring`."""
-        return self._score(self._responses)
-
-
-class RewardScorer:
-    """Calls a reward function in this process, and checks what it returns.
-
-    Args:
-        name: what `rollout.reward` is.
-        timeout_s: for each call of an async function, or for all requests about one response; a plain function cannot
-            be ended from inside its process.
-        concurrency: requests to a URL under way at once.
-
-    Raises:
-        ConfigError: as `load_reward`.
-    """
-
-    def __init__(self, name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> None:
-        self._name = name
-        self._timeout_s = timeout_s
-        self._reward = load_reward(name, timeout_s=timeout_s, concurrency=concurrency)
-        self.is_async = inspect.iscoroutinefunction(self._reward)
-        # one loop for good: clients that a module keeps belong to the loop in which they were first used
-        self._runner = asyncio.Runner() if self.is_async else None
-
-    def scoring(self) -> ScoringAtTheEnd:
-        """As `Rewards`: this process has nothing to score beside."""
-        return ScoringAtTheEnd(self.score)
-
-    def score(self, responses: Sequence[Response], until: float = math.inf) -> list[Outcome]:
-        """The outcomes of the first responses: of all, but for a plain function when the time is over.
-
-        Args:
-            until: of `time.monotonic`; the response that is scored then is the last.
-        """
-        if self._runner is not None:
-            return self._runner.run(self._all_at_once(responses))
-        outcomes: list[Outcome] = []
-        for response in responses:
-            try:
-                # what a function does to its record is nobody else's, in a process of its own as here
-                outcomes.append(self._reward(deepcopy(response.record), response.text, response.finished))
-            except SlimeError as error:
-                outcomes.append(error)
-            if time.monotonic() > until:
-                break
-        return outcomes
-
-    async def _all_at_once(self, responses: Sequence[Response]) -> list[Outcome]:
-        return await asyncio.gather(*map(self._one, responses))
-
-    async def _one(self, response: Response) -> Outcome:
-        try:
-            async with asyncio.timeout(self._timeout_s if math.isfinite(self._timeout_s) else None) as deadline:
-                scores: Scores = await self._reward(deepcopy(response.record), response.text, response.finished)
-                return scores
-        except SlimeError as error:
-            return error
-        except TimeoutError:
-            assert deadline.expired(), "any other is an error of the function, and typed"
-            return overdue(self._name, response, self._timeout_s)
-
-
-def driver_scorer(settings: RolloutSettings) -> RewardScorer:
-    """What scores where `rollout.reward_workers` is 0, and shows before a start that others can.
-
-    Raises:
-        ConfigError: as `load_reward`; or an async function or a URL is left to the driver.
-    """
-    assert settings.reward is not None
-    scorer = RewardScorer(settings.reward, timeout_s=settings.reward_timeout_s, concurrency=settings.reward_concurrency)
-    if scorer.is_async and settings.reward_workers == 0:
-        raise ConfigError(
-            f"rollout.reward_workers=0, and {settings.reward} is {'a URL' if is_url(settings.reward) else 'async'}",
-            field="rollout.reward_workers",
-            hint="set it to 1 or more: the driver waits for one response at a time",
-        )
-    return scorer
-
-
-def overdue(name: str, response: Response, timeout_s: float) -> BatchError:
-    """The outcome of a call that did not return."""
-    hint = "correct the function, or raise rollout.reward_timeout_s"
-    return failed_reward(f"{name} did not return within {timeout_s:g} s", response.record, hint)
-
-
 def failed_reward(problem: str, record: Mapping[str, Any], hint: str) -> BatchError:
-    """The outcome of a call that failed."""
+    """Returns the error of a call that failed."""
     return BatchError(f"{problem} for {place_of(record)}", field="rollout.reward", hint=hint)
 
 
 def load_reward(
     name: str, *, timeout_s: float = math.inf, concurrency: int = 1, field: str = "rollout.reward"
 ) -> Callable[..., Any]:
-    """The reward function named `module:function`, or what asks a URL; what it returns is checked at each call.
+    """Returns the reward function `module:function`, or one that asks a URL, with a check of each value it returns.
 
     The returned function is async where the named one is. It raises BatchError, naming the record, where that one
-    raises, or returns anything but a dictionary of finite numbers with `reward`.
+    raises or returns anything but a finite number, or a dictionary of finite numbers with `reward`.
 
     Args:
-        timeout_s, concurrency: as `RewardScorer`; of a URL.
+        timeout_s: seconds for all requests about one response, where the name is a URL.
+        concurrency: requests to a URL under way at once.
         field: the setting that names it.
 
     Raises:
@@ -206,8 +68,39 @@ def load_reward(
     return _checked(function, name)
 
 
+def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> type[Environment]:
+    """Returns an environment of one turn whose answer is the reward of its response.
+
+    Args:
+        timeout_s, concurrency: as `load_reward`.
+
+    Raises:
+        ConfigError: as `load_reward`.
+    """
+    reward = load_reward(name, timeout_s=timeout_s, concurrency=concurrency)
+
+    class Scored(Environment):
+        def reset(self, record: Mapping[str, Any], seed: int) -> Prompt:
+            self._record = record
+            return ""  # the policy is given the record's own prompt
+
+        def step(self, response: str, finished: bool) -> StepResult | Awaitable[StepResult]:
+            return _as_result(reward(self._record, response, finished))
+
+    class ScoredAsync(Scored):
+        async def step(self, response: str, finished: bool) -> StepResult:
+            return _as_result(await reward(self._record, response, finished))
+
+    return ScoredAsync if inspect.iscoroutinefunction(reward) else Scored
+
+
+def _as_result(scores: Scores) -> StepResult:
+    others = {name: value for name, value in scores.items() if name != "reward"}
+    return StepResult(None, scores["reward"], True, others)
+
+
 def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) -> None:
-    """It can be called with three arguments, and would take them for others."""
+    """Refuses a function with verl's argument names, which could be called and would mistake what it is given."""
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # some builtins have none
@@ -262,7 +155,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores:
-    if not isinstance(scores, dict) and (number := _finite(scores)) is not None:
+    if not isinstance(scores, dict) and (number := finite_number(scores)) is not None:
         return {"reward": number}
     if not isinstance(scores, dict) or "reward" not in scores:
         hint = "return the reward as a number, or a dictionary of numbers with the key 'reward'"
@@ -281,12 +174,12 @@ def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores
 
 
 def is_url(name: str) -> bool:
-    """Whether a `rollout.reward` is asked over HTTP."""
+    """Returns whether the name is a URL, which is asked over HTTP."""
     return name.startswith(("http://", "https://"))
 
 
 def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Awaitable[Any]]:
-    """A reward function that asks a URL, again where the server is busy or away, until `timeout_s` is over."""
+    """Returns a reward function that asks a URL, and asks again while the server is busy, for up to `timeout_s`."""
     import requests
     from requests.adapters import HTTPAdapter
 
@@ -319,31 +212,6 @@ def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
         return await asyncio.get_running_loop().run_in_executor(threads, asked, record, response, finished)
 
     return ask
-
-
-RESERVED = {
-    *("response_length", "response_length_max", "prompt_length", "prompt_length_max", "truncated", "overlong_penalty"),
-    *("stage", "rounds", "groups_dropped", "baseline_reward", "reward_failures"),
-}
-"""Names under which a run logs something else of its rollouts; no score has one of them."""
-
-
-def checked_score(name: Any, value: Any) -> float | None:
-    """The number that is logged under a name; None where it is no finite one, or the name is none or too long."""
-    is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME
-    return _finite(value) if is_name else None
-
-
-def _finite(value: Any) -> float | None:
-    """The number that a value is, numpy's and torch's scalars too; None where it is none, or not finite."""
-    # float() would take the text "1", and an array of one number
-    if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
-        return None
-    try:
-        number = float(value)
-    except (Exception, SystemExit):  # a whole number beyond floats; an object may raise anything
-        return None
-    return number if abs(number) <= MOST else None  # NaN is not
 
 
 def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Scores:

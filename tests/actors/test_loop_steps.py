@@ -17,6 +17,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
 from slimefsdp.results import SyncReport
+from tests.support.drawing import DrawsAtOnce
 
 STEPS = 6
 
@@ -25,7 +26,7 @@ def parity(record: dict[str, Any], response: str, finished: bool) -> dict[str, f
     return {"reward": float(len(response) % 2)}
 
 
-class Engines:
+class Engines(DrawsAtOnce):
     """Two tokens for every prompt, of which nothing depends on the weights."""
 
     version = -1

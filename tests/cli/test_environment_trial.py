@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import ToolUse
 from transformers import AutoTokenizer
 
 from actors.cli.main import main
 from actors.engines.tokenizer import encode_prompt
-from actors.rollout.environment_trial import begin_episodes, score_first, try_environment, try_reward
+from actors.rollout.environment_trial import try_calls, try_environment, try_reward
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import Record
+from actors.rollout.user_code import EpisodeCall, UserCode
 from slimefsdp import Environment, StepResult
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.runs import startable
+from tests.support.user_code import call_of
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,9 @@ class Timer:
 
 
 def begun(how: str, *records: Record, encode: Any = len, name: str = f"{HERE}:Begins", **arguments: Any) -> None:
-    begin_episodes(name, {"how": how} if how else arguments, records, seed=1, encode=encode, timed=lambda _: Timer())  # type: ignore[arg-type,return-value]
+    code = UserCode("rollout.environment", name, {"how": how} if how else arguments, 1, 60.0, 1)
+    calls = [EpisodeCall((0, place, 0), record, 1, ()) for place, record in enumerate(records)]
+    try_calls(code, calls, encode, lambda _: Timer())  # type: ignore[arg-type,return-value]
 
 
 def test_what_an_environment_does_wrong_at_the_beginning_is_named_with_its_record() -> None:
@@ -81,6 +84,8 @@ def test_what_an_environment_does_wrong_at_the_beginning_is_named_with_its_recor
 
 
 def test_a_chat_template_that_writes_no_tools_is_found_before_a_run_starts(example: Path) -> None:
+    from tools import ToolUse  # here, since other processes import this module too
+
     tokenizer = AutoTokenizer.from_pretrained(example / "model")
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     name = f"{ToolUse.__module__}:{ToolUse.__name__}"
@@ -120,7 +125,8 @@ def score(record: Any, response: str, finished: bool) -> Any:
 
 def test_what_a_reward_function_does_wrong_is_found_before_a_run_starts() -> None:
     def scored(**record: Any) -> None:
-        score_first(f"{HERE}:score", Record(record, "train.jsonl:1"), lambda _: Timer())  # type: ignore[arg-type,return-value]
+        call = call_of(Record(record, "train.jsonl:1"), record.get("answer", ""))
+        try_calls(UserCode("rollout.reward", f"{HERE}:score", {}, 1, 60.0, 1), [call], len, lambda _: Timer())  # type: ignore[arg-type,return-value]
 
     scored(prompt="1", answer="42")
     scored(prompt="1")
@@ -157,8 +163,8 @@ def test_a_reward_function_that_hangs_or_ends_its_process_is_found_before_a_run_
 @pytest.mark.parametrize(
     ("how", "timeout_s", "words"),
     [
-        ("waits", 1.0, "did not return within 1 s when an episode of held.jsonl:4"),
-        ("hangs", 1.0, "did not return within 1 s when an episode of held.jsonl:4"),
+        ("waits", 1.0, "did not return within 1 s at the beginning of episode 0 of held.jsonl:4"),
+        ("hangs", 1.0, "did not return within 1 s at the beginning of episode 0 of held.jsonl:4"),
         ("ends", 60.0, "ended its process with status 3"),
         ("well", 60.0, None),
     ],

@@ -18,13 +18,15 @@ from actors.rollout.collect import Collector, overlong_penalty
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record
-from actors.rollout.rewards import Outcome, Response, ScoringAtTheEnd, failed_reward
+from actors.rollout.user_code import EpisodeCall
+from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError
 from slimefsdp.results import SyncReport
 from slimefsdp.training.plan import loss_weights, plan_training
+from tests.support.drawing import DrawsAtOnce
 from tests.support.refusals import refused
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6
@@ -32,7 +34,7 @@ VERSION = 7
 Groups = list[tuple[Record, list[SampledResponse]]]
 
 
-class Engines:
+class Engines(DrawsAtOnce):
     """Draws as engines do: all follows from prompts, seed and greediness, and each call is remembered."""
 
     def __init__(self) -> None:
@@ -75,7 +77,7 @@ class Engines:
 class NoEngines:
     """Whoever asks these for samples has not used the record."""
 
-    def generate(self, *_: Any, **__: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
         raise AssertionError("an engine was asked")
 
 
@@ -369,26 +371,28 @@ def test_a_reward_or_filter_that_fails_is_named_with_record_step_and_the_way_to_
         assert evaluated.value.call == "step 5" and "heldout.jsonl:" in evaluated.value.message
 
 
-class Failing:
-    """Rewards of which some fail: of all responses to these prompts the first."""
+class Failing(UserCodeWorkers):
+    """Has some rewards fail: the first of all responses to each of these prompts."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, config: RunConfig, numbers: Sequence[int]) -> None:
+        super().__init__(config, in_driver=True)
         self.numbers = numbers
 
-    def scoring(self) -> ScoringAtTheEnd:
-        return ScoringAtTheEnd(self.score)
+    def pending(self) -> Any:
+        pending: Any = super().pending()
+        whole = pending.finish
+        pending.finish = lambda: self.with_failures(pending.calls, whole())
+        return pending
 
-    def score(self, responses: Sequence[Response]) -> list[Outcome]:
+    def with_failures(self, calls: Sequence[EpisodeCall], outcomes: Sequence[Any]) -> list[Any]:
         failed: set[int] = set()
-        outcomes: list[Outcome] = []
-        for one in responses:
-            number = one.record["number"]
+        found = list(outcomes)
+        for place, call in enumerate(calls):
+            number = call.record["number"]
             if number in self.numbers and number not in failed:
                 failed.add(number)
-                outcomes.append(failed_reward("it failed", one.record, "mend it"))
-            else:
-                outcomes.append(last_token(Record(one.record, ""), one.text, one.finished))
-        return outcomes
+                found[place] = self.code.failure("it failed", call, 1)
+        return found
 
 
 def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: Any) -> None:
@@ -396,7 +400,7 @@ def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: 
     drawn = drawn_by_hand(config, [(3, 1, 5)])
     lost = [drawn[1][0]["number"], drawn[2][0]["number"]]
     left = [group for group in drawn if group[0]["number"] not in lost]
-    collector = Collector(config, Engines(), rewards=Failing(lost))  # type: ignore[arg-type]
+    collector = Collector(config, Engines(), rewards=Failing(config, lost))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=f"train.jsonl:{lost[0] + 1}$"):
         batch, metrics = collector.collect(5, VERSION, {})
     assert_holds(batch, left)
@@ -413,7 +417,7 @@ def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: 
     assert_holds(whole, drawn)
     assert metrics["rollout/reward_failures"] == 0
     with pytest.raises(BatchError) as caught:
-        Collector(make(), Engines(), rewards=Failing(lost)).collect(5, VERSION, {})  # type: ignore[arg-type]
+        Collector(make(), Engines(), rewards=Failing(make(), lost)).collect(5, VERSION, {})  # type: ignore[arg-type]
     assert caught.value.message.endswith(f"train.jsonl:{lost[0] + 1}") and caught.value.call == "step 6"
 
 
@@ -423,7 +427,7 @@ def test_steps_in_which_every_group_failed_train_nothing_and_several_in_a_row_en
 ) -> None:
     rollout = {"reward_failure": "skip", "max_failed_steps": 2} | ({} if "advantage" in sections else sections)
     config = make(rollout=rollout, **({"advantage": sections["advantage"]} if "advantage" in sections else {}))
-    rewards = Failing(range(NUM_PROMPTS))
+    rewards = Failing(config, range(NUM_PROMPTS))
     collector = Collector(config, Engines(), rewards=rewards)  # type: ignore[arg-type]
 
     def collected(step: int) -> Any:
@@ -449,11 +453,11 @@ def test_a_greedy_response_whose_reward_failed_takes_its_group_along(make: Any) 
     class FailingLater(Failing):
         calls = 0
 
-        def score(self, responses: Sequence[Response]) -> list[Outcome]:
+        def with_failures(self, calls: Sequence[EpisodeCall], outcomes: Sequence[Any]) -> list[Any]:
             self.calls += 1
-            return super().score(responses) if self.calls == 2 else Failing([]).score(responses)
+            return super().with_failures(calls, outcomes) if self.calls == 2 else list(outcomes)
 
-    rewards = FailingLater([drawn[0][0]["number"]])
+    rewards = FailingLater(config, [drawn[0][0]["number"]])
     with pytest.warns(UserWarning):
         batch, _ = Collector(config, Engines(), rewards=rewards).collect(0, VERSION, {})  # type: ignore[arg-type]
     assert_holds(batch, drawn[1:])

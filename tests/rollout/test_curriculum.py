@@ -18,6 +18,7 @@ from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import LengthLimits
+from tests.support.drawing import DrawsAtOnce
 
 LONGEST, PROMPTS_PER_STEP, VERSION = 8, 3, 1
 LENGTHS = [2, 9, 4, 2, 7, 4, 2, 9, 4, 2]  # tokens of each prompt
@@ -28,7 +29,7 @@ STAGES = [
 ]
 
 
-class Engines:
+class Engines(DrawsAtOnce):
     """Responses as long as they may be; each call is remembered."""
 
     def __init__(self) -> None:

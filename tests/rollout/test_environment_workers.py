@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from actors.rollout.environment import MOST_CHARACTERS, check_concurrency, load_environment
-from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall
+from actors.rollout.environment import MOST_CHARACTERS, load_environment
 from actors.rollout.prompts import Record
+from actors.rollout.user_code import Answer, EpisodeCall, checked_code
+from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import Environment, StepResult
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
 from tests.support.refusals import refused
@@ -107,11 +108,11 @@ class Forgetful(Counting):
 
 @pytest.fixture
 def launch(cluster: None, make_config: Any) -> Iterator[Any]:
-    started: list[EnvironmentWorkers] = []
+    started: list[UserCodeWorkers] = []
 
-    def workers(name: str = "Counting", **settings: Any) -> EnvironmentWorkers:
+    def workers(name: str = "Counting", **settings: Any) -> UserCodeWorkers:
         config = make_config(rollout={"environment": f"{HERE}:{name}"}, environment=settings)
-        started.append(EnvironmentWorkers.launch(config))
+        started.append(UserCodeWorkers.launch(config))
         return started[-1]
 
     yield workers
@@ -126,7 +127,7 @@ def _record(place: int, more: dict[str, Any]) -> Record:
 class Played:
     """Episodes that go on side by side, as a driver has them go on."""
 
-    def __init__(self, workers: EnvironmentWorkers, count: int, call: int = 0, **record: Any) -> None:
+    def __init__(self, workers: UserCodeWorkers, count: int, call: int = 0, **record: Any) -> None:
         self._workers = workers
         self.episodes = [EpisodeCall((call, place, 0), _record(place, record), place, (), ()) for place in range(count)]
         self.outcomes: list[Any] = self._run(self.episodes)
@@ -165,7 +166,7 @@ def test_episodes_are_answered_by_environments_of_their_own(launch: Any, name: s
 
 @pytest.mark.default_tier  # what it starts are two processes without torch
 def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as_they_were(launch: Any) -> None:
-    workers = launch(workers=2, timeout_s=2.0)
+    workers = launch(workers=2, timeout_s=1.0)
     before = {one.result.observation for one in Played(workers, 9).say(*["pid"] * 9)}
     told = ["a", "raise", "b", "hang", "c", "exit", "d", "e", "f"]
     played = Played(workers, 9, call=1)
@@ -178,7 +179,7 @@ def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as
         else:
             assert outcome.result.observation == f"2 {['abcdefghi'[place], text]} True", "repeated up to there"
     assert "the world is full" in outcomes[1].message
-    assert "2 s" in outcomes[3].message and "ended its process" in outcomes[5].message
+    assert "1 s" in outcomes[3].message and "ended its process" in outcomes[5].message
     after = {one.result.observation for one in Played(workers, 2, call=2).say("pid", "pid")}
     assert len(before & after) == len(after - before) == 1, "the other process is as it was"
 
@@ -246,10 +247,10 @@ def test_a_number_of_coroutines_is_refused_where_there_are_none(make_config: Any
         config = make_config(rollout=rollout, environment={"concurrency": 7})
         if name == "Counting":
             with refused(ConfigError, "environment.concurrency", "has none"):
-                check_concurrency(config, Counting)
+                checked_code(config)
         else:
-            check_concurrency(config, CountingLater)
-        check_concurrency(make_config(rollout=rollout), Counting)
+            checked_code(config)
+        checked_code(make_config(rollout=rollout))
 
 
 @pytest.mark.parametrize("name", ["Counting", "CountingLater"])

@@ -10,8 +10,8 @@ import pytest
 
 from actors.engines.pool import SampledResponse
 from actors.engines.protocol import Request
-from actors.rollout.environment_workers import EnvironmentHost
 from actors.rollout.episodes import EpisodeRunner
+from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import Environment, StepResult
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import BatchError, ConfigError
@@ -55,7 +55,7 @@ class Engines:
         return found
 
     def params(
-        self, seed: Sequence[int], *, greedy: bool, max_new_tokens: int, evaluates: bool = False
+        self, seed: Sequence[int], *, greedy: bool = False, max_new_tokens: int, evaluates: bool = False
     ) -> SamplingParams:
         return SamplingParams(max_new_tokens=min(4, max_new_tokens), seed=tuple(seed), greedy=greedy)
 
@@ -81,32 +81,6 @@ class Engines:
         return version, found
 
 
-class Workers:
-    """Environments in this process."""
-
-    def __init__(self, config: Any) -> None:
-        self.name = config.rollout.environment
-        self._host = EnvironmentHost(self.name, config.environment.arguments, 60.0)
-
-    def pending(self) -> Any:
-        return Pending(self._host)
-
-    def forget(self, number: int) -> None:
-        self._host.forget(number)
-
-
-class Pending:
-    def __init__(self, host: EnvironmentHost) -> None:
-        self._host = host
-        self.calls: list[Any] = []
-
-    def add(self, call: Any) -> None:
-        self.calls.append(call)
-
-    def finish(self) -> list[Any]:
-        return [self._host.run([call])[0] for call in self.calls]
-
-
 def runner(engines: Engines, tiny: Any, arguments: dict[str, Any] | None = None, **environment: Any) -> EpisodeRunner:
     config = config_from_dict(
         {
@@ -117,7 +91,7 @@ def runner(engines: Engines, tiny: Any, arguments: dict[str, Any] | None = None,
             "environment": {"arguments": arguments or {}, **environment},
         }
     )
-    return EpisodeRunner(config, engines, Workers(config))  # type: ignore[arg-type]
+    return EpisodeRunner(config, engines, UserCodeWorkers(config, in_driver=True))  # type: ignore[arg-type]
 
 
 def played(one: EpisodeRunner, **options: Any) -> dict[tuple[int, int], Any]:

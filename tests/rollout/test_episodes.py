@@ -12,10 +12,10 @@ import pytest
 from actors.engines.pool import EnginePool
 from actors.engines.tokenizer import load_tokenizer
 from actors.rollout.collect import Collector
-from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import PromptStream, Record
+from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import Environment, StepResult
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -98,7 +98,7 @@ def ranks_of_two(cluster: None, make_config: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def collector(pool: EnginePool, make_config: Any) -> Iterator[Any]:
-    started: list[EnvironmentWorkers] = []
+    started: list[UserCodeWorkers] = []
 
     def make(name: str, rollout: dict[str, Any] | None = None, **environment: Any) -> tuple[RunConfig, Collector]:
         is_environment = name != "letters"
@@ -111,7 +111,7 @@ def collector(pool: EnginePool, make_config: Any) -> Iterator[Any]:
             evaluation={"interval_steps": 1, "save_samples": False},
         )  # fmt: skip
         if is_environment:
-            started.append(EnvironmentWorkers.launch(config))
+            started.append(UserCodeWorkers.launch(config))
         prompts = Prompts(RECORDS, {"": RECORDS[:4]})
         return config, Collector(config, pool, None, prompts, started[-1] if is_environment else None)
 

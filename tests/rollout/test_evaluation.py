@@ -18,11 +18,12 @@ from actors.rollout.evaluation import Evaluator, pass_probability, share_of, sol
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
 from slimefsdp.config import config_from_dict
+from tests.support.drawing import DrawsAtOnce
 
 LONGEST = 6
 
 
-class Engines:
+class Engines(DrawsAtOnce):
     """Draws as engines do: a response follows from its prompt, its place, the seed and greediness."""
 
     def __init__(self) -> None:

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.prompts import Record
-from actors.rollout.rewards import Response, RewardScorer, exact_match, final_number, load_reward, sorted_digits
+from actors.rollout.rewards import exact_match, final_number, load_reward, sorted_digits
 from slimefsdp.errors import BatchError, ConfigError
 from tests.support.refusals import refused
+from tests.support.user_code import call_of, calls_of, reward_host, scores_of
 
 digits = st.text("0123456789", min_size=1, max_size=7)
 
@@ -231,15 +232,15 @@ def test_async_calls_overlap_and_one_that_does_not_return_costs_itself(user_modu
         "    inside -= 1\n"
         "    return {'reward': record['number'], 'most': most}\n"
     )
-    scorer = RewardScorer(f"{name}:f", timeout_s=2.0)
+    host = reward_host(f"{name}:f", timeout_s=2.0)
     texts = ["", "wait", "", "fail", ""]
-    asked = [Response(Record({"number": n}, f"train.jsonl:{n}"), text, True) for n, text in enumerate(texts)]
-    outcomes = scorer.score(asked)
+    asked = calls_of(*texts)
+    outcomes = scores_of(host.run(asked))
     assert [outcomes[n] for n in (0, 2, 4)] == [{"reward": n, "most": 5} for n in (0, 2, 4)]
     for number, word in ((1, "2 s"), (3, "of its own")):
         assert isinstance(outcomes[number], BatchError) and word in outcomes[number].message
         assert f"train.jsonl:{number}" in outcomes[number].message
-    assert scorer.is_async and scorer.score(asked[:1])[0]["reward"] == 0, "the loop goes on"
+    assert scores_of(host.run(asked[:1]))[0]["reward"] == 0, "the loop goes on"
 
 
 @pytest.fixture
@@ -272,13 +273,13 @@ def judge():
 def test_a_url_is_asked_until_it_answers_and_answers_with_numbers(judge):
     url, requests = judge
     texts = ["right", "refuse", "babble", "wrong"]
-    asked = [Response(Record({"prompt": "p", "number": n}, f"train.jsonl:{n}"), t, n > 1) for n, t in enumerate(texts)]
-    outcomes = RewardScorer(url, timeout_s=60, concurrency=4).score(asked)
+    asked = calls_of(*texts)
+    outcomes = scores_of(reward_host(url, concurrency=4).run(asked))
     assert [outcomes[0], outcomes[3]] == [{"reward": 0.0}, {"reward": 3.0}]
     for number, word in ((1, "400"), (2, "JSON")):
         assert isinstance(outcomes[number], BatchError) and outcomes[number].field == "rollout.reward"
         assert f"train.jsonl:{number}" in outcomes[number].message and word in outcomes[number].message
-    wanted = [{"record": dict(one.record), "response": one.text, "finished": one.finished} for one in asked]
+    wanted = [{"record": dict(one.record), "response": one.responses[0][0], "finished": True} for one in asked]
     assert len(requests) == 8 and all(requests.count(one) == 2 for one in wanted)
 
 
@@ -286,16 +287,16 @@ def test_a_url_that_nobody_answers_at_is_an_error_within_the_time():
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     url = f"http://127.0.0.1:{server.server_port}/"
     server.server_close()
-    (outcome,) = RewardScorer(url, timeout_s=1).score([Response({"prompt": "p"}, "r", True)])
+    (outcome,) = reward_host(url, timeout_s=1).run([call_of({"prompt": "p"}, "r")])
     assert isinstance(outcome, BatchError) and outcome.field == "rollout.reward" and "'p'" in outcome.message
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_what_a_reward_does_to_its_record_is_nobody_elses(user_module, prefix: str) -> None:
     body = "def reward(record, response, finished):\n    record.clear()\n    return {'reward': 1.0}\n"
-    scorer = RewardScorer(f"{user_module(prefix + body)}:reward")
     record: Record = {"prompt": "a", "answer": "b"}
-    assert scorer.score([Response(record, "", True)]) == [{"reward": 1.0}]
+    outcomes = reward_host(f"{user_module(prefix + body)}:reward").run([call_of(record, "")])
+    assert scores_of(outcomes) == [{"reward": 1.0}]
     assert record == {"prompt": "a", "answer": "b"}
 
 
@@ -308,5 +309,14 @@ def test_an_interrupt_passes_a_function_through(user_module):
 @pytest.mark.parametrize("form", ["def", "async def"])
 def test_a_function_that_was_cancelled_is_an_error_of_its_own(user_module, form):
     name = user_module(f"import asyncio\n{form} f(record, response, finished):\n    raise asyncio.CancelledError\n")
-    (outcome,) = RewardScorer(f"{name}:f").score([Response({"prompt": "p"}, "r", True)])
+    (outcome,) = reward_host(f"{name}:f").run([call_of({"prompt": "p"}, "r")])
     assert isinstance(outcome, BatchError) and outcome.field == "rollout.reward" and "'p'" in outcome.message
+
+
+def test_a_plain_function_may_start_an_event_loop_of_its_own(user_module):
+    name = user_module(
+        "import asyncio\n"
+        "async def later():\n    return 0.5\n"
+        "def f(record, response, finished):\n    return asyncio.run(later())\n"
+    )
+    assert scores_of(reward_host(f"{name}:f").run(calls_of("a", "b"))) == [{"reward": 0.5}] * 2

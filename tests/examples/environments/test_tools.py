@@ -16,8 +16,9 @@ from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.rollout.environment import checked_prompt, checked_result, load_environment
-from actors.rollout.environment_workers import EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record
+from actors.rollout.user_code import EpisodeCall
+from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import StepResult
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
@@ -237,9 +238,9 @@ def test_a_reward_that_is_none_is_refused() -> None:
 
 
 @pytest.fixture
-def workers(cluster: None, make_config: Any) -> Iterator[EnvironmentWorkers]:
+def workers(cluster: None, make_config: Any) -> Iterator[UserCodeWorkers]:
     arguments = {"tools": ["calculator", "python"], "python": {"timeout_s": 30.0, "cpu_s": 2}}
-    found = EnvironmentWorkers.launch(
+    found = UserCodeWorkers.launch(
         make_config(
             rollout={"environment": "examples/environments/tools.py:ToolUse"},
             environment={"workers": 2, "arguments": arguments},
@@ -249,7 +250,7 @@ def workers(cluster: None, make_config: Any) -> Iterator[EnvironmentWorkers]:
     found.shutdown()
 
 
-def test_episodes_in_their_processes_run_tools_at_once(workers: EnvironmentWorkers) -> None:
+def test_episodes_in_their_processes_run_tools_at_once(workers: UserCodeWorkers) -> None:
     says = [
         [call_of("python", {"code": f"print({number} * 2)"}) for number in range(4)],
         ["<tool_call>oh</tool_call>", call_of("python", {"code": "while True: pass"}), sums("20 + 1"), "6"],

@@ -1,0 +1,374 @@
+"""The user's code that answers the policy, an environment or a reward function, and a host that runs it.
+
+A reward function is run as an environment of one turn: the episode begins with the record's prompt, and the answer to
+its only response is the reward. Importing this file costs no torch and no ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import inspect
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from actors.rollout.environment import (
+    Environment,
+    EnvironmentFault,
+    Prompt,
+    StepResult,
+    checked_prompt,
+    checked_result,
+    is_async,
+    load_environment,
+)
+from actors.rollout.prompts import place_of
+from actors.rollout.rewards import is_url, reward_environment
+from slimefsdp.config import RunConfig
+from slimefsdp.config.callables import failure_of
+from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
+
+# Plain code answers one call after another until so many seconds have passed; then the host returns what it has. Short
+# enough that all processes end a step together, long enough that cheap code does not send one message a call.
+TURN_S = 0.2
+_CLOSE_S = 10.0  # the most that close() has
+
+EpisodeKey = tuple[int, int, int]
+"""The driver's call that the episode belongs to, the index of its record in that call, and its number in the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeCall:
+    """Asks for the prompt of an episode, or for the answer to the last of its responses."""
+
+    key: EpisodeKey
+    record: Mapping[str, Any]
+    seed: int
+    responses: tuple[tuple[str, bool], ...]  # the texts so far, and whether each ended by itself
+    digests: tuple[str, ...] = ()  # of the answers so far: to each response but the last, and the prompt
+    is_last: bool = False  # whether the episode is over after this answer in any case
+
+    @property
+    def turn(self) -> int:
+        """Returns 0 where the prompt is asked for, n for the answer to the nth response."""
+        return len(self.responses)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an environment returned: `prompt` at the beginning of an episode, `result` later."""
+
+    digest: str
+    prompt: Prompt | None = None
+    result: StepResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """Names the environment or the reward function of a run, and says how it is run.
+
+    Args:
+        field: the setting that names the code.
+        arguments: keyword arguments of the environment's class.
+        workers: number of processes that run the code; 0: the driver runs it itself.
+        timeout_s: seconds for each answer.
+        concurrency: answers that one process works on at once, where the code is asynchronous.
+    """
+
+    field: Literal["rollout.environment", "rollout.reward"]
+    name: str
+    arguments: Mapping[str, Any]
+    workers: int
+    timeout_s: float
+    concurrency: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> UserCode:
+        """Returns the code that the settings name."""
+        rollout, environment = config.rollout, config.environment
+        if rollout.environment is not None:
+            return cls(
+                "rollout.environment", rollout.environment, environment.arguments,
+                environment.workers, environment.timeout_s, environment.concurrency,
+            )  # fmt: skip
+        assert rollout.reward is not None
+        return cls(
+            "rollout.reward", rollout.reward, {},
+            rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_concurrency,
+        )  # fmt: skip
+
+    @property
+    def is_reward(self) -> bool:
+        """Returns whether the code is a reward function, which has one turn and keeps nothing between responses."""
+        return self.field == "rollout.reward"
+
+    @property
+    def setting(self) -> str:
+        """Returns the setting that says how many processes run the code."""
+        return "rollout.reward_workers" if self.is_reward else "environment.workers"
+
+    @property
+    def correct_it(self) -> str:
+        """Returns the hint for an error of the code itself."""
+        return "correct the function" if self.is_reward else "correct the environment"
+
+    def load(self) -> type[Environment]:
+        """Imports the code and returns the environment's class; for a reward function, a class that calls it.
+
+        Raises:
+            ConfigError: as `load_environment` and `load_reward`.
+        """
+        if self.is_reward:
+            return reward_environment(self.name, timeout_s=self.timeout_s, concurrency=self.concurrency)
+        return load_environment(self.name, self.arguments)
+
+    def close_s(self, environment: type[Environment]) -> float:
+        """Returns the seconds that `close` has at the end of an episode, before its last answer is returned."""
+        return 0.0 if environment.close is Environment.close else min(self.timeout_s, _CLOSE_S)
+
+    def failure(self, problem: str, call: EpisodeCall, turn: int, hint: str | None = None) -> BatchError:
+        """Returns the error that a call comes to.
+
+        Args:
+            turn: the turn that failed; 0 is the beginning of the episode.
+        """
+        when = f"in turn {turn}" if turn else "at the beginning"
+        where = "for" if self.is_reward else f"{when} of episode {call.key[2]} of"
+        return BatchError(f"{problem} {where} {place_of(call.record)}", field=self.field, hint=hint or self.correct_it)
+
+    def overdue(self, call: EpisodeCall, turn: int, what: str = "") -> BatchError:
+        """Returns the error of a call that did not return in time."""
+        setting = "rollout.reward_timeout_s" if self.is_reward else "environment.timeout_s"
+        problem = f"{self.name}{what} did not return within {self.timeout_s:g} s"
+        return self.failure(problem, call, turn, f"{self.correct_it}, or raise {setting}")
+
+
+def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
+    """Imports the code that the settings name and checks that they fit it; returns both.
+
+    Raises:
+        ConfigError: as `UserCode.load`; the driver is to run asynchronous code or to ask a URL; a number of coroutines
+            is set for an environment without coroutines.
+    """
+    code = UserCode.of(config)
+    environment = code.load()
+    if is_async(environment) and code.workers == 0:
+        raise ConfigError(
+            f"{code.setting}=0, and {code.name} is {'a URL' if is_url(code.name) else 'async'}",
+            field=code.setting,
+            hint="set it to 1 or more: the driver waits for one response at a time",
+        )
+    if not code.is_reward and "concurrency" in config.environment.model_fields_set and not is_async(environment):
+        raise ConfigError(
+            f"environment.concurrency={code.concurrency} is the number of coroutines, and {code.name} has none",
+            field="environment.concurrency",
+            hint="remove it and raise environment.workers, or write reset or step as a coroutine function",
+        )
+    return code, environment
+
+
+@dataclass(slots=True)
+class _Episode:
+    """An episode in the process that runs its environment."""
+
+    environment: Environment
+    responses: list[tuple[str, bool]] = field(default_factory=list)  # those that the environment was given
+
+
+class CodeHost:
+    """Runs the user's code in this process.
+
+    Asynchronous code runs in one event loop for the life of the host, since clients that a module keeps belong to the
+    loop in which they were first used. Plain code runs outside of any loop, so that it may start one itself.
+    """
+
+    def __init__(self, code: UserCode) -> None:
+        self._code = code
+        self._class = code.load()
+        self._is_async = is_async(self._class)
+        self._runner = asyncio.Runner()
+        self._episodes: dict[EpisodeKey, _Episode] = {}
+
+    def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
+        """Returns the outcomes of the first calls: as many as fit into a turn, all if the code is asynchronous."""
+        if self._is_async:
+            return self._runner.run(self._all_at_once(calls))
+        outcomes: list[Answer | SlimeError] = []
+        until = time.monotonic() + TURN_S
+        for call in calls:
+            outcomes.append(_run_plain(self._outcome(call)))
+            if time.monotonic() > until:
+                break
+        return outcomes
+
+    def forget(self, number: int) -> None:
+        """Closes the environments that are left of one call of the driver."""
+        for key in [key for key in self._episodes if key[0] == number]:
+            closing = self._close(key)
+            self._runner.run(closing) if self._is_async else _run_plain(closing)
+
+    async def _all_at_once(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
+        last: dict[EpisodeKey, asyncio.Task[Answer | SlimeError]] = {}
+        tasks = []
+        for call in calls:  # a response that was drawn a second time is asked about again: one after the other
+            task = asyncio.create_task(self._outcome(call, after=last.get(call.key)))
+            last[call.key] = task
+            tasks.append(task)
+        return await asyncio.gather(*tasks)
+
+    async def _outcome(self, call: EpisodeCall, after: asyncio.Task[Any] | None = None) -> Answer | SlimeError:
+        if after is not None:
+            await asyncio.wait([after])
+        try:
+            answer = await self._answer(call)
+        except SlimeError as error:
+            await self._close(call.key)
+            return error
+        if call.is_last or (answer.result is not None and answer.result.done):
+            await self._close(call.key)
+        return answer
+
+    async def _answer(self, call: EpisodeCall) -> Answer:
+        """Returns the answer to the last response, after all turns that this process has not seen.
+
+        Raises:
+            BatchError: the code raised, did not return in time or returned what cannot be used; or the environment was
+                made a second time and did not answer as it had before.
+        """
+        episode = self._episodes.get(call.key)
+        if episode is None or list(call.responses[:-1]) != episode.responses:
+            await self._close(call.key)
+            environment = await self._returned(call, 0, self._class, **deepcopy(dict(self._code.arguments)))
+            episode = self._episodes[call.key] = _Episode(environment)
+            prompt = await self._returned(call, 0, environment.reset, deepcopy(call.record), call.seed)
+            if not self._code.is_reward:
+                answer = self._checked(call, 0, functools.partial(_answer_of_prompt, prompt))
+        for turn in range(len(episode.responses) + 1, call.turn + 1):
+            text, finished = call.responses[turn - 1]
+            result = await self._returned(call, turn, episode.environment.step, text, finished)
+            episode.responses.append((text, finished))
+            answer = self._checked(call, turn, functools.partial(_answer_of_result, result, self._code.is_reward))
+        return answer
+
+    def _checked(self, call: EpisodeCall, turn: int, make: Callable[[], Answer]) -> Answer:
+        """Returns the answer, if it can be used and equals the one that was given to this turn before, if any was."""
+        try:
+            answer = make()
+        except EnvironmentFault as fault:
+            raise self._code.failure(f"{self._code.name} returned {fault}", call, turn, fault.hint) from fault
+        if turn < len(call.digests) and answer.digest != call.digests[turn]:
+            raise self._code.failure(
+                f"{self._code.name}, made again after its process was lost, did not answer as it had before",
+                call, turn, "have its answers follow from record, seed and responses alone",
+            )  # fmt: skip
+        return answer
+
+    async def _returned(
+        self, call: EpisodeCall, turn: int, function: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        """Calls a function of the user's code and returns its value; asynchronous code has a deadline here."""
+        code = self._code
+        deadline = _deadline(code.timeout_s) if self._is_async else None
+        try:
+            async with deadline or nullcontext():
+                return await self._awaited(function(*args, **named))
+        except BaseException as error:  # the user's code may raise anything
+            if deadline is not None and isinstance(error, TimeoutError) and deadline.expired():
+                raise code.overdue(call, turn) from None
+            if isinstance(error, KeyboardInterrupt) or self._is_cancelled(error):
+                raise
+            if isinstance(error, SlimeError):
+                if code.is_reward:
+                    raise
+                raise code.failure(f"{code.name}: {error.message}", call, turn, error.hint) from error
+            raise code.failure(failure_of(code.name, error), call, turn) from error
+
+    async def _awaited(self, value: Any) -> Any:
+        """Returns the value that the user's code returned, awaited if it is awaitable."""
+        if not inspect.isawaitable(value):
+            return value
+        return await value if self._is_async else self._runner.run(_coroutine_of(value))
+
+    async def _close(self, key: EpisodeKey) -> None:
+        """Closes an environment; whatever goes wrong there is only printed, since nothing depends on it."""
+        episode = self._episodes.pop(key, None)
+        if episode is None:
+            return
+        try:
+            async with _deadline(self._code.close_s(self._class)) if self._is_async else nullcontext():
+                await self._awaited(episode.environment.close())
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or self._is_cancelled(error):
+                raise
+            print(failure_of(self._code.name, error), file=sys.stderr, flush=True)
+
+    def _is_cancelled(self, error: BaseException) -> bool:
+        """Returns whether the host's own task was cancelled, and not something that the user's code awaited."""
+        if not (self._is_async and isinstance(error, asyncio.CancelledError)):
+            return False
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+
+class CallsHere:
+    """Answers calls in this process, once the last of them was added; see `PendingCalls`."""
+
+    def __init__(self, host: CodeHost) -> None:
+        self._host = host
+        self.calls: list[EpisodeCall] = []
+
+    def add(self, call: EpisodeCall) -> None:
+        """Adds a call."""
+        self.calls.append(call)
+
+    def finish(self) -> list[Answer | SlimeError]:
+        """Returns the outcomes in the order of the calls."""
+        outcomes: list[Answer | SlimeError] = []
+        while len(outcomes) < len(self.calls):
+            outcomes += self._host.run(self.calls[len(outcomes) :])
+        return outcomes
+
+
+def _run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine that awaits nothing, without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it awaits something")
+
+
+async def _coroutine_of(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _deadline(seconds: float) -> asyncio.Timeout:
+    return asyncio.timeout(seconds if math.isfinite(seconds) else None)
+
+
+def _answer_of_prompt(given: Any) -> Answer:
+    prompt = checked_prompt(given)
+    return Answer(_digest_of(prompt), prompt=prompt)
+
+
+def _answer_of_result(given: Any, is_reward: bool) -> Answer:
+    if is_reward:  # checked already, and never repeated
+        return Answer("", result=given)
+    result = checked_result(given)
+    return Answer(_digest_of([result.observation, result.reward, result.done, dict(result.scores)]), result=result)
+
+
+def _digest_of(returned: Any) -> str:
+    try:
+        text = json.dumps(returned, sort_keys=True, default=repr)
+    except (TypeError, ValueError) as error:  # keys that are no text, or an object that contains itself
+        raise EnvironmentFault(f"{short_repr(returned)}, which is no JSON: {error}") from error
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,327 @@
+"""Processes that run the user's code, each call with a deadline: one that hangs or ends costs its own call alone.
+
+A call holds everything that was said in its episode so far. The process that has the episode's environment is asked
+for the next answer; where that process was lost, another one makes the environment again and repeats the episode.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
+
+from actors.cluster.ray_errors import end_processes, require_cluster
+from actors.rollout.environment import is_async
+from actors.rollout.user_code import (
+    TURN_S,
+    Answer,
+    CallsHere,
+    CodeHost,
+    EpisodeCall,
+    EpisodeKey,
+    UserCode,
+    checked_code,
+)
+from actors.startup import answered, stage
+from actors.workers.futures import SLICE_S
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ResourceError, SlimeError, StateError, portable
+
+_GET_S = 10.0  # for an answer that Ray says is here
+_LATE_S = 2.0  # for the answer itself, on a busy machine
+
+
+class UserCodeWorker:
+    """One process that runs the user's code; a Ray actor.
+
+    Args:
+        search_path: the driver's sys.path, on which it found the code.
+    """
+
+    def __init__(self, code: UserCode, search_path: Sequence[str]) -> None:
+        sys.path += [folder for folder in search_path if folder not in sys.path]
+        # not the actor itself: a class with coroutines would be another kind of actor
+        self._host = CodeHost(code)
+
+    def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
+        """Calls `CodeHost.run`."""
+        outcomes = self._host.run(calls)
+        return [portable(one) if isinstance(one, SlimeError) else one for one in outcomes]  # type: ignore[misc]
+
+    def forget(self, number: int) -> None:
+        """Calls `CodeHost.forget`."""
+        self._host.forget(number)
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What the driver knows of one process."""
+
+    index: int
+    actor: Any
+    ref: Any  # of what the process is doing: starting, or running calls; None: nothing
+    places: list[int] = field(default_factory=list)  # the indices of the calls that it was given
+    pending: Any = None  # the `PendingCalls` that these indices belong to
+    began: float = field(default_factory=time.monotonic)
+
+
+class UserCodeWorkers:
+    """Runs the user's code of a run in processes that are replaced where they hang or end, or in the driver itself.
+
+    Args:
+        config: names the environment or the reward function; the driver runs it if `rollout.reward_workers` is 0.
+        in_driver: the driver runs it whatever the settings say.
+
+    Raises:
+        ConfigError: as `checked_code`, so that a wrong name is one error and not one of each process.
+    """
+
+    def __init__(self, config: RunConfig, *, in_driver: bool = False) -> None:
+        self.code, environment = checked_code(config)
+        self._launch_timeout_s = config.cluster.launch_timeout_s
+        self._calls_at_once = self.code.concurrency if is_async(environment) else None
+        self._more_s = self.code.close_s(environment) + TURN_S + _LATE_S
+        self._kept_by: dict[EpisodeKey, Any] = {}  # the process that has an episode, since it answered last
+        self._lock = threading.Lock()  # of `_workers` and `_kept_by`
+        count = 0 if in_driver else self.code.workers
+        self._host = None if count else CodeHost(self.code)
+        self._workers = [_Worker(index, *self._started()) for index in range(count)]
+
+    @classmethod
+    def launch(cls, config: RunConfig) -> UserCodeWorkers:
+        """Starts the processes and waits for them.
+
+        Raises:
+            ConfigError: as the constructor. ResourceError: a process did not come up; all are ended.
+        """
+        workers = cls(config)
+        try:
+            refs = [worker.ref for worker in workers._workers]
+            what = f"{len(refs)} processes for {'the reward' if workers.code.is_reward else 'environments'}"
+            with stage(f"starting {what}", answered(refs), is_short=True):
+                for worker in workers._workers:
+                    workers._wait_until_up(worker)
+        except BaseException:
+            workers.shutdown()
+            raise
+        return workers
+
+    def pending(self) -> PendingCalls | CallsHere:
+        """Returns an object that takes calls one after another, and runs the first while others are still to come.
+
+        A process that ends or does not return in time is replaced. The calls that it had been given are then run one by
+        one, so that the error names the call at fault.
+
+        Raises:
+            ResourceError: of the object's methods: a process that was to replace another did not come up, or Ray is
+                gone.
+        """
+        return PendingCalls(self) if self._host is None else CallsHere(self._host)
+
+    def forget(self, number: int) -> None:
+        """Has the processes close the environments that are left of one call of the driver."""
+        if self.code.is_reward:
+            return
+        if self._host is not None:
+            self._host.forget(number)
+        with self._lock:  # other episodes go on, on another thread
+            self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
+        with suppress(Exception):  # Ray may be gone, which whoever waits for an answer is told
+            for worker in self._workers:
+                worker.actor.forget.remote(number)
+
+    def shutdown(self) -> None:
+        """Ends the processes; may be called more than once."""
+        end_processes([worker.actor for worker in self._workers])
+        self._workers = []
+
+    def _home(self, call: EpisodeCall) -> int | None:
+        """Returns the index of the process that has the episode; None: any process can run the call."""
+        _, place, number = call.key
+        return None if self.code.is_reward else (place + number) % len(self._workers)
+
+    def _allowed_s(self, worker: _Worker) -> float:
+        """Returns the seconds within which a process has to start, or to answer the calls that it was given."""
+        if not worker.places:
+            return self._launch_timeout_s
+        runs = max(self._most_runs(worker, worker.pending.calls[place]) for place in worker.places)
+        return self.code.timeout_s * runs + self._more_s
+
+    def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
+        """Returns how often the code runs for one call: once, or to make the object, its prompt and each turn."""
+        is_one = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
+        return 1 if is_one else call.turn + 2
+
+    def _lost(self, call: EpisodeCall, how: str | None) -> SlimeError:
+        """Returns the outcome of a call whose process ended (`how`), or did not return in time (None)."""
+        if how is None:
+            return self.code.overdue(call, call.turn, "" if self.code.is_reward else ", or its close(),")
+        hint = f"{self.code.correct_it}, or look at the memory of its node"
+        return self.code.failure(f"{self.code.name} {how}", call, call.turn, hint)
+
+    def _started(self) -> tuple[Any, Any]:
+        """Starts a process; returns its actor, and a reference that is ready when the process is up."""
+        # no CPU of the cluster is counted for it: ranks and engines have theirs, and what it runs mostly waits
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+        actor: Any = ray.remote(UserCodeWorker).options(**options).remote(self.code, sys.path)
+        return actor, actor.__ray_ready__.remote()
+
+    def _replace(self, worker: _Worker) -> None:
+        end_processes([worker.actor])
+        worker.actor, worker.ref = self._started()
+        worker.places, worker.began = [], time.monotonic()
+
+    def _wait_until_up(self, worker: _Worker) -> None:
+        deadline = worker.began + self._launch_timeout_s
+        while not ray.wait([worker.ref], timeout=SLICE_S)[0]:
+            require_cluster()
+            if time.monotonic() > deadline:
+                raise self._did_not_come_up(f"within {self._launch_timeout_s:g} s")
+        try:
+            ray.get(worker.ref, timeout=_GET_S)
+        except RayError as error:
+            require_cluster()
+            raise self._did_not_come_up(f"({_reason_of(error)})") from error
+        worker.ref = None
+
+    def _did_not_come_up(self, how: str) -> ResourceError:
+        return ResourceError(
+            f"a process that calls {self.code.name} did not come up {how}",
+            field=self.code.setting,
+            hint="look at its log; module, data and packages must be there on every node",
+        )
+
+
+class PendingCalls:
+    """Calls that are to be run by the processes; several of these may be under way, on different threads."""
+
+    def __init__(self, workers: UserCodeWorkers) -> None:
+        self._all = workers
+        self.calls: list[EpisodeCall] = []
+        # indices of calls that no process has yet: those for one process, and those for any
+        self._of_worker: dict[int, deque[int]] = {worker.index: deque() for worker in workers._workers}
+        self._of_any: deque[int] = deque()
+        self._alone: set[int] = set()  # calls to run one by one, since a process was lost with them
+        self._outcomes: dict[int, Answer | SlimeError] = {}
+        self._is_complete = False
+
+    def add(self, call: EpisodeCall) -> None:
+        """Adds a call to run; does not wait for it."""
+        self._require_workers()
+        self._queue_of(call).append(len(self.calls))
+        self.calls.append(call)
+        self._advance(0.0)
+
+    def finish(self) -> list[Answer | SlimeError]:
+        """Waits for all calls; returns their outcomes in the order in which they were added."""
+        self._is_complete = True
+        while len(self._outcomes) < len(self.calls):
+            self._require_workers()
+            self._advance(SLICE_S)
+        return [self._outcomes[place] for place in range(len(self.calls))]
+
+    def _require_workers(self) -> None:
+        if not self._all._workers:
+            problem = f"the processes that call {self._all.code.name} were shut down"
+            raise StateError(problem, field=self._all.code.setting, hint="launch others")
+
+    def _queue_of(self, call: EpisodeCall) -> deque[int]:
+        home = self._all._home(call)
+        return self._of_any if home is None else self._of_worker[home]
+
+    def _advance(self, wait_s: float) -> None:
+        """Takes the outcomes of processes, waiting up to `wait_s` seconds for one, and gives them more calls.
+
+        Outcomes that belong to other pending calls are handed to those, which may be waited for on another thread.
+        """
+        require_cluster()
+        workers = self._all._workers
+        with self._all._lock:
+            for worker in workers:
+                if worker.ref is None and (self._of_worker[worker.index] or self._of_any):
+                    worker.places, worker.began, worker.pending = self._next_places(worker), time.monotonic(), self
+                    worker.ref = worker.actor.run.remote([self.calls[place] for place in worker.places])
+            busy = [worker.ref for worker in workers if worker.ref is not None]
+        done = ray.wait(busy, num_returns=1, timeout=wait_s)[0] if busy else []
+        with self._all._lock:
+            for worker in workers:
+                if worker.ref is not None and worker.ref in done:
+                    self._take(worker)
+            for worker in workers:
+                if worker.ref is None or time.monotonic() - worker.began <= self._all._allowed_s(worker):
+                    continue
+                if not worker.places:
+                    raise self._all._did_not_come_up(f"within {self._all._launch_timeout_s:g} s")
+                places = worker.places
+                self._all._replace(worker)
+                worker.pending._are_lost(places, None)
+
+    def _take(self, worker: _Worker) -> None:
+        """Takes what a process has returned; replaces it if it ended instead."""
+        ref, places = worker.ref, worker.places
+        worker.ref, worker.places = None, []
+        try:
+            outcomes = ray.get(ref, timeout=_GET_S)
+        except RayError as error:
+            require_cluster()
+            if not places:
+                raise self._all._did_not_come_up(f"({_reason_of(error)})") from error
+            self._all._replace(worker)
+            is_of_memory = isinstance(error, OutOfMemoryError)  # which need not be the fault of what ran there
+            ended = "lost its process, which Ray ended for want of memory on its machine,"
+            worker.pending._are_lost(places, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
+            return
+        if places:
+            for place, outcome in zip(places, outcomes, strict=False):
+                worker.pending._outcomes[place] = outcome
+                if not self._all.code.is_reward:
+                    self._all._kept_by[worker.pending.calls[place].key] = worker.actor
+            worker.pending._give_back(places[len(outcomes) :])
+
+    def _give_back(self, places: Sequence[int]) -> None:
+        for place in reversed(places):
+            self._queue_of(self.calls[place]).appendleft(place)
+
+    def _next_places(self, worker: _Worker) -> list[int]:
+        """Returns the calls for a process: fewer and fewer, so that all have something to do until the end."""
+        own, shared = self._of_worker[worker.index], self._of_any
+        queue = own or shared
+        if queue[0] in self._alone:
+            return [queue.popleft()]
+        share = len(own) or -(-len(shared) // len(self._all._workers))
+        if self._all._calls_at_once is not None:
+            share = min(share, self._all._calls_at_once)
+        elif self._is_complete and queue is shared:
+            share = -(-share // 2)
+        places = [queue.popleft()]
+        while len(places) < share and queue[0] not in self._alone:
+            places.append(queue.popleft())
+        return places
+
+    def _are_lost(self, places: list[int], how: str | None) -> None:
+        """Handles calls that a process did not return. One of several was at fault, so they are run one by one.
+
+        Args:
+            how: in which way the process was lost; None: it did not return in time.
+        """
+        if len(places) > 1:
+            self._give_back(places)
+            self._alone.update(places)
+            return
+        self._outcomes[places[0]] = self._all._lost(self.calls[places[0]], how)
+
+
+def _reason_of(error: RayError) -> str:
+    """Returns the line of an error that says what happened."""
+    # what the process raised is the last line, below its traceback
+    if getattr(error, "actor_init_failed", False) or isinstance(error, RayTaskError):
+        return str(error).strip().splitlines()[-1]
+    return next(iter(str(error).splitlines()), type(error).__name__)
