@@ -1,6 +1,6 @@
-"""Demonstrations of supervised training: the forms that records may have, their tokens, and which are trained.
+"""Encodes the records of supervised training: their tokens, and which of these are trained on.
 
-A record's form follows from its keys, in this order:
+`actors.rollout.supervised_records` reads the records. A record has a form, which follows from its keys, in this order:
 
     prompt and answer        the answer is trained, encoded by itself, and the tokenizer's end token behind it
     prompt and completion    both texts or both lists of chat messages; the completion is trained
@@ -30,26 +30,14 @@ import numpy as np
 from actors.engines.tokenizer import encode_prompt, load_tokenizer, require_read, require_tools_written, templated
 from actors.rollout.prompts import (
     Record,
-    answer_fault,
     place_of,
-    prompt_fault,
-    prompt_of_template,
-    read_data,
-    text_fault,
 )
 from actors.rollout.tokenizer import answer_beside, end_with_parent, error_beside, stream_of_answer
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ConfigError, ModelError, SlimeError, short_repr
+from slimefsdp.errors import ConfigError, ModelError, SlimeError
 
-# columns that may hold chat messages, or tools, in which Arrow leaves nulls
-_CHATS = ("prompt", "completion", "messages", "conversations", "tools")
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of a chat template that says itself what the assistant wrote
-_FORMS = (
-    "give each record `messages`, `prompt` and `completion`, `prompt` and `answer`, or `text`; or name its columns: "
-    "data.prompt_column or data.prompt_template, and data.answer_column (docs/sft.md)"
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,102 +84,13 @@ def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
     return RolloutBatch.from_samples(samples)
 
 
-# ---------------------------------------------------------------------- records
-
-
-def read_demonstrations(data: DataSettings, name: str) -> list[Record]:
-    """The records that a setting of `data` names, each of one of the forms above, in their order.
-
-    Args:
-        name: train, heldout, or heldout.NAME where there are several held-out sets.
-
-    Raises:
-        ConfigError: as `actors.rollout.prompts.read_data`, or a record has no such form; the message names its place.
-        ResourceError: the disk is full.
-    """
-    rows = read_data(data, name, chats={*_CHATS, data.prompt_column})
-    return [Record(_record_of(row, data, place, f"data.{name}"), place) for row, place in rows]
-
-
 def form_of(record: Mapping[str, Any]) -> str | None:
-    """The key by which a record's form is called: answer, completion, messages or text; None: it has none."""
+    """Returns the name of a record's form: answer, completion, messages or text; None if it has none of them."""
     if "prompt" in record:
         for key in ("answer", "completion"):
             if key in record:
                 return key
     return next((key for key in ("messages", "text") if key in record), None)
-
-
-def _record_of(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
-    record = _with_columns(row, data, place, field)
-    if form_of(record) is None and isinstance(record.get("conversations"), list):
-        record = {**record, "messages": [_chat_message(turn, place, field) for turn in record["conversations"]]}
-    form = form_of(record)
-    if form is None:
-        found = f"a record of none of the forms, with the keys {sorted(row)!r:.300}"
-        raise ConfigError(f"{place}: {found}", field=field, hint=_FORMS)
-    for key, fault in _faults(record, form):
-        if fault is not None:
-            raise ConfigError(f"{place}: {key!r} {fault}", field=field, hint=_FORMS)
-    return record
-
-
-def _with_columns(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
-    """The row with `prompt` and `answer` of the columns that settings name for them."""
-    named = {
-        name: column
-        for name, column in (("prompt", data.prompt_column), ("answer", data.answer_column))
-        if column != name
-    }
-    for name, column in named.items():
-        if column not in row:
-            raise ConfigError(
-                f"{place}: no {column!r} among the keys {sorted(row)!r:.300}",
-                field=f"data.{name}_column",
-                hint=f"name the key or column that has the {name}",
-            )
-    found = {name: row[column] for name, column in named.items()}
-    if data.prompt_template is not None:
-        found["prompt"] = prompt_of_template(data.prompt_template, row, place, field)
-    return {**{key: value for key, value in row.items() if key not in named.values()}, **found}
-
-
-def _chat_message(turn: Any, place: str, field: str) -> dict[str, Any]:
-    """A turn of ShareGPT's form as a chat message."""
-    speaker = turn.get("from") if isinstance(turn, dict) else None
-    if speaker not in _ROLES or "value" not in turn:
-        raise ConfigError(
-            f"{place}: 'conversations' has the turn {short_repr(turn)}",
-            field=field,
-            hint=f"give each turn `from`, one of {', '.join(_ROLES)}, and `value`; others are written as `messages`",
-        )
-    return {"role": _ROLES[speaker], "content": turn["value"]}
-
-
-def _faults(record: Mapping[str, Any], form: str) -> list[tuple[str, str | None]]:
-    """What is wrong with the values of a record, by key; None: nothing."""
-    if form == "text":
-        text = record["text"]
-        is_text = isinstance(text, str) and bool(text.strip())
-        return [("text", text_fault(text) if is_text else f"is {short_repr(text)}, not a text")]
-    if form == "messages":
-        return [("messages", _chat_fault(record["messages"]))]
-    found = [("prompt", prompt_fault(record["prompt"]))]
-    if form == "answer":
-        return [*found, ("answer", answer_fault(record["answer"]))]
-    completion = record["completion"]
-    found.append(("completion", prompt_fault(completion)))
-    if isinstance(completion, str) != isinstance(record["prompt"], str):
-        found.append(("completion", "and 'prompt' are not both texts, or both lists of chat messages"))
-    return found
-
-
-def _chat_fault(messages: Any) -> str | None:
-    if isinstance(messages, str):
-        return "is a text, not a list of chat messages"
-    if (fault := prompt_fault(messages)) is not None:
-        return fault
-    return None if any(one["role"] == "assistant" for one in messages) else "has no turn of the assistant"
 
 
 # ---------------------------------------------------------------------- tokens

@@ -14,10 +14,10 @@ from typing import Any
 
 from actors.model_folders import DOWNLOADED, NotHere, recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
-from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of, read_demonstrations
-from actors.rollout.preferences import demonstrations, read_pairs
+from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of
 from actors.rollout.prompts import PromptStream, Record, check_answers, digest_of, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
+from actors.rollout.supervised_records import demonstrations, read_demonstrations, read_pairs
 from actors.rollout.tokenizer import count_tokens
 from actors.run_dir import RunFolder
 from actors.startup import stage
@@ -224,8 +224,7 @@ def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
     each = len(shown) // len(records)
     known = {id(record): encoded[each * place : each * (place + 1)] for place, record in enumerate(records)}
     skipped: list[Skipped] = []
-    fit = _fitted if config.algorithm == "sft" else _fitted_pairs
-    fitted = {name: fit(config, name, found, known, skipped) for name, found in sets.items()}
+    fitted = {name: _fitted(config, name, found, known, skipped) for name, found in sets.items()}
     train, trained = fitted["data.train"]
     heldout = {name: fitted[heldout_field(name)] for name in evaluated}
     return Prompts(
@@ -244,38 +243,28 @@ def _fitted(
     known: Mapping[int, Sequence[Demonstration]],
     skipped: list[Skipped],
 ) -> tuple[list[Record], list[Demonstration]]:
-    """The records that are kept of a set, and the demonstrations that they make, none longer than it may be."""
-    limits = _limits_of_demonstrations(config)
-    most = min(limit.tokens for limit in limits)
-    pieces = {
-        id(record): _cut(known[id(record)][0], most, config.data.overlong_prompts, form_of(record))
-        for record in records
-    }
-    longest = {key: max(found, key=lambda one: len(one.tokens)) for key, found in pieces.items()}
-    counts = {key: (one.prompt_length, one.response_length) for key, one in longest.items()}
-    kept = _short_enough(config, name, records, counts, limits, skipped)
-    return kept, [piece for record in kept for piece in pieces[id(record)]]
+    """Returns the records of a set that are short enough, and their demonstrations.
 
-
-def _fitted_pairs(
-    config: RunConfig,
-    name: str,
-    records: Sequence[Record],
-    known: Mapping[int, Sequence[Demonstration]],
-    skipped: list[Skipped],
-) -> tuple[list[Record], list[Demonstration]]:
-    """As `_fitted`, of pairs: each sample keeps within what a sample may have, and both together fit into a pack."""
+    Under sft a record that is too long may be cut or split (data.overlong_prompts). Under dpo each response has to fit
+    into a sample, and both together into a pack.
+    """
     limits = _limits_of_demonstrations(config)
+    pieces = {id(record): known[id(record)] for record in records}
+    passes = [(limits, False)]
+    if config.algorithm == "sft":
+        most, overlong = min(limit.tokens for limit in limits), config.data.overlong_prompts
+        pieces = {id(record): _cut(known[id(record)][0], most, overlong, form_of(record)) for record in records}
+    else:
+        passes = [([limit for limit in limits if limit.is_of_packs == packs], packs) for packs in (False, True)]
     kept = list(records)
-    for is_of_packs in (False, True):
+    for limits_here, adds_up in passes:
         counts = {}
         for record in kept:
-            longest, other = sorted(known[id(record)], key=lambda one: len(one.tokens), reverse=True)
-            beside = len(other.tokens) if is_of_packs else 0
-            counts[id(record)] = (longest.prompt_length, longest.response_length + beside)
-        here = [limit for limit in limits if limit.is_of_packs == is_of_packs]
-        kept = _short_enough(config, name, kept, counts, here, skipped)
-    return kept, [one for record in kept for one in known[id(record)]]
+            longest = max(pieces[id(record)], key=lambda one: len(one.tokens))
+            whole = sum(len(one.tokens) for one in pieces[id(record)]) if adds_up else len(longest.tokens)
+            counts[id(record)] = (longest.prompt_length, whole - longest.prompt_length)
+        kept = _short_enough(config, name, kept, counts, limits_here, skipped)
+    return kept, [piece for record in kept for piece in pieces[id(record)]]
 
 
 def _cut(one: Demonstration, most: int, how: str, form: str | None) -> list[Demonstration]:

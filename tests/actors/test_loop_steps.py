@@ -133,7 +133,11 @@ def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) 
     heldout["odd"] = str(tmp_path / "one.jsonl")
 
     def rows_and_loop(heldout: Any, **evaluation: Any) -> tuple[list[dict[str, float]], RolloutLoop]:
-        config = make(data={"heldout": heldout}, evaluation={"interval_steps": 3, **evaluation}, run={"dir": "d"})
+        config = make(
+            data={"heldout": heldout},
+            evaluation={"interval_steps": 3, **evaluation},
+            run={"dir": str(tmp_path / "run")},
+        )
         loop = RolloutLoop(config, Group(), Engines())  # type: ignore[arg-type]
         return [loop.before_training(evaluates=True), *(loop.step(step) for step in range(STEPS))], loop
 

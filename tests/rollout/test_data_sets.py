@@ -12,10 +12,9 @@ import pytest
 
 from actors.rollout import data_sets
 from actors.rollout.data_sets import DataSource
-from actors.rollout.demonstrations import read_demonstrations
-from actors.rollout.preferences import read_pairs
 from actors.rollout.prompt_files import with_data_commits
 from actors.rollout.prompts import PromptStream, Record, digest_of, place_of, read_jsonl, read_records
+from actors.rollout.supervised_records import read_demonstrations, read_pairs
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings

@@ -20,9 +20,9 @@ from actors.rollout.demonstrations import (
     batch_of,
     encode_demonstration,
     encoded_demonstrations,
-    read_demonstrations,
 )
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.supervised_records import read_demonstrations
 from actors.rollout.tokenizer import encode_records
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings
