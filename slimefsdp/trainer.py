@@ -66,7 +66,7 @@ from slimefsdp.rpc import (
     serialized,
 )
 from slimefsdp.training import build, step
-from slimefsdp.training.adapters import Adapters, adapters_beside
+from slimefsdp.training.adapters import Adapters, make_adapters
 from slimefsdp.training.checkpointing import Checkpoints, export_adapters, export_model
 from slimefsdp.training.metrics import throughput_for
 from slimefsdp.training.packs import check_policy_loss
@@ -127,7 +127,7 @@ class Trainer:
         )
         self._state.profiler = build.profiler_for(config, role, mesh)
         if role == "actor" and config.lora.rank is not None:
-            self._adapters = adapters_beside(
+            self._adapters = make_adapters(
                 config, model, mesh, self.updater, self._state.checkpoints, self._state.kl_coefficient
             )
         if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
@@ -291,7 +291,7 @@ class Trainer:
         state = self._state
         state.memory_manager.wake_up(("parameters",))
         inputs = step.token_inputs(state, work)
-        with step.reference_beside(state, work):
+        with step.reference_on_device(state, work):
             if not with_log_probs:
                 return step.forward_backward(state, work, 0, inputs)
             return step.forward_backward_with_log_probs(state, work, inputs)

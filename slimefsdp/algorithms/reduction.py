@@ -97,7 +97,7 @@ def token_weights(
         denominator: replaces this call's own denominator (trained tokens, samples or prompts, see the table).
 
     Returns:
-        [tokens] float64; all zeros if no token is trained, whatever the denominator.
+        [tokens] float64; all zeros if no token is trained, for every denominator.
 
     Raises:
         ConfigError: constant_length is missing, not positive, or given to a reduction that has no use for it.

@@ -2,7 +2,7 @@
 
 A pack is a forest of nodes: runs of tokens, each with a parent or none. Without shared prompts every sample is a node
 of its own. The layout gives each context-parallel rank pieces of nodes, and one predicate decides everything: a piece
-sees the pieces of its node's proper ancestors, and whatever lies before it in its own node.
+sees the pieces of its node's proper ancestors, and everything before it in its own node.
 
 Three plans follow from it. `RingPlan`: one causal call over the rank's own rows and at most one non-causal call per
 source of keys, to be merged by their log-sum-exps. `GatherPlan`: one causal call in which every piece has its whole

@@ -1,8 +1,8 @@
 """Registers our attention with transformers.
 
-A registered function is called by every attention layer with its own query, key and value, and with whatever keywords
-the model was called with; `pack_attention` is ours. The name is registered as an attention function only, not as a mask
-function, so that the model builds no mask.
+A registered function is called by every attention layer with its own query, key and value, and with the keywords
+that the model was called with; `pack_attention` is ours. The name is registered as an attention function only, not as a
+mask function, so that the model builds no mask.
 """
 
 from __future__ import annotations

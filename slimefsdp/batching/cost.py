@@ -38,7 +38,7 @@ class CostModel:
     windowed: float = 0.0  # as quadratic, of the layers in which a token sees `window` tokens only
     window: int = 0
     comm: float = 0.054  # sending what attention needs of one token (K, V, their gradients) to one more cp rank
-    splits_heads: bool = False  # Ulysses: attention is even over the cp ranks, whoever owns the tokens
+    splits_heads: bool = False  # Ulysses: attention is even over the cp ranks, independent of the owners of tokens
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the costs, float64, in the shape of lengths."""
@@ -80,7 +80,7 @@ class CostModel:
 
         Args:
             strategy: how cp ranks exchange keys and values.
-            bytes_per_element: of keys and values sent between ranks; their gradients travel in 4, or 8 beside float64.
+            bytes_per_element: of keys and values sent between ranks; their gradients take 4, or 8 with float64.
             flops_per_byte: FLOPs that a device does in the time that it sends a byte to another cp rank.
             attention_slowdown: FLOPs that it does in matrices in the time of one in attention.
         """

@@ -81,7 +81,7 @@ class RolloutBatch:
     baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
     weight_versions: Int64 | None = None  # [R] which weights drew each token, where they are not all the same
     loss_weights: Float32 | None = None  # [R] what the loss of a token is multiplied by, of any sign; None is all 1
-    target_tokens: Int64 | None = None  # [R] whose log-prob is taken in each token's place; None: the token's own
+    target_tokens: Int64 | None = None  # [R] tokens to score in place of the sampled ones; None: the sampled tokens
     temperature: float | None = None  # the sampling temperature
     weight_version: int | None = None  # which weights sampled it; the oldest, where tokens are of several
 

@@ -2,8 +2,8 @@
 
 gloo's calls wait in Python, and raise when a peer's connections close. NCCL's do neither: the host goes on and waits
 elsewhere, for the device, and a kernel whose peer has gone spins until the group's timeout. So a rank says how many
-collectives it has begun, by which one that hangs is told from those that wait for it, and whoever knows of a lost peer
-has the communicators aborted. Not yet run on a GPU.
+collectives it has begun, which distinguishes a hanging rank from those that wait for it; on a lost peer the
+communicators are aborted. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from slimefsdp.errors import PeerFailed
 
-# groups of saves, adapters and the like are used beside the call, or by some ranks alone
+# groups of saves, adapters and the like are used outside of calls, or by some ranks only
 _COUNTED = ("default_pg", "mesh_")
 
 
@@ -73,7 +73,7 @@ _NCCL = re.compile(
     re.IGNORECASE,
 )
 
-# of RuntimeErrors: torch's allocators, and libraries that allocate beside them
+# of RuntimeErrors: torch's allocators, and other libraries that allocate
 _NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 
 

@@ -246,7 +246,7 @@ class StorageOffloader:
             lambda: self._host_buffers.grow_to(total), f"{total:,} bytes are needed on the host", _ROOM_ON_THE_HOST
         )
         self._copy(sized, to_host=True)
-        self._asleep = sized  # before anything is freed: whatever happens now, waking up puts it right
+        self._asleep = sized  # before anything is freed: after any failure from here on, waking up restores everything
         for storage, _ in sized:
             storage.resize_(0)
         give_back_free_memory()

@@ -178,7 +178,7 @@ def _new_mesh(
     if copies > 1:
         fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_cp"))
     cp_group = axes["cp"].get_group()
-    if timeout_s is not None:  # a mesh gives its groups torch's timeout, whatever that of all ranks is
+    if timeout_s is not None:  # a mesh gives its groups torch's timeout, not that of the default group
         for mesh in (axes, flat, fsdp):
             for axis in range(mesh.ndim):
                 _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))

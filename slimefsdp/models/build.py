@@ -229,7 +229,7 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lor
     """Builds the architecture of a folder with uninitialised weights, to be filled by weight updates.
 
     Args:
-        lora: has adapters beside the same modules as the trainer.
+        lora: adds adapters to the same modules as the trainer.
 
     Raises:
         ModelError: this transformers calls attention in another way than ours expects.
@@ -266,7 +266,7 @@ def load_for_sampling(
 
     Args:
         dtype: of weights and adapters, what the trainer computes in.
-        lora: has adapters beside these modules; they are empty until somebody fills them.
+        lora: adds adapters to these modules, uninitialised.
         buffer_dtype: of floating-point buffers; None: as the model made them.
         random_seed: draw the weights from it instead; None: read them.
 

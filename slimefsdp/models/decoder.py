@@ -138,7 +138,7 @@ class DecoderModel(nn.Module):
         return self.trained_weights() if has_adapters else self.named_weights()
 
     @property
-    def trained_beside_adapters(self) -> frozenset[str]:
+    def trained_in_full(self) -> frozenset[str]:
         """Names of the weights that are trained in full although the model has adapters."""
         return frozenset()
 
@@ -300,7 +300,7 @@ class ValueModel(DecoderModel):
         return False
 
     @property
-    def trained_beside_adapters(self) -> frozenset[str]:
+    def trained_in_full(self) -> frozenset[str]:
         return frozenset(_HEADS)
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
@@ -326,7 +326,7 @@ class ValueModel(DecoderModel):
         """Returns the config.json of a token classifier with one label.
 
         Raises:
-            ModelError: transformers has none of this architecture whose head has our names.
+            ModelError: transformers has no token classifier of this architecture with our names of the head.
         """
         model_type: str = self.hf.config.model_type
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(model_type)

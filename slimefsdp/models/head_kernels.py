@@ -2,7 +2,7 @@
 
 Element by element, torch reads and writes a tile nine times in forward and seven times in backward; these read it twice
 and once. Each row is worked through by one program, block by block in order, so that its sums have the same bits
-whatever rows are beside it. The same in plain torch is in slimefsdp.models.fused_log_probs, for the CPU and float64.
+independent of the other rows. The same in plain torch is in slimefsdp.models.fused_log_probs, for the CPU and float64.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class HeadTiles:
         """Returns the tiles of a head.
 
         Args:
-            rows: whose logits are computed, any number.
+            rows: rows of logits, any number.
             itemsize: bytes of a logit.
             chunk_bytes: bound on what is of logits' size together: held tiles, and the exponentials of one. A tile has
                 at least two rows where there are two. None: that of CHUNK_BYTES.

@@ -192,7 +192,7 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
         "use_bidirectional_attention": config.get("use_bidirectional_attention"),
         "add_cross_attention": config.get("add_cross_attention"),
     }
-    if config.get("model_type") == "gemma3_text":  # whose code in transformers reads this one and applies it nowhere
+    if config.get("model_type") == "gemma3_text":  # its code in transformers reads this setting and applies it nowhere
         refused["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
     window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and (type(window) is not int or window < 1):
@@ -413,7 +413,7 @@ def _read_index(file: Path) -> dict[str, str] | None:
         if ".." in parts or file_name.startswith(("/", "\\")) or PureWindowsPath(file_name).drive:
             raise ModelError(
                 f"{file} places tensor {short(name)} in {short(file_name)}, outside the folder",
-                hint="do not use this folder unless you wrote it: a sound index names files beside it",
+                hint="do not use this folder unless you wrote it: a sound index names files in its own folder",
             )
     return weight_map
 

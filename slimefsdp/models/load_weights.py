@@ -1,6 +1,6 @@
 """Fills a sharded model from safetensors files: each rank reads the rows it keeps, or rank 0 reads and sends them.
 
-Whatever a folder lacks, has too much of, or holds as NaN is an error on every rank, never a random weight. Files are
+A missing or surplus tensor, or one that holds NaN, is an error on every rank, never a random weight. Files are
 read into the shards, with no more memory besides than a buffer, and not mapped as safetensors' own `get_slice` does:
 mapped pages count as resident, and a file that is cut while it is read would end the process by SIGBUS.
 """

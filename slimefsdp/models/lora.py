@@ -1,10 +1,10 @@
-"""LoRA adapters: a trained product of two thin matrices beside each of the frozen matrices that were chosen.
+"""Adds LoRA adapters: a trained product of two thin matrices for each chosen matrix, which is frozen.
 
 A module computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685), one of experts does so
 for each of them (slimefsdp.models.lora_modules). The adapter's matrices are parameters of the module that holds W. So
 they are sharded and gathered with the unit that W is in, and everything that holds for its parameters (meshes, levels,
 sums over ranks, sleep) holds for them: nothing is summed by hand. FSDP allows this since it asks for one dtype of those
-parameters of a unit that are trained, and gathers the frozen ones in whatever dtype they are stored.
+parameters of a unit that are trained, and gathers the frozen ones in the dtype they are stored in.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) ->
             )
     master_dtype = next(iter(targets.values())).weight.dtype
     for name, parameter in model.named_weights():
-        if name not in model.trained_beside_adapters:
+        if name not in model.trained_in_full:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(base_dtype)
     stacks: dict[nn.Module, list[str]] = {}
@@ -222,7 +222,7 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
             matched = [name for name, module in owners.items() if name.startswith(within) and type(module) is nn.Linear]
         elif target == "experts":
             matched = list(stacks)
-        elif target in _HEADS and model.trained_beside_adapters:
+        elif target in _HEADS and model.trained_in_full:
             continue  # a critic's head is trained whole
         elif target in _HEADS:
             matched = [name for name, module in owners.items() if module is head]
@@ -397,10 +397,10 @@ def read_adapters(
 
     Raises:
         ModelError: on every rank alike; a value is not finite, the file cannot be read, or the folder says that its
-            adapters were trained beside other weights.
+            adapters were trained on other base weights.
     """
     fill_matrices(folder, adapted_matrices(model), mesh.group, device=mesh.device, read_by=read_by)
-    check_beside(folder, model, lambda: base_digest(model, mesh.shard_group), base)
+    check_base_weights(folder, model, lambda: base_digest(model, mesh.shard_group), base)
 
 
 def fill_matrices(
@@ -439,7 +439,7 @@ def fill_matrices(
         raise
 
 
-def check_beside(folder: PeftFolder, model: DecoderModel, digest: Callable[[], str], base: Path) -> None:
+def check_base_weights(folder: PeftFolder, model: DecoderModel, digest: Callable[[], str], base: Path) -> None:
     """Refuses a folder that records that its adapters were trained on other base weights than the model's.
 
     Args:
@@ -455,7 +455,7 @@ def check_beside(folder: PeftFolder, model: DecoderModel, digest: Callable[[], s
         return
     if (found := digest()) != recorded:
         raise ModelError(
-            f"the adapters of {folder.path} were trained beside weights {recorded} (in {dtype}), and the model at "
+            f"the adapters of {folder.path} were trained on base weights {recorded} (in {dtype}), and the model at "
             f"{base} has weights {found}",
             field=FIELD,
             hint="name the model that they were trained on as model.path",

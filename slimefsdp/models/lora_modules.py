@@ -1,4 +1,4 @@
-"""Modules with adapters: what they computed before, and the product of two thin matrices beside each chosen matrix."""
+"""Modules with adapters: each adds the product of two thin matrices to each chosen matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LoraLinear(nn.Linear):
     """A linear module with an adapter, which has no effect at first: B is 0.
 
     Args:
-        linear: whose weight and bias it takes over.
+        linear: its weight and bias become those of this module.
         dtype: of the adapter.
     """
 
@@ -59,9 +59,10 @@ class LoraLinear(nn.Linear):
 class LoraExperts(nn.Module):
     """The class that `add_to_experts` puts before the class of a module of experts.
 
-    While the module computes, each chosen stack is W + (alpha / rank) B A, [experts, ..], made anew by every forward,
-    whichever implementation multiplies with it. The sum has the size of the stack, and lives until backward used it,
-    unless the layer is recomputed. In a half precision (alpha / rank) B is rounded, and then the sum.
+    While the module computes, each chosen stack is W + (alpha / rank) B A, [experts, ..], computed by every forward,
+    for every implementation that multiplies with it. The sum has the size of the stack, and lives until
+    backward has used it, unless the layer is recomputed. In half precision (alpha / rank) B is rounded first, and then
+    the sum.
     """
 
     stacks: tuple[str, ...]  # names of parameters, in the module's order

@@ -33,7 +33,9 @@ from slimefsdp.io.user_files import read_plain
 FIELD = "lora.path"
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE_DIGEST, BASE_DTYPE = "slimefsdp.base_digest", "slimefsdp.base_dtype"
-"""Metadata of adapter_model.safetensors: of the weights beside which the adapters were trained, and their dtype."""
+"""Metadata of adapter_model.safetensors: a digest of the base weights that the adapters were trained
+on, and their dtype.
+"""
 ADAPTER_FOLDER = "adapter"  # in a folder of weights, for slimefsdp.weight_sync.vllm_plugin too
 MATRICES = ("lora_A", "lora_B")  # ends of the names of an adapter's matrices in memory
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -46,7 +48,7 @@ _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_t
 # keys that change no number of what a folder computes
 _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"}
 _WITHOUT_EFFECT |= {"runtime_config", "megatron_core", "qalora_group_size"}
-# how A and B were drawn; the others change the weights beside them, or what is trained
+# how A and B were drawn; the others change the base weights, or what is trained
 _INITIALISATIONS = (True, False, None, "gaussian", "orthogonal")
 
 
@@ -240,7 +242,7 @@ def _check_config(config: dict[str, Any], file: Path) -> None:
     if name not in _INITIALISATIONS or type(name) not in (bool, str, type(None)):
         raise refused(
             "init_lora_weights",
-            "may have changed the weights that the adapters are beside",
+            "may have changed the base weights of the adapters",
             "convert it to plain LoRA (peft: save_pretrained(path_initial_model_for_weight_conversion=..))",
         )
     rank: Any = config.get("r")

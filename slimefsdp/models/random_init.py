@@ -2,7 +2,7 @@
 
 The model is drawn a decoder layer at a time, in full, on the host, on every rank alike; each rank keeps its rows. Every
 module has a generator of its own, seeded by the run's seed and the module's name, so that no draw depends on how many
-came before it. Values are drawn in float32 whatever the masters' dtype.
+came before it. Values are drawn in float32 for every dtype of the masters.
 """
 
 from __future__ import annotations

@@ -217,8 +217,8 @@ def assign_owners(
 ) -> list[list[list[ShardedMatrix]]]:
     """Returns `[round][rank]` -> the matrices that the rank owns in that round.
 
-    The costliest goes to whoever has least to do, then the next. A round gives a rank no more than `round_elements`,
-    or a single matrix.
+    The costliest goes to the rank with the least work, then the next. A round gives a rank no more than
+    `round_elements`, or a single matrix.
 
     Args:
         shapes: of the parameters.

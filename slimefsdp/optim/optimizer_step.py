@@ -35,7 +35,7 @@ class OptimizerStep:
 
     Args:
         optimizer: over the parameters, from `build_optimizer`.
-        named_parameters: those that are trained, whose gradients are clipped together, in model order.
+        named_parameters: the trained parameters, in model order; their gradients are clipped together.
         schedule: update number, counted from 0, to learning rate.
         max_grad_norm: the global L2 norm that gradients are scaled down to; 0: they are left as they are.
         max_skipped: this many non-finite norms in a row are an error.

@@ -20,7 +20,7 @@ from slimefsdp.models.lora import (
     adapted_matrices,
     adapted_modules,
     base_digest,
-    check_beside,
+    check_base_weights,
     check_is_of,
     fill_matrices,
 )
@@ -85,7 +85,7 @@ class AdapterVersions:
                 hint="choose it in lora.targets",
             )
         check_is_of(folder, self._policy, self._base)
-        check_beside(folder, self._policy, self._base_digest, self._base)
+        check_base_weights(folder, self._policy, self._base_digest, self._base)
         tensors = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
         given: list[AdaptedMatrix] = []
         held = set(folder.targets)

@@ -1,4 +1,4 @@
-"""How the samples of a request are drawn, whichever engine draws them. Importing this file costs no torch."""
+"""Defines how the samples of a request are drawn, by any engine. Importing this file does not import torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SamplingParams:
     renormalized: bool = True
     end_token_ids: frozenset[int] = frozenset()  # one of these ends a sample, and belongs to it
     stop: tuple[str, ...] = ()  # so does the token that completes one of these texts in the response
-    seed: tuple[int, ...] = ()  # what the draws depend on, beside the number of the sample; of integers from 0
+    seed: tuple[int, ...] = ()  # with the number of the sample, the seed of its draws; integers from 0
     top_k: int | None = None  # of so many likeliest tokens, among equals the first; None: of all
     # of the fewest likeliest of these that have at least this probability together, after the temperature; 1: of all
     top_p: float = 1.0

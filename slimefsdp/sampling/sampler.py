@@ -244,14 +244,14 @@ class Sampler:
 
     def _forget_rows(self) -> None:
         self._rows, self._last = [], []
-        self._cache = RowCache(self._max_rows)  # another one, in whatever state an error left this
+        self._cache = RowCache(self._max_rows)  # a new one: an error may have left this in any state
 
     @torch.no_grad()
     def step(self, may_begin: int | None = None) -> list[tuple[int, int, Completion]]:
         """Fills free rows and draws one more token for every row; returns the samples that have ended.
 
         Args:
-            may_begin: at most so many of the samples that wait are given a row; None: whatever finds one.
+            may_begin: at most so many waiting samples get a row; None: no limit.
 
         Returns:
             (number of the request, number of the sample in it, the sample); nothing once the sampler is idle.

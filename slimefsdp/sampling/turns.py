@@ -3,7 +3,7 @@
 Each version in use has a `Sampler`, and so rows and a cache, of its own. Rows are bounded over all of them: a version
 may use what others do not, and gives it up as its samples end, since of the rows that are free it is given no more than
 its share while another one that waits has less. What a sample draws follows from its version, its seed and its number;
-what is sampled beside it enters by the rounding of its probabilities alone.
+other samples only change the rounding of its probabilities.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ class Adapters:
             run_together(parked.to_host, self._mesh.group)
 
 
-def adapters_beside(
+def make_adapters(
     config: RunConfig,
     model: DecoderModel,
     mesh: Mesh,

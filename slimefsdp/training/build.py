@@ -308,7 +308,7 @@ def model_for(
     Args:
         kind: PolicyModel or ValueModel.
         adapters: to begin with; None: they are drawn, if lora.rank is set.
-        cpu_offload: keep the shards on the host, whatever fsdp.cpu_offload says.
+        cpu_offload: keep the shards on the host, even without fsdp.cpu_offload.
 
     Raises:
         ModelError: on every rank alike.

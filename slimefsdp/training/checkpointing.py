@@ -59,7 +59,7 @@ _VERSIONS = {
 class Checkpoints:
     """One rank's checkpoints under `run.dir`; every rank makes the same calls.
 
-    With `checkpoint.async_save`, `save` returns at once: whoever changes the state waits until it is copied
+    With `checkpoint.async_save`, `save` returns at once: before the state changes, the caller waits until it is copied
     (`wait_for_copy`), and the next call for the rest.
 
     Args:
@@ -91,7 +91,7 @@ class Checkpoints:
                 "lora.rank": config.lora.rank,
                 "lora.alpha": config.lora.alpha,
                 "lora.targets": sorted(config.lora.targets),
-                # the weights that these adapters are beside are in no checkpoint, and must be found as they were
+                # the base weights of these adapters are in no checkpoint, and must be the same again
                 "precision.compute_dtype": config.precision.compute_dtype,  # in which they are stored
                 path: f"a folder of weights {base_digest(model, mesh.shard_group)}",
             }
@@ -128,7 +128,7 @@ class Checkpoints:
             named: the parameters it holds.
             reference_follows: whether those of the reference are among them.
             kl_coefficient: of the next step.
-            name: keeps it beside the numbered ones.
+            name: keeps it apart from the numbered ones, under this name.
             overwrite: in place of one that has the name already.
 
         Raises:
@@ -203,7 +203,7 @@ class Checkpoints:
         Args:
             named_for: the parameters that a checkpoint with this info holds.
             name: of the one that was saved under it.
-            weights_only: the optimiser begins anew: moments are 0, and so are the counters of updates.
+            weights_only: resets the optimiser: moments and the counters of updates are 0.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,

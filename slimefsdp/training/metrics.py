@@ -112,7 +112,7 @@ class Throughput:
     ranks: int
     model_spec: ModelSpec | None  # None: they are not known
     trained_share: float = 1.0  # of the weights
-    adapter_parameters: int = 0  # beside them
+    adapter_parameters: int = 0  # not among the weights
     has_vocabulary_head: bool = True
     peak_tflops: float | None = None  # of one rank's device; None: not known
 

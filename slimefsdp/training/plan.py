@@ -42,7 +42,7 @@ def plan_training(
 
     Args:
         cost: what packs and ranks are balanced by, as `cost_model_of` the model.
-        loss: whose step it is; None: the actor's under this algorithm.
+        loss: the loss that the step trains; None: the actor's under this algorithm.
         advantages: [R], those that `checked_advantages` found; None: computed here where they are needed.
 
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.

@@ -70,7 +70,7 @@ class PolicyWithoutAdapters:
         """Refuses to follow the policy.
 
         Raises:
-            StateError: the reference is what the adapters began beside.
+            StateError: the reference is the base of the adapters.
         """
         raise StateError(
             "update_ref() on a reference that is the policy without its adapters",

@@ -96,7 +96,7 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
     reports: list[dict[str, float]] = []
     kl_old_stopped: float | None = None
     try:
-        with reference_beside(state, work):
+        with reference_on_device(state, work):
             for update in range(len(work.plan.updates)):
                 with state.profiler.profiled(state.updater.updates_taken + 1):
                     metrics = forward_backward(state, work, update, inputs)
@@ -172,7 +172,7 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
 def forward_backward(
     state: RankState, work: PreparedBatch, update: int, inputs: TokenInputs, outputs: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """Adds the gradients of one update of the plan, within `reference_beside`; returns its metrics.
+    """Adds the gradients of one update of the plan, within `reference_on_device`; returns its metrics.
 
     Args:
         outputs: as of `accumulate_gradients`.
@@ -253,7 +253,7 @@ def step_metrics(
     metrics["early_stopped_updates"] = float(len(work.plan.updates) - len(reports))
     if kl_old_stopped is not None:
         metrics["kl_old_stopped"] = kl_old_stopped
-    if state.config.loss.kl_target is not None and state.role != "critic":  # which is told its actor's
+    if state.config.loss.kl_target is not None and state.role != "critic":  # which gets the coefficient of its actor
         metrics["kl_coefficient"] = state.kl_coefficient
     return metrics
 
@@ -261,7 +261,7 @@ def step_metrics(
 def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) -> None:
     """Moves the KL coefficient towards loss.kl_target after a step of so many samples."""
     settings = state.config.loss
-    # a critic is told its actor's; there is no kl_ref where every update was left out
+    # a critic gets the coefficient of its actor; kl_ref is missing if every update was left out
     if settings.kl_target is not None and state.role != "critic" and "kl_ref" in metrics:
         state.kl_coefficient = next_coefficient(
             state.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples, settings.kl_horizon
@@ -304,7 +304,7 @@ def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
         state.memory_manager.wake_up(("parameters",))
 
 
-def reference_beside(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
+def reference_on_device(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
     """Keeps the reference on the device while gradients are added, if the loss reads its hidden states."""
     if state.config.reference_is_policy or not _reads_hidden_states(state.config, work.loss):
         return nullcontext()
