@@ -129,7 +129,7 @@ def _of_actors(actors: list[Any]) -> list[dict[str, int]]:
 def held_by_a_server(engines: Any) -> Held:
     """By all processes of the server that the only engine has started."""
     (engine,) = engines.receivers
-    pid = ray.get(engine.__ray_call__.remote(lambda self: self._child.pid), timeout=PATIENCE_S)
+    pid = ray.get(engine.__ray_call__.remote(lambda self: self._client.child.pid), timeout=PATIENCE_S)
     parts = [held_by(one) for one in (pid, *descendants(pid))]
     return {what: sum(part[what] for part in parts) for what in parts[0]}
 
