@@ -20,7 +20,6 @@ import itertools
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -67,12 +66,9 @@ class RunFolder:
     @property
     def newest_loop_state(self) -> dict[str, Any]:
         """What the loop left in the newest checkpoint, which is not verified; empty where there is none to read."""
-        store = CheckpointStore.of_run(self.path)
-        for folder in store.candidates()[0]:
-            with suppress(CheckpointError):  # loading a checkpoint passes over this one, too
-                state = store.manifest_of(folder).info.get("loop_state")
-                return state if isinstance(state, dict) else {}
-        return {}
+        newest = next(CheckpointStore.of_run(self.path).manifests(), None)
+        state = None if newest is None else newest.info.get("loop_state")
+        return state if isinstance(state, dict) else {}
 
     def write_settings(self, config: RunConfig) -> None:
         """Leaves all settings as a file that `slimefsdp train` takes; another one that is there gets a number.

@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[str, set[str]]] = {
     "judging a batch": ("import slimefsdp.training.advantages", RAY),
     "planning": ("import slimefsdp.training.prepare", RAY),
     "simulating": ("import slimefsdp.perf_model.simulate", {*RAY, "pydantic"}),
-    "reading a model folder": ("import slimefsdp.models.hf_folder", {*ANY, "safetensors"}),
+    "reading a model folder": ("import slimefsdp.models.hf_folder", ANY),
     "settings": (
         "import slimefsdp; slimefsdp.load_config(settings, ['optim.lr=1e-3'])",
         {*RAY, "numpy", "matplotlib", "tensorboard"},

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import ray
@@ -24,23 +24,27 @@ from slimefsdp.weight_sync.packed_bucket import digest_of
 from slimefsdp.weight_sync.receive import Manifest
 from slimefsdp.weight_sync.send import BeginAgain
 
+if TYPE_CHECKING:
+    from slimefsdp.trainer import Trainer
+
 _FREED_S = 10.0  # for engines to notice that the group is gone, and to say so
 _PING_S = 5.0
 
 
 class BroadcastUpdate(WeightUpdate):
-    """To engines (`actors.engines.protocol.Engine`). The group stays from update to update while its engines do.
+    """An update of engines (`actors.engines.protocol.Engine`). Updates of the same engines use the same group.
 
-    A member that fails breaks the group. Where the update goes on without it, those that are left form another one, and
-    BeginAgain asks for everything anew. Where nobody knows which member it was, all of them have one more try.
+    A member that fails breaks the group. If the update goes on without it, the others form a new group, and BeginAgain
+    asks for the whole update again. If nobody knows which member failed, all of them get one more try.
 
     Args:
         address: of this machine, as engines reach it.
         device: of the tensors that are sent; NCCL on CUDA, else gloo.
-        is_shared: engines are on the same device, where NCCL takes one process alone; gloo copies through the host.
-        before: the update before, whose group is taken over or left.
+        is_shared: engines are on the same device, where NCCL allows one process only; gloo copies through the host.
+        before: the last update; its group is taken over if the engines are the same, and closed otherwise.
     """
 
+    call = "receive_broadcast"
     takes_device_tensors = True
 
     def __init__(
@@ -57,6 +61,16 @@ class BroadcastUpdate(WeightUpdate):
         elif before is not None:
             before.close()
 
+    @classmethod
+    def from_trainer(
+        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+    ) -> BroadcastUpdate:
+        """Makes an update of the trainer's weights; see `WeightUpdate`."""
+        settings = trainer.config.rollout
+        address, is_shared = address_for(settings.engine_urls), settings.placement == "colocated"
+        device = trainer.mesh.device
+        return cls(actors, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **how)
+
     def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
         """Announces an update to all, after the group has formed."""
         while True:
@@ -69,7 +83,7 @@ class BroadcastUpdate(WeightUpdate):
             self.close()
 
     def commit(self, version: int) -> None:
-        """Ends the update on all; the group ends with it where one of them failed."""
+        """Ends the update on all; a group with a member that failed is closed."""
         members = list(self._left)
         super().commit(version)
         if members != list(self._left):
@@ -82,7 +96,7 @@ class BroadcastUpdate(WeightUpdate):
         self._group = None
 
     def _form(self) -> None:
-        """Makes the group, or drops who kept it from forming."""
+        """Forms the group, or drops the engines that kept it from forming."""
         infos = self._call("info")
         firsts, world_size = {}, 1
         for index, info in infos.items():
@@ -141,11 +155,15 @@ class BroadcastUpdate(WeightUpdate):
     def _beside(
         self, own: Future[Any], waiting: dict[Any, int], name: str, give_up: Callable[[], None]
     ) -> dict[int, Exception] | None:
-        """What engines raised in something that rank 0 and they do together; None where that went well.
+        """Waits for something that rank 0 and the engines do together.
 
         Args:
-            waiting: keeps those that have not answered.
-            give_up: ends this side's part, whereupon engines that wait for it say so.
+            own: rank 0's part.
+            waiting: engines by their pending call; keeps those that have not answered.
+            give_up: ends rank 0's part, so that engines that wait for it raise.
+
+        Returns:
+            The engines' errors; None if all went well.
         """
 
         def is_broken(errors: dict[int, Exception]) -> bool:
@@ -163,12 +181,12 @@ class BroadcastUpdate(WeightUpdate):
         return errors
 
     def _blame(self, errors: Mapping[int, Exception], silent: Mapping[Any, int], absent: set[int], name: str) -> None:
-        """Drops who broke the group.
+        """Drops the engines that broke the group.
 
         Args:
-            errors: that were raised, by engine; those of the group alone are nobody's fault that is known.
+            errors: what was raised, by engine; an error with `is_of_group` does not say whose fault it is.
             silent: engines that have not answered.
-            absent: that never came, where it is not known why.
+            absent: engines that never came, if it is not known why.
         """
         found = {index: as_sync_error(error, index, name) for index, error in errors.items()}
         found |= {index: self._late(index, name) for index in silent.values()}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,24 +18,29 @@ from actors.workers.weights_folder import write_adapter, write_weights
 from slimefsdp.errors import SlimeError, SyncError
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.peft_folder import MATRICES
+from slimefsdp.training.build import compute_dtype
 from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest
+
+if TYPE_CHECKING:
+    from slimefsdp.trainer import Trainer
 
 WEIGHTS = "weights"  # below run.dir
 _LOOK_S = 0.1
 
 
 class DiskUpdate(WeightUpdate):
-    """To engines (`actors.engines.protocol.Engine`), which go on with their weights while the folder is written.
+    """An update of engines (`actors.engines.protocol.Engine`), which keep their weights while the folder is written.
 
-    Once all have committed, no other folder is left beside it.
+    Once all have committed, the folders of earlier updates are removed.
 
     Args:
-        folder: below which the folders of updates are, and nothing else.
+        folder: for the folders of updates, and nothing else.
         source: the model's folder.
         dtype: of the tensors that are sent.
     """
 
+    call = "receive_disk"
     keeps_nothing = False  # a thread writes a bucket, and may do so still when the update has failed
 
     def __init__(
@@ -49,10 +54,19 @@ class DiskUpdate(WeightUpdate):
         self._coming: SimpleQueue[tuple[Bucket, threading.Event] | None] = SimpleQueue()
         self._writing: Future[None]
 
+    @classmethod
+    def from_trainer(
+        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+    ) -> DiskUpdate:
+        """Makes an update of the trainer's weights; see `WeightUpdate`."""
+        run_dir, dtype = trainer.config.run.dir, compute_dtype(trainer.config)
+        assert run_dir is not None  # which the settings require
+        return cls(actors, timeout_s, folder=run_dir / WEIGHTS, source=trainer.folder, dtype=dtype, **how)
+
     def begin(
         self, version: int, manifest: Manifest, kept: frozenset[str] = frozenset(), adapter_scale: float | None = None
     ) -> None:
-        """Begins to write; engines hear of it when the folder is there."""
+        """Starts to write the folder; engines are told when it is complete."""
         more = (kept,) if kept else ()
         self._begun = (version, manifest, *(more if adapter_scale is None else (kept, adapter_scale)))
         weights = {name: shape for name, shape in manifest.items() if name not in kept and not name.endswith(MATRICES)}
@@ -79,7 +93,7 @@ class DiskUpdate(WeightUpdate):
             write_adapter(self._path, matrices, adapter_scale, self._source, self._dtype)
 
     def commit(self, version: int) -> None:
-        """Ends the folder, has all load it, and removes the others."""
+        """Completes the folder, has all engines load it, and removes the folders of earlier updates."""
         self._finish()
         self._coming.put(None)
         self._written(self._left_s())
@@ -105,7 +119,7 @@ class DiskUpdate(WeightUpdate):
                 self._written(0.0)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is written, as it comes."""
+        """Yields the tensors to write as they come."""
         while True:
             try:
                 found = self._coming.get(timeout=self._left_s())
@@ -118,7 +132,8 @@ class DiskUpdate(WeightUpdate):
             is_written.set()
 
     def _written(self, timeout_s: float) -> None:
-        """
+        """Waits until the folder is written.
+
         Raises:
             SyncError: the folder could not be written, or not in time.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,15 +12,19 @@ from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.packed_bucket import KeptBuffers, digest_of, layout_of, pack, packed_bytes
 from slimefsdp.weight_sync.shared_buffer import SharedBuffer
 
+if TYPE_CHECKING:
+    from slimefsdp.trainer import Trainer
+
 
 class IpcUpdate(WeightUpdate):
-    """To engines (`actors.engines.protocol.Engine`). Of two buffers engines read one while the other is filled.
+    """An update of engines (`actors.engines.protocol.Engine`), which read one of two buffers while the other is filled.
 
     Args:
-        device: of the tensors that are sent; engines on the same GPU where it is one, else on the same machine.
-        before: the update before, whose buffers are taken over.
+        device: of the tensors that are sent. If it is a GPU, engines are on the same one; else on the same machine.
+        before: the last update, whose buffers are taken over.
     """
 
+    call = "receive_ipc"
     takes_device_tensors = True
 
     def __init__(
@@ -31,6 +35,13 @@ class IpcUpdate(WeightUpdate):
         self._device = device
         made = KeptBuffers(2, lambda nbytes: SharedBuffer(nbytes, device))
         self._buffers: KeptBuffers = made if before is None else before._buffers
+
+    @classmethod
+    def from_trainer(
+        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+    ) -> IpcUpdate:
+        """Makes an update of the trainer's weights; see `WeightUpdate`."""
+        return cls(actors, timeout_s, device=trainer.mesh.device, before=before, **how)
 
     def _prepared(self, bucket: Bucket) -> Any:
         layout = layout_of(bucket)

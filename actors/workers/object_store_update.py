@@ -21,7 +21,9 @@ WireBucket = list[tuple[Any, ...]]
 
 
 class ObjectStoreUpdate(WeightUpdate):
-    """To Ray actors that have `begin`, `receive` and `commit`."""
+    """An update of Ray actors that have `begin`, `receive` and `commit`."""
+
+    call = "receive"
 
     def _prepared(self, bucket: Bucket) -> Any:
         """The bucket in the store: once, for every actor to read."""

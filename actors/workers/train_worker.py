@@ -39,7 +39,7 @@ class TrainWorker(Watched):
         self.rank = rank
         self.world_size = world_size
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
-        self._last_update: Any = None  # with its group or its buffers, for the next one
+        self._last_updates: dict[type, Any] = {}  # by transport: the next update takes over its group or buffers
         self._listener: socket.socket | None = None  # of rank 0, until its process group has it
         self._has_aborted = False  # its collectives, or is about to: what they bring may be anything
 
@@ -149,33 +149,21 @@ class TrainWorker(Watched):
         return self._call(RankRequest("update_weights", adapter=adapter), role, args)
 
     def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
-        from actors.workers.object_store_update import ObjectStoreUpdate
+        from actors.workers.transports import transport_to
 
         trainer = self.trainers[role]
         settings = trainer.config.rollout
-        how = {"drops": drop_failed, "checksums": settings.weight_checksums}
-        are_engines = all(hasattr(receiver, "join") for receiver in receivers)
-        if not are_engines or settings.transport == "object_store":
-            return ObjectStoreUpdate(receivers, timeout_s, **how)
-        if settings.transport == "disk":
-            from actors.workers.disk_update import WEIGHTS, DiskUpdate
-            from slimefsdp.training.build import compute_dtype
-
-            folder, dtype = trainer.config.run.dir / WEIGHTS, compute_dtype(trainer.config)
-            return DiskUpdate(receivers, timeout_s, folder=folder, source=trainer.folder, dtype=dtype, **how)
-        device, before = trainer.mesh.device, self._last_update
-        if settings.transport == "ipc":
-            from actors.workers.ipc_update import IpcUpdate
-
-            self._last_update = IpcUpdate(receivers, timeout_s, device=device, before=before, **how)
-        else:
-            from actors.workers.broadcast_update import BroadcastUpdate, address_for
-
-            address, is_shared = address_for(settings.engine_urls), settings.placement == "colocated"
-            self._last_update = BroadcastUpdate(
-                receivers, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **how
-            )
-        return self._last_update
+        kind = transport_to(receivers, settings.transport)
+        update = kind.from_trainer(
+            trainer,
+            receivers,
+            timeout_s,
+            before=self._last_updates.get(kind),
+            drops=drop_failed,
+            checksums=settings.weight_checksums,
+        )
+        self._last_updates[kind] = update
+        return update
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weight_sync.receive.Receiver`; for a reference group."""

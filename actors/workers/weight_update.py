@@ -1,8 +1,7 @@
-"""One weight update to several Ray actors: one deadline, and what becomes of those that fail.
+"""Sends one weight update to several Ray actors, with one deadline, and decides what becomes of those that fail.
 
-A subclass says how a bucket travels, in a module each (object_store_update.py, broadcast_update.py, ...), and a
-new one goes beside them, with its name in config/rollout.py and a line in train_worker.py. On rank 0 it stands for all
-of the receivers.
+A subclass says how a bucket travels. A new transport needs a module with its subclass, a line in transports.py and its
+name in config/rollout.py. To the trainer on rank 0 an update is one receiver that stands for all actors.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
@@ -22,24 +21,29 @@ from slimefsdp.results import FailedReceiver
 from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
+if TYPE_CHECKING:
+    from slimefsdp.trainer import Trainer
+
 _HERE_S = 5.0  # for an answer that Ray says is here
 AGAIN = "restart the receiver; none may sample until a later update reaches it"
 
 
 class WeightUpdate:
-    """What all transports share.
+    """The base of all transports.
 
-    A bucket is sent while the next one is gathered: `receive` waits for the one before it, and never for its own.
+    A bucket is sent while the next one is gathered: `receive` waits until the bucket before has arrived, and never for
+    its own.
 
     Args:
-        actors: that are sent to.
-        timeout_s: for the whole update, from `begin` to the end of `commit`; where a receiver is dropped, those left
-            have so long again.
-        drops: the update goes on without receivers that fail, as long as one is left; they are in `failed`. Else every
-            method raises SyncError when a receiver fails, dies or is late.
+        actors: the receivers.
+        timeout_s: for the whole update, from `begin` to the end of `commit`. When a receiver is dropped, the others get
+            this time again.
+        drops: the update goes on without receivers that fail, as long as one is left; `failed` lists them. Otherwise
+            every method raises SyncError when a receiver fails, dies or is late.
         checksums: receivers verify what they get.
     """
 
+    call: ClassVar[str]  # the receivers' method by which this transport's weights arrive
     takes_device_tensors = False
     keeps_nothing = True  # of a bucket's tensors, once `_prepared` returns
 
@@ -54,22 +58,37 @@ class WeightUpdate:
         self._deadline = time.monotonic() + timeout_s
         self._sending: Future[None] | None = None
 
+    @classmethod
+    def from_trainer(
+        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+    ) -> WeightUpdate:
+        """Makes an update of the trainer's weights.
+
+        Args:
+            trainer: of rank 0.
+            before: the last update by this transport, whose group or buffers may be taken over; None: it is the first.
+            how: `drops` and `checksums`.
+        """
+        return cls(actors, timeout_s, **how)
+
     def has_frozen(self, source: str) -> bool:
-        """As `actors.engines.protocol.Engine`, of all of them."""
-        are_engines = all(hasattr(actor, "has_frozen") for actor in self._left.values())
-        return are_engines and all(self._call("has_frozen", source).values())
+        """Whether all receivers are engines that have the frozen weights of `source`."""
+        return self._all_have("has_frozen") and all(self._call("has_frozen", source).values())
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether all of them have adapters of their own, as embedded engines may."""
-        return all(hasattr(actor, "takes_adapters") for actor in self._left.values())
+        """Whether all receivers have adapters of their own, as embedded engines may."""
+        return self._all_have("takes_adapters")
+
+    def _all_have(self, name: str) -> bool:
+        return all(hasattr(actor, name) for actor in self._left.values())
 
     def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
-        """Announces an update to all, which may keep some weights, or have adapters."""
+        """Announces an update to all; `more` is what `stream_weights` says of frozen weights and adapters."""
         self._call("begin", version, manifest, *more)
 
     def receive(self, bucket: Bucket) -> None:
-        """Begins to send a bucket, once the one before it is there."""
+        """Begins to send a bucket, once the one before it has arrived."""
         ready = self._prepared(bucket)
         self._finish()
         self._sending = in_thread(lambda: self._send(ready), "weights")
@@ -80,11 +99,11 @@ class WeightUpdate:
         self._call("commit", version)
 
     def _prepared(self, bucket: Bucket) -> Any:
-        """What `_send` is given, while the bucket before is on its way."""
+        """Prepares what `_send` is given, while the bucket before is on its way."""
         raise NotImplementedError
 
     def _send(self, ready: Any) -> None:
-        """Returns when all have it."""
+        """Sends a prepared bucket; returns when all receivers have it."""
         raise NotImplementedError
 
     def _finish(self) -> None:
@@ -95,7 +114,7 @@ class WeightUpdate:
     # ------------------------------------------------------------------ calls, and what comes of them
 
     def _call(self, name: str, *args: Any) -> dict[int, Any]:
-        """What all answer that are left afterwards."""
+        """Calls a method of all receivers; returns the answers of those that did not fail, by receiver."""
         waiting = {getattr(actor, name).remote(*args): index for index, actor in self._left.items()}
         answers, errors = self._answers(waiting, name, self._deadline, lambda found: bool(found) and not self._drops)
         if self._drops or not errors:
@@ -106,11 +125,14 @@ class WeightUpdate:
     def _answers(
         self, waiting: dict[Any, int], name: str, deadline: float, is_over: Callable[[dict[int, Exception]], bool]
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """What came and what was raised until then, by receiver.
+        """Waits for answers until all are there, the deadline has passed, or `is_over` says so.
 
         Args:
-            waiting: receivers by what they are waited for; keeps those that have not answered.
-            is_over: asked with what was raised so far.
+            waiting: receivers by their pending call; keeps those that have not answered.
+            is_over: is given the errors so far.
+
+        Returns:
+            The answers and the errors, by receiver.
         """
         answers: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -129,10 +151,10 @@ class WeightUpdate:
         return answers, errors
 
     def _drop(self, errors: Mapping[int, SyncError]) -> None:
-        """Goes on without these, where that may be.
+        """Drops these receivers, if the update may go on without them.
 
         Raises:
-            SyncError: of the first of them.
+            SyncError: it may not, or none is left.
         """
         if not errors:
             return
@@ -160,7 +182,7 @@ class WeightUpdate:
 
 
 def as_sync_error(error: Exception, index: int, name: str) -> SyncError:
-    """What the sending ranks all learn, whatever a receiver raised."""
+    """Turns whatever a receiver raised into the error that all sending ranks raise."""
     if isinstance(error, SyncError):
         return error
     said = error.message if isinstance(error, SlimeError) else error
@@ -172,7 +194,7 @@ def as_sync_error(error: Exception, index: int, name: str) -> SyncError:
 
 
 def in_thread(action: Callable[[], Any], name: str) -> Future[Any]:
-    """What an action returns, or raises, on a thread of its own that does not keep the process alive."""
+    """Runs an action on a thread of its own that does not keep the process alive."""
     done: Future[Any] = Future()
 
     def act() -> None:

@@ -85,7 +85,7 @@ def checked_adapter(path: str | Path) -> set[str]:
     file = Path(path) / ADAPTER_FOLDER / TENSOR_FILE
     with _whole(Path(path)):
         _compare({file}, file.with_name(CHECKSUMS))
-        return {name.removeprefix("base_model.model.").removesuffix(".weight") for name in read_header(file)}
+        return {name.removeprefix("base_model.model.").removesuffix(".weight") for name in read_header(file).tensors}
 
 
 @contextmanager

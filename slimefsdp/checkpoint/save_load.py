@@ -21,8 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from slimefsdp.checkpoint.async_save import BackgroundSave
 from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files
 from slimefsdp.checkpoint.shards import (
+    Reads,
     ShardedTensor,
-    ShardReads,
+    fill,
     plan_reads,
     read_rank_state,
     write_shard,
@@ -132,16 +133,15 @@ def load_training_state(
         CheckpointError: on every rank; there is none, or it is torn, altered or of another model. No value has changed,
             unless the disk failed while values were read.
     """
-    folders, skipped = _from_first(lambda: _choices(store, step), group)
+    folders, odd = _from_first(lambda: store.candidates(step), group)
     verify = partial(_verified_together, store, group)
     if step == "latest":
-        manifest, folder, skipped = first_verified(store.root, folders, skipped, verify)
+        manifest, folder, skipped = first_verified(store.root, folders, odd, verify)
     else:
-        (folder,) = folders
-        manifest = verify(folder)
+        manifest, folder, skipped = verify(folders[0]), folders[0], []
     named = accept(manifest.info, folder / MANIFEST)
     restores_generators = with_generators(manifest.info)
-    reads: list[ShardReads] = []
+    reads: Reads = []
     state: dict[str, Any] = {}
     writers: list[int] = []
 
@@ -156,14 +156,13 @@ def load_training_state(
                 restore_generators(present, device, folder)
         writers.append(writing_ranks(folder))
 
-    def fill() -> None:
-        for part in reads:
-            part.fill()
+    def read() -> None:
+        fill(reads)
         if restores_generators:
             restore_generators(state.get("generators"), device, folder)
 
     run_together(plan, group)
-    run_together(fill, group)
+    run_together(read, group)
     return LoadedState(manifest.step, folder, manifest.info, tuple(map(str, skipped)), writers[0])
 
 
@@ -202,14 +201,6 @@ def _write(
             store.abandon(step)
         raise
     return store.final_path(step)
-
-
-def _choices(store: CheckpointStore, step: int | Literal["latest"]) -> tuple[list[Path], list[CheckpointError]]:
-    if step == "latest":
-        return store.candidates()
-    if type(step) is not int:
-        raise CheckpointError(f"step={step!r} is not a step", field="step", hint='give a number, or "latest"')
-    return [store.path_of(step)], []
 
 
 def _verified_together(store: CheckpointStore, group: dist.ProcessGroup, folder: Path) -> Manifest:

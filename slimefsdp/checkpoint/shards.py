@@ -8,10 +8,10 @@ overlap them. Nothing here proves that the bytes are the saved ones: `Checkpoint
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -25,7 +25,7 @@ from slimefsdp.io.checksummed_files import (
     write_checksum,
     write_with_checksum,
 )
-from slimefsdp.io.safetensors_file import DTYPE_NAMES, TensorFileWriter, TensorSpec, read_rows
+from slimefsdp.io.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, TensorFileWriter, TensorSpec, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry, read_header
 
 _INDEX_NAME = re.compile(r"rank_(\d{5})\.json")
@@ -58,32 +58,148 @@ class _Piece:
     start: int
     rows: int
 
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.global_shape[1:]) if self.global_shape else ()
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Copy:
-    """One read: rows [start, stop) of the file's share of tensor `name`, into `target`."""
 
-    name: str
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows [start, stop) of a tensor, which lie in `entry` from row `first` on."""
+
+    entry: TensorEntry
+    first: int
     start: int
     stop: int
-    target: torch.Tensor
+
+    def read(self, file: BinaryIO, tensor: ShardedTensor) -> None:
+        """Fills these rows of a share that has all of them."""
+        begin, end = self.start - tensor.start, self.stop - tensor.start
+        # a 0-d tensor has no rows to slice
+        target = tensor.local[begin:end] if tensor.global_shape else tensor.local
+        read_rows(file, self.entry, self.first, self.first + self.stop - self.start, target)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardReads:
-    """The rows that one rank needs of one file."""
+class SavedShards:
+    """The tensors of a checkpoint folder, whichever ranks wrote them; the folder is verified already.
 
-    path: Path
-    _copies: list[tuple[_Copy, TensorEntry]]
+    Args:
+        folder: of a committed checkpoint. All indices are read now, the headers of tensor files when they are needed.
 
-    def fill(self) -> None:
-        """Read them into the tensors that were wanted, in place and bit for bit.
+    Raises:
+        CheckpointError: a rank's index is missing or is none.
+    """
 
-        CheckpointError if the disk refuses, when some may be read already.
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._headers: dict[int, dict[str, TensorEntry]] = {}
+        self._pieces: dict[str, dict[int, _Piece]] = {}
+        for rank in range(writing_ranks(folder)):
+            for name, piece in _read_pieces(_index_path(folder, rank)).items():
+                self._pieces.setdefault(name, {})[rank] = piece
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The saved tensors by name, whole."""
+        firsts = {name: next(iter(pieces.values())) for name, pieces in self._pieces.items()}
+        return {name: TensorSpec(name, TORCH_DTYPES[one.dtype], one.global_shape) for name, one in firsts.items()}
+
+    def require_names(self, wanted: Collection[str]) -> None:
+        """CheckpointError unless exactly the wanted tensors are saved."""
+        for name in sorted(self._pieces.keys() ^ wanted):
+            if name in self._pieces:
+                where, problem = _index_path(self.folder, min(self._pieces[name])), "is saved, but this run has none"
+            else:
+                where, problem = self.folder, "is not in the checkpoint"
+            raise _refused(name, where, problem)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one whole tensor into new memory.
+
+        Raises:
+            CheckpointError: the files lack rows, contradict their indices, or cannot be read.
         """
-        with io_reported(self.path, "load"), self.path.open("rb") as file:
-            for copy, entry in self._copies:
-                read_rows(file, entry, copy.start, copy.stop, copy.target)
+        spec = self.specs[name]
+        rows = self.rows_of(name, spec, 0, spec.shape[0] if spec.shape else 1)  # checked before there is memory for it
+        tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype), spec.shape, 0)
+        fill([(one, tensor) for one in rows])
+        return tensor.local
+
+    def rows_of(self, name: str, spec: TensorSpec, start: int, stop: int) -> list[_Rows]:
+        """Finds rows [start, stop) of a tensor once each; where several ranks hold a row, the first one's file is read.
+
+        Args:
+            spec: dtype and global shape that the tensor must have.
+
+        Raises:
+            CheckpointError: naming tensor and file.
+        """
+        dtype = DTYPE_NAMES[spec.dtype]
+        for rank, piece in self._pieces[name].items():
+            index = _index_path(self.folder, rank)
+            if piece.dtype != dtype:
+                raise _refused(name, index, f"is saved as {piece.dtype}, but is {dtype} here")
+            if piece.global_shape != spec.shape:
+                shapes = f"{list(piece.global_shape)}, but has {list(spec.shape)} here"
+                raise _refused(name, index, f"is saved with global shape {shapes}")
+        found, row = [], start
+        for rank, piece in sorted(self._pieces[name].items(), key=lambda item: (item[1].start, item[0])):
+            end = min(stop, piece.start + piece.rows)
+            if piece.start <= row < end:
+                found.append(_Rows(self._entry(name, rank, piece), row - piece.start, row, end))
+                row = end
+        if row < stop:
+            raise _refused(name, self.folder, f"lacks row {row} of {spec.shape[0] if spec.shape else 1}")
+        return found
+
+    def _entry(self, name: str, rank: int, piece: _Piece) -> TensorEntry:
+        """The tensor in a rank's file, whose header must say the same as the index."""
+        path = _tensor_path(self.folder, rank)
+        if rank not in self._headers:
+            with io_reported(path, "load"):
+                try:
+                    self._headers[rank] = read_header(path).tensors
+                except ModelError as error:
+                    raise _refused("tensors", path, f"cannot be read: {error.message}") from error
+        entry = self._headers[rank].get(name)
+        if entry is None or (entry.dtype, entry.shape) != (piece.dtype, piece.local_shape):
+            found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+            raise _refused(name, path, f"is {found}, unlike its index says")
+        return entry
+
+
+Reads = list[tuple[_Rows, ShardedTensor]]
+
+
+def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
+    """Finds the rows of every wanted tensor, which are all that are saved; `fill` reads them.
+
+    Raises:
+        CheckpointError: naming tensor and file: a tensor is missing or surplus, has another dtype or global shape, or
+            lacks rows, or a file cannot be read or contradicts its index.
+    """
+    saved, reads = SavedShards(folder), []
+    saved.require_names(wanted.keys())
+    for name, tensor in wanted.items():
+        _check_share(name, tensor)
+        spec = TensorSpec(name, tensor.local.dtype, tensor.global_shape)
+        reads += [(rows, tensor) for rows in saved.rows_of(name, spec, tensor.start, tensor.start + tensor.rows)]
+    return reads
+
+
+def fill(reads: Reads) -> None:
+    """Reads rows into the shares in place and bit for bit, file by file.
+
+    Raises:
+        CheckpointError: the disk refuses; some rows may be read already.
+    """
+    by_file: dict[Path, Reads] = {}
+    for rows, tensor in reads:
+        by_file.setdefault(rows.entry.file, []).append((rows, tensor))
+    for path in sorted(by_file):
+        with io_reported(path, "load"), path.open("rb", buffering=0) as file:
+            for rows, tensor in by_file[path]:
+                rows.read(file, tensor)
 
 
 def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], state: dict[str, Any]) -> None:
@@ -119,28 +235,6 @@ def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], s
     with io_reported(index_path, "save"):
         write_with_checksum(index_path, text)
     store.at_point("shard: both files have their checksums")
-
-
-def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> list[ShardReads]:
-    """What `wanted`, which names all saved tensors, needs of each file; no value changes before `fill`.
-
-    CheckpointError naming tensor and file if a tensor is missing or surplus, has another dtype or global shape, lacks
-    rows, or if a file cannot be read or contradicts its index.
-    """
-    pieces: dict[str, dict[int, _Piece]] = {}
-    for rank in range(writing_ranks(folder)):
-        for name, piece in _read_pieces(_index_path(folder, rank)).items():
-            pieces.setdefault(name, {})[rank] = piece
-    for name in sorted(pieces.keys() ^ wanted.keys()):
-        where = _index_path(folder, min(pieces[name])) if name in pieces else folder
-        problem = "is saved, but this run has no such tensor" if name in pieces else "is not in the checkpoint"
-        raise _refused(name, where, problem)
-    copies: dict[int, list[_Copy]] = {}
-    for name, tensor in wanted.items():
-        _check_share(name, tensor)
-        for rank, copy in _plan(folder, name, tensor, pieces[name]):
-            copies.setdefault(rank, []).append(copy)
-    return [_located(_tensor_path(folder, rank), copies[rank], rank, pieces) for rank in sorted(copies)]
 
 
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -195,47 +289,13 @@ def _check_share(name: str, tensor: ShardedTensor) -> None:
 def _read_pieces(path: Path) -> dict[str, _Piece]:
     index, _ = read_json(path)
     try:
-        return {
+        pieces = {
             name: _Piece(str(p["dtype"]), tuple(map(whole, p["global_shape"])), whole(p["start"]), whole(p["rows"]))
             for name, p in index["tensors"].items()
         }
+        unknown = {piece.dtype for piece in pieces.values()} - TORCH_DTYPES.keys()
+        if unknown:
+            raise ValueError(f"dtype {min(unknown):.100}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _refused("tensors", path, f"cannot be understood: {error!r}") from error
-
-
-def _plan(folder: Path, name: str, tensor: ShardedTensor, pieces: dict[int, _Piece]) -> list[tuple[int, _Copy]]:
-    """(writing rank, read) pairs that cover this share once each; where several ranks hold a row, the first is read."""
-    for rank, piece in pieces.items():
-        if piece.dtype != (dtype := DTYPE_NAMES[tensor.local.dtype]):
-            raise _refused(name, _index_path(folder, rank), f"is saved as {piece.dtype}, but is {dtype} here")
-        if piece.global_shape != tensor.global_shape:
-            shapes = f"{list(piece.global_shape)}, but has {list(tensor.global_shape)} here"
-            raise _refused(name, _index_path(folder, rank), f"is saved with global shape {shapes}")
-    plan = []
-    row, stop = tensor.start, tensor.start + tensor.rows
-    for rank, piece in sorted(pieces.items(), key=lambda item: (item[1].start, item[0])):
-        end = min(stop, piece.start + piece.rows)
-        if piece.start <= row < end:
-            # a 0-d tensor has no rows to slice
-            target = tensor.local[row - tensor.start : end - tensor.start] if tensor.global_shape else tensor.local
-            plan.append((rank, _Copy(name, row - piece.start, end - piece.start, target)))
-            row = end
-    if row < stop:
-        raise _refused(name, folder, f"lacks row {row} of {tensor.global_shape[0] if tensor.global_shape else 1}")
-    return plan
-
-
-def _located(path: Path, copies: list[_Copy], rank: int, pieces: dict[str, dict[int, _Piece]]) -> ShardReads:
-    """The reads with the places in the file, whose header says the same as the index of `rank`."""
-    with io_reported(path, "load"):
-        try:
-            entries = read_header(path)
-        except ModelError as error:
-            raise _refused("tensors", path, f"cannot be read: {error.message}") from error
-    for copy in copies:
-        piece, entry = pieces[copy.name][rank], entries.get(copy.name)
-        shape = (piece.rows, *piece.global_shape[1:]) if piece.global_shape else ()
-        if entry is None or (entry.dtype, entry.shape) != (piece.dtype, shape):
-            found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-            raise _refused(copy.name, path, f"is {found}, unlike its index says")
-    return ShardReads(path, [(copy, entries[copy.name]) for copy in copies])
+    return pieces

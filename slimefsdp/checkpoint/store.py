@@ -17,9 +17,9 @@ from __future__ import annotations
 import re
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
 from slimefsdp.errors import CheckpointError, short_repr
@@ -59,6 +59,14 @@ def _pass_by(point: str) -> None:
 
 
 at_point: Callable[[str], None] = _pass_by  # called at each of POINTS; a test puts its own here
+
+
+class Choice(NamedTuple):
+    """A checkpoint that was chosen, and why each one that comes before it was passed over: log those loudly."""
+
+    manifest: Manifest
+    folder: Path
+    skipped: list[CheckpointError]
 
 
 class CheckpointStore:
@@ -198,22 +206,55 @@ class CheckpointStore:
             raise damaged(step_folder / MANIFEST, f"is of step {manifest.step}")
         return manifest
 
-    def newest_verified(self) -> tuple[int, Path, list[CheckpointError]]:
-        """Step and folder of the newest whole checkpoint, and why each preferred one was passed over: log those loudly.
+    @classmethod
+    def find(cls, source: Path) -> Choice:
+        """Chooses from a run's folder, or from its `checkpoints`; or verifies the folder of one step.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint, or the one asked for is torn or altered.
+        """
+        if (source / MANIFEST).exists():
+            return Choice(cls(source.parent).verify(source), source, [])
+        inside = source / "checkpoints"
+        return cls(inside if inside.is_dir() else source).newest_verified()
+
+    def newest_verified(self) -> Choice:
+        """Chooses the newest whole checkpoint, every byte of which is read.
 
         Newest means committed last: the one `latest` names, then earlier steps. Later steps (a crash before `latest`
         moved, or the future of a run that was resumed from an earlier step) come after all of those. Without a usable
-        `latest` the highest step comes first. CheckpointError if nothing is whole.
-        """
-        folders, skipped = self.candidates()
-        manifest, folder, skipped = first_verified(self.root, folders, skipped, self.verify)
-        return manifest.step, folder, skipped
+        `latest` the highest step comes first.
 
-    def candidates(self) -> tuple[list[Path], list[CheckpointError]]:
-        """The folders of `newest_verified` in its order, not verified, and what is odd about `latest`."""
+        Raises:
+            CheckpointError: nothing is whole.
+        """
+        return first_verified(self.root, *self.candidates(), self.verify)
+
+    def candidates(self, step: int | Literal["latest"] = "latest") -> tuple[list[Path], list[CheckpointError]]:
+        """Lists the folders that `newest_verified` tries, in its order, or the one of a step; nothing is verified.
+
+        Returns:
+            The folders, and what is odd about `latest`.
+
+        Raises:
+            CheckpointError: there is no checkpoint of that step.
+        """
+        if step != "latest":
+            if type(step) is not int:
+                raise CheckpointError(f"step={step!r} is not a step", field="step", hint='give a number, or "latest"')
+            return [self.path_of(step)], []
         folders = self._folders()
         latest, skipped = self._latest(folders)
         return [folders[step] for step in _by_preference(folders, latest)], skipped
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Yields the manifests of `candidates` that can be read; the files that they list are not looked at."""
+        for folder in self.candidates()[0]:
+            try:
+                manifest = self.manifest_of(folder)
+            except CheckpointError:
+                continue  # loading passes over this checkpoint, too
+            yield manifest
 
     def prune(self, keep_last: int) -> list[int]:
         """Remove all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
@@ -267,15 +308,16 @@ class CheckpointStore:
 
 def first_verified(
     root: Path, folders: Sequence[Path], skipped: Sequence[CheckpointError], verify: Callable[[Path], Manifest]
-) -> tuple[Manifest, Path, list[CheckpointError]]:
-    """The first of `folders` that `verify` lets pass, and why each one before it was passed over, after `skipped`.
+) -> Choice:
+    """Chooses the first of `folders` that `verify` accepts.
 
-    CheckpointError with all reasons if there is none.
+    Raises:
+        CheckpointError: with all reasons; there is none.
     """
     reasons = list(skipped)
     for folder in folders:
         try:
-            return verify(folder), folder, reasons
+            return Choice(verify(folder), folder, reasons)
         except CheckpointError as error:
             reasons.append(error)
     listed = "; ".join(error.message for error in reasons)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from slimefsdp.checkpoint.compatibility import architecture_of, check_identity, 
 from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
 from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
+from slimefsdp.checkpoint.shards import SavedShards
+from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.convert.dcp import read_saved, write_dcp_folder
 from slimefsdp.convert.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
-from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
 from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.build import build_policy
@@ -35,6 +36,7 @@ _TRAINING_STATE = re.compile(
     r"(.*\.)?(optim\w*|\w*scheduler\w*|exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|step)(\..*)?"
 )
 _NOTED_EVERY_BYTES = 1 << 30
+_MODEL, _REFERENCE = "model.", "reference."  # before the names of tensors in a checkpoint
 
 
 def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[TensorSpec]:
@@ -132,7 +134,7 @@ def checkpoint_to_hugging_face(
     """Writes a run's checkpoint as a Hugging Face folder, or adapters as a PEFT folder; returns what was read.
 
     Args:
-        source: as `find_checkpoint`; all of it is verified before anything is read.
+        source: as `CheckpointStore.find`; all of it is verified before anything is read.
         like: has config.json and the tokenizer; None: the model.path of the run, which for adapters is only named.
         dtype: a name in `EXPORT_DTYPES`; None: that of the master weights.
 
@@ -140,7 +142,7 @@ def checkpoint_to_hugging_face(
         CheckpointError: there is no whole checkpoint, it holds another model, or `target` is taken.
             ModelError: `like` is no model folder.
     """
-    folder, manifest, skipped = find_checkpoint(source)
+    manifest, folder, skipped = CheckpointStore.find(source)
     for error in skipped:
         note(f"passed over: {error.message}")
     note(f"reading {folder}")
@@ -159,19 +161,13 @@ def checkpoint_to_hugging_face(
     _require_same_model(identity.get("config.json", {}), model, folder / MANIFEST, note)
     if "lora.rank" in identity:
         return _write_adapters(folder, identity, target, like, dtype, note)
-    policy, saved = build_policy(model, torch.float32), SavedWeights(folder)
+    policy, saved = build_policy(model, torch.float32), SavedShards(folder)
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}
-    held = {name: spec.shape for name, spec in saved.specs.items()}
+    saved_specs = _weight_specs(saved)
+    held = {name: spec.shape for name, spec in saved_specs.items()}
     _check_names(folder, wanted, held, surplus=held.keys() - wanted.keys())
-    specs = [saved.specs[name] for name in wanted]
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        progress = _Progress(len(specs), note)
-        for spec in specs:
-            progress.count(spec)
-            yield spec.name, saved.read(spec.name)
-
-    write_model_folder(target, specs, tensors(), model, dtype=dtype)
+    specs = [saved_specs[name] for name in wanted]
+    write_model_folder(target, specs, _weights(saved, specs, note), model, dtype=dtype)
     return specs
 
 
@@ -184,8 +180,8 @@ def _write_adapters(
             field="path",
             hint="name the policy's checkpoint; export_hf of the critic's group writes the merged model with its head",
         )
-    saved = SavedWeights(folder)
-    specs, progress = list(saved.specs.values()), _Progress(len(saved.specs), note)
+    saved = SavedShards(folder)
+    specs = list(_weight_specs(saved).values())
     # after the words that `slimefsdp.training.checkpointing` puts before it
     digest = identity["model.path"].rpartition(" ")[2]
     facts = AdapterFacts(
@@ -195,14 +191,25 @@ def _write_adapters(
         digest,
         identity["precision.compute_dtype"],
     )
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            progress.count(spec)
-            yield spec.name, saved.read(spec.name)
-
-    write_peft_folder(target, specs, tensors(), facts, dtype=None if dtype is None else EXPORT_DTYPES[dtype])
+    to_dtype = None if dtype is None else EXPORT_DTYPES[dtype]
+    write_peft_folder(target, specs, _weights(saved, specs, note), facts, dtype=to_dtype)
     return specs
+
+
+def _weight_specs(saved: SavedShards) -> dict[str, TensorSpec]:
+    """The saved parameters of the model by their names in memory, without optimiser state and reference model."""
+    return {
+        name: replace(spec, name=name)
+        for key, spec in saved.specs.items()
+        if key.startswith(_MODEL) and not (name := key.removeprefix(_MODEL)).startswith(_REFERENCE)
+    }
+
+
+def _weights(saved: SavedShards, specs: Sequence[TensorSpec], note: Note) -> Iterator[tuple[str, torch.Tensor]]:
+    progress = _Progress(len(specs), note)
+    for spec in specs:
+        progress.count(spec)
+        yield spec.name, saved.read(_MODEL + spec.name)
 
 
 def _require_same_model(saved: dict[str, Any], model: ModelFolder, file: Path, note: Note) -> None:

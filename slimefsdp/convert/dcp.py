@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor
-from slimefsdp.errors import CheckpointError, SlimeError
+from slimefsdp.errors import CheckpointError, SlimeError, short_repr
 from slimefsdp.io.atomic_dir import new_folder
 from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
-from slimefsdp.io.safetensors_header import short
 
 
 def read_saved(saved: SavedTensor) -> torch.Tensor:
@@ -71,7 +70,7 @@ class _ReadWhenWritten(DefaultSavePlanner):
 
 def _chunk(saved: SavedTensor, chunk: Chunk) -> torch.Tensor:
     def refused(problem: str) -> CheckpointError:
-        message = f"{chunk.file}: tensor {short(saved.name)} {problem}"
+        message = f"{chunk.file}: tensor {saved.name!r:.200} {problem}"
         return CheckpointError(message, field="path", hint="copy the folder again, whole", call="load")
 
     if chunk.file.exists() and not chunk.file.is_file():  # a pipe would block
@@ -80,40 +79,13 @@ def _chunk(saved: SavedTensor, chunk: Chunk) -> torch.Tensor:
         if chunk.start + chunk.nbytes > os.fstat(stream.fileno()).st_size:
             raise refused(f"lies beyond the file's end, at bytes {chunk.start} to {chunk.start + chunk.nbytes}")
         try:
-            section = io.BufferedReader(_Section(stream, chunk.start, chunk.nbytes))
-            tensor = torch.load(section, map_location="cpu", weights_only=True)
+            section = _create_file_view(stream, chunk.start, chunk.nbytes)
+            tensor = torch.load(section, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
         except Exception as error:  # the bytes can be anything
-            raise refused(f"cannot be read: {type(error).__name__}: {short(str(error))}") from error
+            raise refused(f"cannot be read: {type(error).__name__}: {short_repr(str(error))}") from error
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise refused(f"is a {type(tensor).__name__}, not a plain tensor")
     if (tensor.dtype, tuple(tensor.shape)) != (saved.dtype, chunk.sizes):
         found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(chunk.sizes)}"
         raise refused(f"is {found} there, and {wanted} by the folder's metadata")
     return tensor.resolve_conj().resolve_neg()  # a view's sign is in no byte of its memory
-
-
-class _Section(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, stream: BinaryIO, start: int, nbytes: int) -> None:
-        self._stream, self._start, self._nbytes, self._at = stream, start, nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        memory = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
-        count = os.preadv(self._stream.fileno(), [memory], self._start + self._at) if memory else 0
-        self._at += count
-        return count

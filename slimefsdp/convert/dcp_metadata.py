@@ -1,8 +1,7 @@
-"""What a torch.distributed.checkpoint folder says it holds, read without running what its `.metadata` could hold.
+"""Reads what a torch.distributed.checkpoint folder says it holds, without running code that its `.metadata` may name.
 
-`.metadata` is a pickle, and a pickle names functions to call. Here only the names that torch itself writes are known,
-and each stands for a plain record: no class of torch is touched, and any other name is refused. Nothing in the records
-is trusted: types, sizes, file names and offsets are checked before they are used.
+`.metadata` is a pickle, and a pickle names functions to call. The unpickler knows only the names that torch writes, and
+puts a plain record in the place of each class. pydantic then checks types, sizes, file names and offsets.
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from __future__ import annotations
 import math
 import pickle
 import pickletools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, short_repr
 from slimefsdp.io.checksummed_files import io_reported
-from slimefsdp.io.safetensors_header import short
 
 METADATA_FILE = ".metadata"
-MAX_CHUNKS = 8192  # of a tensor: more than anybody's ranks; every two of them are compared
+MAX_CHUNKS = 8192  # of a tensor: more than anybody's ranks, and every two of them are compared
 MAX_METADATA_BYTES = 1 << 30
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """The tensors of a folder by their keys, and the keys of all else (numbers, schedules, generators)."""
+    """The tensors of a folder by key, and the keys of everything else (numbers, schedules, generators)."""
 
     path: Path
     tensors: dict[str, SavedTensor]
@@ -59,10 +56,10 @@ class DcpFolder:
 
 
 def read_dcp_folder(path: Path) -> DcpFolder:
-    """What the folder's `.metadata` describes; no tensor is read.
+    """Reads the folder's `.metadata`, and no tensor.
 
     Raises:
-        CheckpointError: it is missing, names what torch does not write, or makes no sense.
+        CheckpointError: `.metadata` is missing, names what torch does not write there, or contradicts itself.
     """
     file = path / METADATA_FILE
     with io_reported(file, "load"):
@@ -71,21 +68,23 @@ def read_dcp_folder(path: Path) -> DcpFolder:
         if file.stat().st_size > MAX_METADATA_BYTES:
             raise _damaged(file, f"has more than {MAX_METADATA_BYTES} bytes")
         with file.open("rb") as stream:
-            root = _records(file, stream)
-    entries, storage = _attribute(file, root, "state_dict_metadata", dict), _attribute(file, root, "storage_data", dict)
-    places = {}
-    for index, info in storage.items():
-        places[_attribute(file, index, "fqn", str), _sizes(file, _state(index).get("offset") or ())] = info
+            root = _unpickled(file, stream)
+    try:
+        metadata = _Metadata.model_validate(root)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))[-200:]
+        raise _damaged(file, f"has {where} = {short_repr(first['input'])}: {first['msg']}") from error
     tensors = {
-        name: _tensor(file, name, entry, places)
-        for name, entry in entries.items()
-        if isinstance(name, str) and isinstance(entry, _TensorRecord)
+        name: _tensor(file, name, entry, metadata.storage_data)
+        for name, entry in metadata.state_dict_metadata.items()
+        if entry is not None
     }
-    return DcpFolder(path, tensors, tuple(str(name) for name in entries if name not in tensors))
+    return DcpFolder(path, tensors, tuple(name for name in metadata.state_dict_metadata if name not in tensors))
 
 
 class _Record:
-    """What was pickled as an object: its state."""
+    """Stands for an object of the pickle, and keeps its state."""
 
     state: object = None
 
@@ -97,108 +96,125 @@ class _Record:
 
 
 class _TensorRecord(_Record):
-    """Of a tensor, told from the other entries by its class."""
+    """Stands for a tensor's entry, which has another class than other entries."""
 
 
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
-_DTYPES = [
-    *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
-    *("uint16", "uint32", "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
-]
+class _State(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_record(cls, value: object) -> object:
+        return value.state if isinstance(value, _Record) else value
+
+
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+_Sizes = Annotated[tuple[_Size, ...], Field(max_length=64)]
+
+
+class _Box(_State):
+    offsets: _Sizes
+    sizes: _Sizes
+
+
+def _dtype_of(properties: object) -> object:
+    return properties.state[0] if isinstance(properties, _Record) and isinstance(properties.state, tuple) else None
+
+
+class _Entry(_State):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    size: _Sizes
+    properties: Annotated[torch.dtype, BeforeValidator(_dtype_of)]
+    chunks: list[_Box] = Field(max_length=MAX_CHUNKS)
+
+
+class _Index(_State):
+    fqn: str
+    offset: _Sizes | None = None
+
+
+class _Place(_State):
+    relative_path: str = Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\z")  # no file outside of the folder
+    offset: _Size
+    length: _Size
+    transform_descriptors: list[Any] | None = Field(None, max_length=0)  # such as compression
+
+
+class _Metadata(_State):
+    state_dict_metadata: dict[
+        str, Annotated[_Entry | None, BeforeValidator(lambda e: e if isinstance(e, _TensorRecord) else None)]
+    ]
+    storage_data: dict[_Index, _Place]
+
+
+_METADATA, _SHARDED = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
+_RECORDS = {
+    _METADATA: [
+        *("Metadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+    ],
+    _SHARDED: ["TensorProperties", "MEM_FORMAT_ENCODING"],
+    "torch.distributed.checkpoint.filesystem": ["_StorageInfo", "_StoragePrefix"],
+    "torch.serialization": ["_get_layout"],
+    "builtins": ["getattr"],  # some releases of Python write a member of an enumeration so
+    "pathlib": ["PosixPath", "WindowsPath"],
+    "pathlib._local": ["PosixPath", "WindowsPath"],
+}
 _KNOWN: dict[tuple[str, str], Any] = {
+    **{(module, name): _Record for module, names in _RECORDS.items() for name in names},
     (_METADATA, "TensorStorageMetadata"): _TensorRecord,
-    **{
-        (_METADATA, name): _Record
-        for name in (
-            *("Metadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
-            *("StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        )
-    },
-    (_OLD_PROPERTIES, "TensorProperties"): _Record,
-    (_OLD_PROPERTIES, "MEM_FORMAT_ENCODING"): _Record,
-    (_FILES, "_StorageInfo"): _Record,
-    (_FILES, "_StoragePrefix"): _Record,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Record,
     ("collections", "OrderedDict"): dict,
-    # some releases of Python name a member of an enumeration so; here it makes a record like any other
-    ("builtins", "getattr"): _Record,
-    **{(module, name): _Record for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
-    **{("torch", name): getattr(torch, name) for name in _DTYPES},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 
 
-def _records(file: Path, stream: BinaryIO) -> Any:
+def _unpickled(file: Path, stream: BinaryIO) -> Any:
     class Reader(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             if (module, name) not in _KNOWN:
                 raise _damaged(
                     file,
-                    f"names {short(f'{module}.{name}')}, which torch does not write there",
+                    f"names {short_repr(f'{module}.{name}')}, which torch does not write there",
                     "do not use this folder unless you wrote it: such a name can stand for code to run",
                 )
             return _KNOWN[module, name]
 
     try:
-        _refuse_bombs(file, stream)
+        # a few bytes of pickle can ask for gigabytes of memo, or for keys that take years to hash
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+            is_far = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count
+            if opcode.name == "DUP" or is_far:
+                raise _damaged(file, f"has the instruction {opcode.name} where torch writes none")
         stream.seek(0)
         return Reader(stream).load()
     except CheckpointError:
         raise
     except Exception as error:  # a pickle can fail in any way
-        raise _damaged(file, f"cannot be read: {type(error).__name__}: {short(str(error))}") from error
+        raise _damaged(file, f"cannot be read: {type(error).__name__}: {short_repr(str(error))}") from error
 
 
-def _refuse_bombs(file: Path, stream: BinaryIO) -> None:
-    """A few bytes of pickle can ask for gigabytes of memo, or for keys that take years to hash."""
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
-        is_far = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count
-        if opcode.name == "DUP" or is_far:
-            raise _damaged(file, f"has the instruction {opcode.name} where torch writes none")
-
-
-def _tensor(
-    file: Path, name: str, entry: _TensorRecord, places: Mapping[tuple[str, tuple[int, ...]], Any]
-) -> SavedTensor:
-    properties = _attribute(file, entry, "properties", _Record).state
-    dtype = properties[0] if isinstance(properties, tuple) and properties else None
-    if not isinstance(dtype, torch.dtype):
-        raise _damaged(file, f"has no dtype for tensor {short(name)}")
-    shape = _sizes(file, _state(entry).get("size"))
+def _tensor(file: Path, name: str, entry: _Entry, places: dict[_Index, _Place]) -> SavedTensor:
     chunks = []
-    for chunk in _attribute(file, entry, "chunks", list):
-        offsets, sizes = (_sizes(file, _state(chunk).get(key)) for key in ("offsets", "sizes"))
-        if not len(offsets) == len(sizes) == len(shape):
-            raise _damaged(file, f"has a chunk {sizes} at {offsets} of tensor {short(name)}, which is {shape}")
-        if math.prod(sizes):
-            place = _place(file, name, places.get((name, offsets)))
-            chunks.append(Chunk(offsets, sizes, *place))
-    if len(chunks) > MAX_CHUNKS:
-        raise _damaged(file, f"cuts tensor {short(name)} into {len(chunks)} chunks; {MAX_CHUNKS} are the limit")
-    if not _fill(shape, chunks):
-        raise _damaged(file, f"has chunks of tensor {short(name)} that do not make up its shape {list(shape)}")
-    return SavedTensor(name, dtype, shape, tuple(chunks))
-
-
-def _place(file: Path, name: str, info: Any) -> tuple[Path, int, int]:
-    if info is None:
-        raise _damaged(file, f"does not say where a chunk of tensor {short(name)} lies")
-    relative = _attribute(file, info, "relative_path", str)
-    start, nbytes = (_attribute(file, info, key, int) for key in ("offset", "length"))
-    if not _PLAIN_NAME.fullmatch(relative):
-        raise _damaged(file, f"places tensor {short(name)} in {short(relative)}, which is no file of the folder")
-    if start < 0 or nbytes < 0:
-        raise _damaged(file, f"places tensor {short(name)} at bytes {start} to {start + nbytes}")
-    if _state(info).get("transform_descriptors"):
-        raise _damaged(file, f"holds tensor {short(name)} transformed", "save it without extensions")
-    return file.parent / relative, start, nbytes
+    for box in entry.chunks:
+        if math.prod(box.sizes):
+            place = places.get(_Index(fqn=name, offset=box.offsets)) or places.get(_Index(fqn=name))
+            if place is None:
+                raise _damaged(file, f"does not say where a chunk of tensor {name!r:.200} lies")
+            chunks.append(Chunk(box.offsets, box.sizes, file.parent / place.relative_path, place.offset, place.length))
+    if not _fill(entry.size, chunks):
+        shape = list(entry.size)
+        raise _damaged(file, f"has chunks of tensor {name!r:.200} that do not make up its shape {shape}")
+    return SavedTensor(name, entry.properties, entry.size, tuple(chunks))
 
 
 def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Whether boxes lie inside a shape, apart from each other, and leave nothing out."""
-    if not all(o + s <= n for chunk in chunks for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
-        return False
+    """Whether boxes lie inside a shape, do not overlap, and leave nothing out."""
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+            return False
+        if any(start + size > n for start, size, n in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            return False
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
         return False
     starts = torch.tensor([chunk.offsets for chunk in chunks]).view(len(chunks), len(shape))
@@ -206,25 +222,7 @@ def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     overlap = torch.ones(len(chunks), len(chunks), dtype=torch.bool)
     for start, end in zip(starts.T, ends.T, strict=True):  # one dim at a time
         overlap &= (start[:, None] < end[None]) & (start[None] < end[:, None])
-    return int(overlap.sum()) == len(chunks)  # each with itself
-
-
-def _state(record: Any) -> Mapping[str, Any]:
-    state = record.state if isinstance(record, _Record) else None
-    return state if isinstance(state, dict) else {}
-
-
-def _attribute(file: Path, record: Any, name: str, kind: type) -> Any:
-    value = _state(record).get(name)
-    if type(value) is not kind and not (kind is _Record and isinstance(value, _Record)):
-        raise _damaged(file, f"has {name} = {short(value)}, where a {kind.__name__.strip('_')} is needed")
-    return value
-
-
-def _sizes(file: Path, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or len(values) > 64 or not all(type(v) is int and 0 <= v < 2**63 for v in values):
-        raise _damaged(file, f"has the size or offset {short(values)}")
-    return values
+    return int(overlap.sum()) == len(chunks)  # each overlaps itself
 
 
 def _damaged(file: Path, problem: str, hint: str = "copy the folder again, whole") -> CheckpointError:

@@ -1,25 +1,26 @@
-"""The header of a safetensors file: where each tensor's bytes lie, every number in it checked before it is used.
+"""Reads where the tensors of a safetensors file lie; the safetensors library checks the header.
 
-Only the standard library is imported, and only the header is read. Its JSON is parsed by `parse_json_object`, which
-suits any JSON that nobody vouches for. Format: https://github.com/huggingface/safetensors#format
+The bytes themselves are read by `slimefsdp.io.safetensors_file`, without the library's memory map. Neither torch nor
+numpy is imported here, so that the command line can judge a model folder in a moment.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimefsdp.errors import ModelError
-from slimefsdp.io.user_files import open_plain, parse_json
+from safetensors import SafetensorError, safe_open
 
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+from slimefsdp.errors import ModelError
+from slimefsdp.io.user_files import open_plain, parse_json, read_plain
+
 COPY_AGAIN = "copy or download the file again"
-# bits, not bytes: the format has types below one byte (https://github.com/huggingface/safetensors, Dtype::bitsize)
-DTYPE_BITS = {
+_MAX_JSON_BYTES = 100_000_000  # the limit of the safetensors library for its headers
+_LFS_MARK = b"version https://git-lfs"
+# the format has dtypes below one byte (https://github.com/huggingface/safetensors, Dtype::bitsize)
+_DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -27,10 +28,6 @@ DTYPE_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-_LFS_MARK = b"version https://git-lfs"
-_abbreviation = reprlib.Repr()  # a hostile header can hold megabytes in one value
-_abbreviation.maxstring = 200
-short = _abbreviation.repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,59 +44,48 @@ class TensorEntry:
     nbytes: int
 
 
-def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file: 8 bytes little-endian length, that much JSON, tensor bytes without gaps.
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The header of a safetensors file."""
+
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+
+def read_header(file: Path) -> TensorFile:
+    """Reads the header of a safetensors file.
 
     Raises:
-        ModelError: the file breaks the format; the message names file, tensor and value. OSError: it cannot be read.
+        ModelError: the file breaks the format. OSError: it cannot be read.
     """
-    header, end, size = _read_json(file)
-    header.pop("__metadata__", None)
-    entries = {name: _checked_entry(file, name, info, end) for name, info in header.items()}
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if entry.offset != end:
-            fault = "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
-            raise ModelError(
-                f"{file}: tensor {short(name)} starts at byte {entry.offset} instead of {end}: it {fault}",
-                hint=COPY_AGAIN,
-            )
-        end += entry.nbytes
-    if end != size:
-        raise ModelError(f"{file} has {size} bytes, but its tensors end at byte {end}", hint=COPY_AGAIN)
-    return entries
+    with open_plain(file) as stream:  # the library would wait for a pipe
+        start = stream.read(len(_LFS_MARK))
+    _refuse_lfs_pointer(file, start)
+    try:
+        with safe_open(file, "numpy") as library:
+            # the library has checked that the tensors fill the file in this order, without gaps
+            slices = {name: library.get_slice(name) for name in library.offset_keys()}
+            described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
+            metadata = dict(library.metadata() or {})
+    except SafetensorError as error:
+        raise ModelError(f"{file} is no sound safetensors file: {error!s:.300}", hint=COPY_AGAIN) from error
+    offset, tensors = 8 + int.from_bytes(start[:8], "little"), {}
+    for name, dtype, shape in described:
+        if dtype not in _DTYPE_BITS:  # of a later release of the library
+            raise ModelError(f"{file}: tensor {name:.200} has the unknown dtype {dtype}", hint="update slimefsdp")
+        tensors[name] = TensorEntry(file, dtype, shape, offset, math.prod(shape) * _DTYPE_BITS[dtype] // 8)
+        offset += tensors[name].nbytes
+    return TensorFile(tensors, metadata)
 
 
-def read_metadata(file: Path) -> dict[str, str]:
-    """What the writer of one safetensors file says of it beside its tensors.
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Reads a JSON object that nobody vouches for, such as a config.json.
 
     Raises:
-        ModelError, OSError: as `read_header`, or it is no mapping of texts.
+        ModelError: the file holds something else, or names a key twice. OSError: it cannot be read.
     """
-    metadata: Any = _read_json(file)[0].get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ModelError(f"{file} has __metadata__ {short(metadata)} instead of texts", hint=COPY_AGAIN)
-    return metadata
-
-
-def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
-    """(the JSON of the header, the byte at which it ends, bytes of the file)."""
-    with open_plain(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        refuse_lfs_pointer(file, stream.read(len(_LFS_MARK)))
-        if size < 8:
-            raise ModelError(f"{file} has {size} bytes, fewer than a safetensors header", hint=COPY_AGAIN)
-        stream.seek(0)
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise ModelError(
-                f"{file} claims a header of {header_bytes} bytes; it has {size}, and the limit is {MAX_HEADER_BYTES}",
-                hint=f"{COPY_AGAIN}, or check that it is safetensors",
-            )
-        return parse_json_object(file, stream.read(header_bytes)), 8 + header_bytes, size
-
-
-def parse_json_object(file: Path, raw: bytes) -> dict[str, Any]:
-    """The object that `raw`, read from `file`, holds; ModelError if it is something else or names a key twice."""
+    raw = read_plain(file, _MAX_JSON_BYTES)
+    _refuse_lfs_pointer(file, raw)
     try:
         parsed = parse_json(raw)
     except ValueError as error:
@@ -109,34 +95,6 @@ def parse_json_object(file: Path, raw: bytes) -> dict[str, Any]:
     return parsed
 
 
-def refuse_lfs_pointer(file: Path, start: bytes) -> None:
-    """Raise ModelError if the first bytes of `file` are those of a Git LFS pointer."""
+def _refuse_lfs_pointer(file: Path, start: bytes) -> None:
     if start.startswith(_LFS_MARK):
         raise ModelError(f"{file} is a Git LFS pointer, not the file itself", hint="run `git lfs pull` in the folder")
-
-
-def _checked_entry(file: Path, name: str, info: Any, data_start: int) -> TensorEntry:
-    def refused(reason: str) -> ModelError:
-        return ModelError(f"{file}: tensor {short(name)} {reason}", hint=COPY_AGAIN)
-
-    if not isinstance(info, dict):
-        raise refused(f"is described by {short(info)} instead of an object")
-    dtype: Any = info.get("dtype")
-    shape: Any = info.get("shape")
-    offsets: Any = info.get("data_offsets")
-    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
-        raise refused(f"has dtype {short(dtype)}, none of {', '.join(sorted(DTYPE_BITS))}")
-    if not _are_sizes(shape):
-        raise refused(f"has shape {short(shape)} instead of whole numbers >= 0")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refused(f"has data_offsets {short(offsets)} instead of [begin, end]")
-    nbytes = offsets[1] - offsets[0]
-    if math.prod(shape) * bits != nbytes * 8:
-        raise refused(f"of shape {short(shape)} and dtype {dtype} does not fill the {nbytes} bytes it is given")
-    return TensorEntry(file, dtype, tuple(shape), data_start + offsets[0], nbytes)
-
-
-def _are_sizes(values: Any) -> bool:
-    # the bounds keep products and messages short; no array library takes more than 64 dims
-    return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)

@@ -12,17 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from slimefsdp.errors import ModelError
-from slimefsdp.io.safetensors_header import (
-    COPY_AGAIN,
-    MAX_HEADER_BYTES,
-    TensorEntry,
-    parse_json_object,
-    read_header,
-    refuse_lfs_pointer,
-    short,
-)
-from slimefsdp.io.user_files import read_plain
+from slimefsdp.errors import ModelError, short_repr
+from slimefsdp.io.safetensors_header import COPY_AGAIN, TensorEntry, read_header, read_json_object
 from slimefsdp.models.named_shapes import made_by
 
 SINGLE_FILE = "model.safetensors"
@@ -168,7 +159,7 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ModelError(
-            f"{folder.path / 'config.json'} has a quantization_config ({short(method)}): "
+            f"{folder.path / 'config.json'} has a quantization_config ({short_repr(method)}): "
             "quantised weights cannot be trained",
             field=field,
             hint="load it with transformers asking for dequantised bfloat16 weights (for mxfp4: "
@@ -185,7 +176,9 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ModelError(f"rope_parameters={short(rope)} in {file}", field=field, hint="restore the model's own value")
+        raise ModelError(
+            f"rope_parameters={short_repr(rope)} in {file}", field=field, hint="restore the model's own value"
+        )
     kinds = [value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)]
     refused: dict[str, Any] = {
         "rope_type": next((kind for kind in kinds if kind in _PACK_DEPENDENT_ROPE), None),
@@ -196,12 +189,14 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
         refused["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
     window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and (type(window) is not int or window < 1):
-        raise ModelError(f"sliding_window={short(window)} in {file}", field=field, hint="restore the model's own value")
+        raise ModelError(
+            f"sliding_window={short_repr(window)} in {file}", field=field, hint="restore the model's own value"
+        )
     known = ("full_attention", "sliding_attention")
     unknown = [kind for kind in layer_types if kind not in known] if isinstance(layer_types, list | tuple) else []
     if unknown:
         raise ModelError(
-            f"layer_types in {file} has {short(sorted(map(str, unknown))[0])}, neither full nor sliding attention",
+            f"layer_types in {file} has {short_repr(sorted(map(str, unknown))[0])}, neither full nor sliding attention",
             field=field,
             hint="other layers carry a state, or a mask, that does not end with a sample of a pack",
         )
@@ -235,7 +230,7 @@ def _check_model_type(model_type: str, path: Path, field: str | None) -> None:
         else "is not supported"
     )
     raise ModelError(
-        f"model_type {short(model_type)} of {path} {reason}",
+        f"model_type {short_repr(model_type)} of {path} {reason}",
         field=field,
         hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face",
     )
@@ -326,17 +321,17 @@ def _read_tensors(folder: Path) -> dict[str, TensorEntry]:
     index = _read_index(folder / INDEX_FILE)
     tensors: dict[str, TensorEntry] = {}
     for file in _weight_files(folder, index):
-        for name, entry in read_header(file).items():
+        for name, entry in read_header(file).tensors.items():
             if name in tensors:
                 raise ModelError(
-                    f"tensor {short(name)} is in two files, {tensors[name].file} and {file}",
+                    f"tensor {name!r:.200} is in two files, {tensors[name].file} and {file}",
                     hint="keep the files of one checkpoint only",
                 )
             tensors[name] = entry
     for name, file_name in (index or {}).items():
         if name not in tensors or tensors[name].file != folder / file_name:
             raise ModelError(
-                f"{folder / INDEX_FILE} places tensor {short(name)} in {file_name!r}, which does not hold it",
+                f"{folder / INDEX_FILE} places tensor {name!r:.200} in {file_name!r}, which does not hold it",
                 hint="download the index and its files again, from one revision",
             )
     return tensors
@@ -363,7 +358,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         # type(), not isinstance: True is no vocabulary size
         if type(value) is not kind and (is_required or value is not None):
             raise ModelError(
-                f"{file} has {key} = {short(value)}, where {kind.__name__} is needed",
+                f"{file} has {key} = {short_repr(value)}, where {kind.__name__} is needed",
                 hint="restore the model's own config.json",
             )
     _refuse_nonsense(file, config)
@@ -371,7 +366,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         most = _MOST.get(key, _MOST_WHOLE)
         if type(value) is int and abs(value) > most:
             raise ModelError(
-                f"{file} has {short(key)} = {short(value)}; {short(most)} is the most that is taken",
+                f"{file} has {short_repr(key)} = {short_repr(value)}; {short_repr(most)} is the most that is taken",
                 hint="restore the model's own config.json",
             )
     return config
@@ -389,7 +384,7 @@ def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
             )
             if is_below or (type(number) is float and not math.isfinite(number)):
                 raise ModelError(
-                    f"{file} has {short(key)} = {short(number)}", hint="restore the model's own config.json"
+                    f"{file} has {short_repr(key)} = {short_repr(number)}", hint="restore the model's own config.json"
                 )
 
 
@@ -405,14 +400,14 @@ def _read_index(file: Path) -> dict[str, str] | None:
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
             raise ModelError(
-                f"{file} places tensor {short(name)} in {short(file_name)}, which is no .safetensors file",
+                f"{file} places tensor {name!r:.200} in {short_repr(file_name)}, which is no .safetensors file",
                 hint="give a safetensors checkpoint",
             )
         # by name only: Hugging Face caches hold legitimate links to ../../blobs
         parts = PurePosixPath(file_name.replace("\\", "/")).parts
         if ".." in parts or file_name.startswith(("/", "\\")) or PureWindowsPath(file_name).drive:
             raise ModelError(
-                f"{file} places tensor {short(name)} in {short(file_name)}, outside the folder",
+                f"{file} places tensor {name!r:.200} in {short_repr(file_name)}, outside the folder",
                 hint="do not use this folder unless you wrote it: a sound index names files in its own folder",
             )
     return weight_map
@@ -450,8 +445,6 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        raw = read_plain(file, MAX_HEADER_BYTES)
+        return read_json_object(file)
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}", hint=COPY_AGAIN) from error
-    refuse_lfs_pointer(file, raw)
-    return parse_json_object(file, raw)

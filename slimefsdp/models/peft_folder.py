@@ -17,18 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimefsdp.errors import ModelError
-from slimefsdp.io.safetensors_header import (
-    COPY_AGAIN,
-    MAX_HEADER_BYTES,
-    TensorEntry,
-    parse_json_object,
-    read_header,
-    read_metadata,
-    refuse_lfs_pointer,
-    short,
-)
-from slimefsdp.io.user_files import read_plain
+from slimefsdp.errors import ModelError, short_repr
+from slimefsdp.io.safetensors_header import COPY_AGAIN, TensorEntry, read_header, read_json_object
 
 FIELD = "lora.path"
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -199,7 +189,7 @@ def read_peft_folder(path: Path) -> PeftFolder:
 
 
 def wrong_tensor(name: str, problem: str, hint: str) -> ModelError:
-    return ModelError(f"tensor {short(name)} {problem}", field=FIELD, hint=hint)
+    return ModelError(f"tensor {name!r:.200} {problem}", field=FIELD, hint=hint)
 
 
 def _read(path: Path) -> PeftFolder:
@@ -217,11 +207,10 @@ def _read(path: Path) -> PeftFolder:
                 hint="open it with peft if you trust it, and save_pretrained() it again: loading it can run code",
             )
         raise ModelError(f"{folder} has no {TENSOR_FILE}", hint=COPY_AGAIN)
-    raw = read_plain(config_file, MAX_HEADER_BYTES)
-    refuse_lfs_pointer(config_file, raw)
-    config = parse_json_object(config_file, raw)
+    config = read_json_object(config_file)
     _check_config(config, config_file)
-    found = PeftFolder(folder, config, read_header(tensor_file), read_metadata(tensor_file))
+    header = read_header(tensor_file)
+    found = PeftFolder(folder, config, header.tensors, header.metadata)
     _check_tensors(found, tensor_file)
     _check_stacks(found, tensor_file)
     return found
@@ -229,7 +218,7 @@ def _read(path: Path) -> PeftFolder:
 
 def _check_config(config: dict[str, Any], file: Path) -> None:
     def refused(key: str, rule: str, hint: str) -> ModelError:
-        return ModelError(f"{key}={short(config.get(key))} in {file} {rule}", hint=hint)
+        return ModelError(f"{key}={short_repr(config.get(key))} in {file} {rule}", hint=hint)
 
     if config.get("peft_type") != "LORA":
         raise refused("peft_type", "is not LORA", "name a folder of LoRA adapters")
@@ -340,7 +329,7 @@ def _check_tensors(folder: PeftFolder, file: Path) -> None:
                 name, f"has shape {list(entry.shape)} in {file}, where r={folder.rank} means {wanted}", COPY_AGAIN
             )
         if not stacks and not folder.chooses(module):
-            targets = short(folder.config["target_modules"])
+            targets = short_repr(folder.config["target_modules"])
             raise wrong_tensor(
                 name,
                 f"is in {file}, but target_modules={targets} and what narrows it do not choose {module}",
@@ -354,8 +343,8 @@ def _check_stacks(folder: PeftFolder, file: Path) -> None:
     for key in folder.config.get("target_parameters") or ():
         if not any(stack.endswith(f".{key}") for stack in stacks):
             raise ModelError(
-                f"target_parameters={short(folder.config['target_parameters'])} in {folder.path / CONFIG_FILE} names "
-                f"{key}, and {file.name} has no tensor of it",
+                f"target_parameters={short_repr(folder.config['target_parameters'])} in {folder.path / CONFIG_FILE} "
+                f"names {key}, and {file.name} has no tensor of it",
                 hint=COPY_AGAIN,
             )
 

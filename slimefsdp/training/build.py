@@ -280,10 +280,10 @@ def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
     if not config.checkpoint.resume or config.run.dir is None or role == "ref":
         return None
     store = CheckpointStore.of_run(config.run.dir, role)
-    for folder in store.candidates()[0]:
-        with suppress(CheckpointError):  # loading passes over a damaged one, too
-            info = store.manifest_of(folder).info
-            check_info(info, folder)
+    for manifest in store.manifests():
+        with suppress(CheckpointError):  # loading skips a damaged one, too
+            info = manifest.info
+            check_info(info, store.root)
             level = info["config"].get("fsdp", {}).get("sharding")
             is_of_this_mesh = info["mesh"] == {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
             return level if is_of_this_mesh and level in AUTO_LEVELS else None

@@ -252,7 +252,7 @@ def test_a_process_that_ends_at_once_still_writes_its_save(folder: Path, tmp_pat
     )
     ended = subprocess.run([sys.executable, "-c", SAVE_AND_END, str(config)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert checkpoint_store.CheckpointStore(tmp_path / "checkpoints").newest_verified()[0] == 1
+    assert checkpoint_store.CheckpointStore(tmp_path / "checkpoints").newest_verified().manifest.step == 1
 
 
 # ---------------------------------------------------------------------- what a run takes

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slimefsdp.checkpoint.shards import (
     ShardedTensor,
+    fill,
     plan_reads,
     read_rank_state,
     write_shard,
@@ -40,8 +41,7 @@ DTYPES = [
 
 
 def read_shard(folder: Path, wanted: dict[str, ShardedTensor]) -> None:
-    for part in plan_reads(folder, wanted):
-        part.fill()
+    fill(plan_reads(folder, wanted))
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -281,8 +281,8 @@ def test_ranks_that_write_at_the_same_time_make_one_verified_checkpoint(tmp_path
     with ThreadPoolExecutor(world_size) as pool:
         list(pool.map(write, range(world_size)))
     store.commit(8, {"version": 1})
-    step, folder, skipped = store.newest_verified()
-    assert (step, skipped) == (8, []) and store.verify(folder).info == {"version": 1}
+    manifest, folder, skipped = store.newest_verified()
+    assert (manifest.step, skipped) == (8, []) and store.verify(folder).info == {"version": 1}
     assert {path.name for path in folder.iterdir()} == {"manifest.json"} | {
         f"rank_{rank:05d}.{kind}" for rank in range(world_size) for kind in ("json", "safetensors")
     }

@@ -48,7 +48,7 @@ def test_a_committed_folder_holds_the_written_files_and_a_manifest_that_describe
     }
     assert (tmp_path / "run" / LATEST).read_text() == "step_00000012\n"
     assert names(tmp_path / "run") == [LATEST, "step_00000012"]
-    assert store.newest_verified() == (12, folder, [])
+    assert store.newest_verified() == (manifest, folder, [])
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
@@ -70,7 +70,8 @@ def test_a_damaged_newest_is_reported_and_the_one_before_is_used(tmp_path):
     store = CheckpointStore(tmp_path)
     first = save(store, 5)
     (save(store, 10) / "a.bin").write_bytes(b"damage")
-    step, folder, skipped = store.newest_verified()
+    manifest, folder, skipped = store.newest_verified()
+    step = manifest.step
     assert (step, folder) == (5, first)
     assert len(skipped) == 1 and "step_00000010" in skipped[0].message
 
@@ -83,7 +84,8 @@ def test_latest_pointing_nowhere_is_reported_and_the_newest_good_one_is_used(tmp
     (tmp_path / LATEST).unlink()
     if pointer is not None:
         (tmp_path / LATEST).write_text(pointer)
-    step, _, skipped = store.newest_verified()
+    manifest, _, skipped = store.newest_verified()
+    step = manifest.step
     assert step == 10 and [error.field for error in skipped] == [LATEST]
 
 
@@ -91,10 +93,11 @@ def test_a_run_resumed_from_an_earlier_step_is_not_overtaken_by_its_abandoned_fu
     store = CheckpointStore(tmp_path)
     for step in (5, 20, 30, 10):  # 10 was committed last
         save(store, step)
-    step, folder, skipped = store.newest_verified()
+    manifest, folder, skipped = store.newest_verified()
+    step = manifest.step
     assert step == 10 and [error.field for error in skipped] == [store.path_of(later).name for later in (20, 30)]
     (folder / "a.bin").unlink()
-    assert store.newest_verified()[0] == 5
+    assert store.newest_verified().manifest.step == 5
 
 
 def test_nothing_to_load_is_an_error(tmp_path):
@@ -115,7 +118,7 @@ def test_a_torn_temporary_folder_is_ignored_and_cleared_by_the_next_save(tmp_pat
         torn.mkdir(exist_ok=True)
         (torn / "half").write_bytes(b"x")
     (tmp_path / "step_7").mkdir()  # not a name this store gives
-    assert store.steps() == [1] and store.newest_verified()[0] == 1
+    assert store.steps() == [1] and store.newest_verified().manifest.step == 1
     assert list(store.begin(2).iterdir()) == []
     assert not (tmp_path / ".tmp_step_00000007").exists()
 
@@ -127,7 +130,7 @@ def test_prune_keeps_the_last_and_never_what_latest_names(tmp_path, keep_last):
         save(store, step, {"f": b"x"})
     kept = [4, 2, 1, 9, 8][:keep_last]
     assert store.prune(keep_last) == sorted({1, 2, 4, 8, 9} - set(kept))
-    assert store.steps() == sorted(kept) and store.newest_verified()[0] == 4
+    assert store.steps() == sorted(kept) and store.newest_verified().manifest.step == 4
     assert len(names(tmp_path)) == len(kept) + 1
 
 
@@ -166,9 +169,9 @@ def test_a_root_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
 def test_a_step_whose_replacement_never_arrived_stays_loadable_through_the_next_attempt(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 2).rename(tmp_path / ".replaced_step_00000002")  # died between moving it aside and the new one in
-    assert store.steps() == [2] and contents(store.newest_verified()[1]) == FILES
+    assert store.steps() == [2] and contents(store.newest_verified().folder) == FILES
     store.begin(2)  # and dies again
-    assert contents(store.newest_verified()[1]) == FILES and store.newest_verified()[2] == []
+    assert contents(store.newest_verified().folder) == FILES and store.newest_verified().skipped == []
 
 
 class Killed(BaseException):
@@ -206,9 +209,9 @@ def test_a_save_killed_before_any_of_its_disk_operations_leaves_the_old_or_the_n
             else:
                 survived = True
         if earlier or store.steps():
-            outcomes.add(tuple(contents(store.newest_verified()[1])))
+            outcomes.add(tuple(contents(store.newest_verified().folder)))
         save(store, 2, {"again": b"again"})
-        assert contents(store.newest_verified()[1]) == {"again": b"again"}
+        assert contents(store.newest_verified().folder) == {"again": b"again"}
         assert store.steps() == sorted({*earlier, 2})
         assert len(names(store.root)) == len({*earlier, 2}) + 1
         if survived:
@@ -223,7 +226,7 @@ def test_a_linked_or_misnamed_entry_neither_stops_a_save_nor_is_followed(tmp_pat
     save(store, 1)
     (root / "step_00000001").rename(elsewhere)
     (root / "step_00000001").symlink_to(elsewhere)
-    assert store.newest_verified()[0] == 1  # a checkpoint of another run, to start from
+    assert store.newest_verified().manifest.step == 1  # a checkpoint of another run, to start from
     (root / "step_00000009").write_text("a file")
     (root / ".tmp_step_00000004").symlink_to(elsewhere)
     victim = tmp_path / "victim"
@@ -241,7 +244,8 @@ def test_a_pointer_that_is_a_pipe_is_passed_over_and_one_that_is_a_folder_refuse
     save(store, 1)
     (tmp_path / LATEST).unlink()
     os.mkfifo(tmp_path / LATEST)
-    step, _, skipped = store.newest_verified()
+    manifest, _, skipped = store.newest_verified()
+    step = manifest.step
     assert step == 1 and [error.field for error in skipped] == [LATEST]
     (tmp_path / LATEST).unlink()
     (tmp_path / LATEST).mkdir()

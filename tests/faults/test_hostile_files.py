@@ -33,12 +33,11 @@ from slimefsdp.attention.hf_interface import ATTENTION_NAME
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.hardware import Rates, read_calibration, write_calibration
 from slimefsdp.checkpoint.manifest import MANIFEST
-from slimefsdp.checkpoint.shards import ShardedTensor, write_shard
+from slimefsdp.checkpoint.shards import SavedShards, ShardedTensor, write_shard
 from slimefsdp.checkpoint.store import LATEST, CheckpointStore
 from slimefsdp.config import config_from_dict, load_config
 from slimefsdp.convert.dcp import read_saved
 from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
-from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
 from slimefsdp.io.file_lock import LOCK, FolderLock
@@ -186,8 +185,7 @@ def checkpoint(prepare: Callable[[Path], object], *, seal: bool = False) -> Call
                 data = (step / record["name"]).read_bytes()
                 record |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             sealed(step, document)
-        found, _, _ = find_checkpoint(step)
-        weights = SavedWeights(found)
+        weights = SavedShards(CheckpointStore.find(step).folder)
         return [weights.read(name) for name in weights.specs]
 
     return read
@@ -397,7 +395,7 @@ RUNS_CODE: dict[str, Case] = {
         ModelError, "model.path", "pickle checkpoints are refused",
     ),
     "a pickle called model.safetensors": Case(
-        model(written(SINGLE_FILE, hostile_pickle)), ModelError, "model.path", "claims a header"
+        model(written(SINGLE_FILE, hostile_pickle)), ModelError, "model.path", "no sound"
     ),
     "a pickle called config.json": Case(
         model(written("config.json", hostile_pickle)), ModelError, "model.path", "valid JSON"
@@ -494,20 +492,20 @@ EXPLODES: dict[str, Case] = {
     "a config.json that is a pipe": Case(model(pipe("config.json")), ModelError, "model.path", "no config.json"),
     "weights that are a pipe": Case(model(pipe(SINGLE_FILE)), ModelError, "model.path", "no regular file"),
     "a header of 2^62 bytes": Case(
-        model(written(SINGLE_FILE, header({}, 2**62))), ModelError, "model.path", "claims a header"
+        model(written(SINGLE_FILE, header({}, 2**62))), ModelError, "model.path", "no sound"
     ),
     "a tensor of 2^124 numbers": Case(
-        model(written(SINGLE_FILE, header({"a": tensor([2**62, 2**62], 8)}))), ModelError, "model.path", "does not fill"
+        model(written(SINGLE_FILE, header({"a": tensor([2**62, 2**62], 8)}))), ModelError, "model.path", "no sound"
     ),
     "a tensor beyond the file": Case(
-        model(written(SINGLE_FILE, header({"a": tensor([2**40], 2**42)}))), ModelError, "model.path", "end at byte"
+        model(written(SINGLE_FILE, header({"a": tensor([2**40], 2**42)}))), ModelError, "model.path", "no sound"
     ),
     "tensors that share bytes": Case(
         model(written(SINGLE_FILE, header({"a": tensor([2], 8), "b": tensor([2], 8)}))),
-        ModelError, "model.path", "overlaps",
+        ModelError, "model.path", "no sound",
     ),
     "a header that is nested": Case(
-        model(written(SINGLE_FILE, header(DEEP.encode()))), ModelError, "model.path", "too deep"
+        model(written(SINGLE_FILE, header(DEEP.encode()))), ModelError, "model.path", "no sound"
     ),
     "a manifest that is nested": Case(checkpoint(written(MANIFEST, DEEP)), CheckpointError, MANIFEST, "is not JSON"),
     "a manifest with sizes of 400 digits": Case(
@@ -706,7 +704,8 @@ def test_an_engine_whose_tokenizer_would_need_code_does_not_start_and_says_why(
 def test_a_pointer_that_leads_out_of_the_folder_is_passed_over(folder: Path) -> None:
     shutil.copytree(folder / "checkpoints" / "step_00000001", folder / "outside" / "step_00000009")
     (folder / "checkpoints" / LATEST).write_text("../outside/step_00000009\n")
-    step, found, skipped = CheckpointStore(folder / "checkpoints").newest_verified()
+    manifest, found, skipped = CheckpointStore(folder / "checkpoints").newest_verified()
+    step = manifest.step
     assert step == 1 and found.parent == folder / "checkpoints"
     assert "../outside" in skipped[0].message
 

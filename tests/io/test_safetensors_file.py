@@ -69,7 +69,7 @@ def test_safetensors_own_library_reads_every_dtype_and_shape(tmp_path):
 def test_files_of_safetensors_own_library_are_read(tmp_path):
     path, tensors = tmp_path / "x", mixed()
     save_file(tensors, path)
-    for name, entry in read_header(path).items():
+    for name, entry in read_header(path).tensors.items():
         target = torch.empty_like(tensors[name])
         with path.open("rb") as stream:
             read_rows(stream, entry, 0, len(target) if target.dim() else 1, target)
@@ -78,7 +78,7 @@ def test_files_of_safetensors_own_library_are_read(tmp_path):
 
 def test_a_file_without_tensors_is_one(tmp_path):
     written(tmp_path / "x", {})
-    assert load_file(tmp_path / "x") == {} == read_header(tmp_path / "x")
+    assert load_file(tmp_path / "x") == {} == read_header(tmp_path / "x").tensors
 
 
 @examples(60)
@@ -103,7 +103,7 @@ def test_any_rows_of_any_strides_come_back_in_pieces_of_any_size(
     if is_transposed:
         target = target.transpose(0, -1).contiguous().transpose(0, -1)
     with path.open("rb") as stream:
-        read_rows(stream, read_header(path)["w"], start, end, target, buffer_bytes=chunk_bytes)
+        read_rows(stream, read_header(path).tensors["w"], start, end, target, buffer_bytes=chunk_bytes)
     assert same_bits(target, full[start:end])
 
 
@@ -111,7 +111,7 @@ def test_any_rows_of_any_strides_come_back_in_pieces_of_any_size(
 def test_values_are_converted_where_the_target_is_of_another_dtype(tmp_path, buffer_bytes):
     saved = torch.randn(7, 5).bfloat16()
     written(tmp_path / "x", {"w": saved})
-    entry = read_header(tmp_path / "x")["w"]
+    entry = read_header(tmp_path / "x").tensors["w"]
     target = torch.nn.Parameter(torch.zeros(3, 5))
     with (tmp_path / "x").open("rb") as stream:
         read_rows(stream, entry, 2, 5, target, buffer_bytes=buffer_bytes)
@@ -123,8 +123,8 @@ def test_a_view_is_filled_and_its_neighbours_are_not(tmp_path):
     written(tmp_path / "x", {"w": full})
     flat = torch.full((60,), -1.0)
     with (tmp_path / "x").open("rb") as stream:
-        read_rows(stream, read_header(tmp_path / "x")["w"], 1, 4, flat[20:32].view(3, 4))
-        read_rows(stream, read_header(tmp_path / "x")["w"], 0, 2, flat[40:56].view(2, 8)[:, :4])
+        read_rows(stream, read_header(tmp_path / "x").tensors["w"], 1, 4, flat[20:32].view(3, 4))
+        read_rows(stream, read_header(tmp_path / "x").tensors["w"], 0, 2, flat[40:56].view(2, 8)[:, :4])
     assert torch.equal(flat[20:32], full[1:4].reshape(-1))
     assert torch.equal(flat[40:44], full[0]) and torch.equal(flat[48:52], full[1])
     assert flat.eq(-1).sum() == 60 - 12 - 8
@@ -135,7 +135,7 @@ def test_a_view_is_filled_and_its_neighbours_are_not(tmp_path):
 def test_a_short_file_raises_and_names_itself(tmp_path, dtype, missing):
     path = tmp_path / "x"
     written(path, {"w": torch.ones(8, 4)})
-    entry = read_header(path)["w"]
+    entry = read_header(path).tensors["w"]
     path.write_bytes(path.read_bytes()[:-missing])
     with path.open("rb") as stream, pytest.raises(OSError) as caught:
         read_rows(stream, entry, 0, 8, torch.zeros(8, 4, dtype=dtype))
@@ -183,7 +183,7 @@ def test_tensors_that_were_written_and_read_can_still_be_freed(tmp_path):
     tensor = torch.ones(4)
     written(tmp_path / "x", {"w": tensor})
     with (tmp_path / "x").open("rb") as stream:
-        read_rows(stream, read_header(tmp_path / "x")["w"], 0, 4, tensor)
+        read_rows(stream, read_header(tmp_path / "x").tensors["w"], 0, 4, tensor)
     tensor.untyped_storage().resize_(0)
     assert tensor.untyped_storage().nbytes() == 0
 
@@ -198,7 +198,7 @@ def test_no_copy_of_a_tensor_is_made(tmp_path, monkeypatch):
     tracemalloc.start()
     written(tmp_path / "x", {"w": tensor})
     with (tmp_path / "x").open("rb") as stream:
-        read_rows(stream, read_header(tmp_path / "x")["w"], 0, len(tensor), tensor)
+        read_rows(stream, read_header(tmp_path / "x").tensors["w"], 0, len(tensor), tensor)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     *chunks, target = written_from

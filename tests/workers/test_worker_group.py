@@ -522,7 +522,8 @@ def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config
     for step in range(1, 4):
         folder = group.save(step)
     group.shutdown()
-    assert CheckpointStore(folder.parent).newest_verified()[:2] == (3, folder)
+    manifest, found, _ = CheckpointStore(folder.parent).newest_verified()
+    assert (manifest.step, found) == (3, folder)
 
 
 # ------------------------------------------------------------------ other meshes
