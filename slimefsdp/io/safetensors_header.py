@@ -67,7 +67,7 @@ def read_header(file: Path) -> TensorFile:
             slices = {name: library.get_slice(name) for name in library.offset_keys()}
             described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
             metadata = dict(library.metadata() or {})
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:  # MemoryError: there are no addresses for a file of its length
         raise ModelError(f"{file} is no sound safetensors file: {error!s:.300}", hint=COPY_AGAIN) from error
     offset, tensors = 8 + int.from_bytes(start[:8], "little"), {}
     for name, dtype, shape in described:

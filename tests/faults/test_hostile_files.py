@@ -1,4 +1,7 @@
-"""Files from elsewhere run no code, do not lead out of their folder, and cost neither memory nor time to refuse."""
+"""Files from elsewhere run no code, do not lead out of their folder, and cost neither memory nor time to refuse.
+
+Every kind of file is spoilt in every way that fits any file, and then in ways of its own format.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +57,11 @@ SPARE_BYTES = 1 << 30  # of address space, beyond what the process has when a ca
 MOST_SECONDS = 2.0  # of the processor
 MANY_DIGITS, DEEP = "9" * 400, "[" * 100_000
 GOOD_RATES = asdict(Rates("here", 2.0, 0.5, 10.0, 4.0, 5.0))
+STEP = "checkpoints/step_00000001"
 
 
 class Payload:
-    """Pickled, a call that leaves the canary when it is read."""
+    """Pickled, it is a call that leaves the canary when the pickle is read."""
 
     def __init__(self, folder: Path) -> None:
         self.canary = folder / CANARY
@@ -69,13 +74,9 @@ def code(folder: Path) -> str:
     return f"import pathlib\npathlib.Path({str(folder / CANARY)!r}).touch()\nclass Evil: pass\n"
 
 
-def hostile_pickle(folder: Path) -> bytes:
-    return pickle.dumps(Payload(folder))
-
-
 @contextmanager
 def bounded(most_seconds: float = MOST_SECONDS) -> Iterator[None]:
-    """Little more memory than there is in use, and little time."""
+    """Allows little more memory than is in use, and little time."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     began = time.process_time()
@@ -87,54 +88,92 @@ def bounded(most_seconds: float = MOST_SECONDS) -> Iterator[None]:
         assert time.process_time() - began < most_seconds
 
 
+# ---------------------------------------------------------------------- the kinds of file, and who reads them
+
+
 @dataclass(frozen=True)
-class Case:
-    """A file that somebody made, what reads it, and what comes of that."""
+class Kind:
+    """A kind of file: where it lies in a sound folder, what reads it, and the error of one that is not sound."""
 
-    read: Callable[[Path], object]  # given a folder with a sound model/, checkpoints/ and nothing else
+    file: str
+    read: Callable[[Path], object]  # is given the folder
     error: type[SlimeError]
-    field: str | None
-    words: str
+    field: str | None  # None: whichever it names
+    is_sealed: bool = False  # a manifest vouches for what was written
 
 
-# ---------------------------------------------------------------------- how each kind of file is read
+def load_model(folder: Path) -> object:
+    """Does all that a folder is asked for before and while its weights are loaded."""
+    found = read_model_folder(folder / "model")
+    check_architecture(found)
+    return build_policy(found, torch.float32)
 
 
-def settings(content: str) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        (folder / "c.yaml").write_text(content.replace("CANARY", str(folder / CANARY)))
-        return load_config(folder / "c.yaml")
-
-    return read
+def load_checkpoint(folder: Path) -> list[torch.Tensor]:
+    weights = SavedShards(CheckpointStore.find(folder / STEP).folder)
+    return [weights.read(name) for name in weights.specs]
 
 
-def model(prepare: Callable[[Path], object]) -> Callable[[Path], object]:
-    """All that a folder is asked for before and while its weights are loaded."""
+KINDS = {
+    "settings": Kind("c.yaml", lambda folder: load_config(folder / "c.yaml"), ConfigError, None),
+    "config.json": Kind("model/config.json", load_model, ModelError, "model.path"),
+    "weights": Kind(f"model/{SINGLE_FILE}", load_model, ModelError, "model.path"),
+    "index of weights": Kind(f"model/{INDEX_FILE}", load_model, ModelError, "model.path"),
+    "manifest": Kind(f"{STEP}/{MANIFEST}", load_checkpoint, CheckpointError, MANIFEST),
+    "rank's index": Kind(f"{STEP}/rank_00000.json", load_checkpoint, CheckpointError, None, is_sealed=True),
+    "rank's tensors": Kind(f"{STEP}/rank_00000.safetensors", load_checkpoint, CheckpointError, None, True),
+    "DCP metadata": Kind("dcp/.metadata", lambda folder: read_dcp_folder(folder / "dcp"), CheckpointError, "path"),
+    "batch": Kind("batch.safetensors", lambda f: RolloutBatch.load(f / "batch.safetensors"), BatchError, None),
+    "calibration": Kind(
+        "rates.json", lambda f: read_calibration(f / "rates.json", field="rates"), ConfigError, "rates"
+    ),
+    "prompts": Kind("p.jsonl", lambda folder: read_jsonl(folder / "p.jsonl", field="train"), ConfigError, "train"),
+    "lengths": Kind("l.json", lambda f: sample_lengths(str(f / "l.json"), 4), BatchError, "--lengths"),
+    "metrics": Kind(METRICS_FILE, read_metrics, ConfigError, "run.dir"),
+    "metrics to append to": Kind(METRICS_FILE, MetricsLog, ResourceError, "run.dir"),
+    "lock": Kind(f"run/{LOCK}", lambda folder: FolderLock(folder / "run").require_free(), CheckpointError, "run.dir"),
+    "lock to take": Kind(
+        f"run/{LOCK}", lambda folder: FolderLock(folder / "run").acquire(), CheckpointError, "run.dir"
+    ),
+}
 
-    def read(folder: Path) -> object:
-        prepare(folder / "model")
-        found = read_model_folder(folder / "model")
-        check_architecture(found)
-        return build_policy(found, torch.float32)
+# ---------------------------------------------------------------------- how files are spoilt
 
-    return read
+Damage = Callable[[Path], object]  # is given the file, of which nothing is there
 
 
-def config(**changes: Any) -> Callable[[Path], object]:
-    def prepare(path: Path) -> None:
-        file = path / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return model(prepare)
+def contains(content: str | bytes) -> Damage:
+    raw = content.encode() if isinstance(content, str) else content
+    return lambda file: file.write_bytes(raw.replace(b"CANARY", str(canary_of(file)).encode()))
 
 
-def written(name: str, content: str | bytes | Callable[[Path], bytes]) -> Callable[[Path], object]:
-    def prepare(path: Path) -> None:
-        raw = content(path.parent) if callable(content) else content
-        (path / name).unlink(missing_ok=True)
-        (path / name).write_bytes(raw.encode() if isinstance(raw, str) else raw)
+def canary_of(file: Path) -> Path:
+    return next(parent for parent in file.parents if (parent / "checkpoints").exists()) / CANARY
 
-    return prepare
+
+def is_a_pickle(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Payload(canary_of(file).parent)))
+
+
+def links_to(target: str) -> Damage:
+    return lambda file: file.symlink_to(target)
+
+
+ANY_FILE: dict[str, Damage] = {
+    "is a pickle": is_a_pickle,
+    "is a pipe": os.mkfifo,
+    "has no end": links_to("/dev/zero"),
+    "is a terabyte of zeros": lambda file: (file.touch(), os.truncate(file, 10**12)),
+    "is nested": contains('{"prompt": ' + DEEP),
+    "has a key twice": contains('{"prompt": "a", "prompt": "b"}'),
+    "has 400 digits": contains('{"prompt": ' + MANY_DIGITS + "}"),
+}
+PIPE_ALONE = {"metrics", "metrics to append to", "lock", "lock to take"}  # whose content plays no part
+NO_FILES = {"is a pipe", "has no end"}
+PASSED_OVER = {  # by the side of a sound file, or a text that is no path
+    *(("index of weights", name) for name in NO_FILES), *(("lengths", name) for name in NO_FILES),
+    ("batch", "is a terabyte of zeros"),  # safetensors maps it, which the limit on addresses does not allow
+}  # fmt: skip
 
 
 def header(content: object, length: int | None = None, data: bytes = b"\0" * 8) -> bytes:
@@ -146,118 +185,8 @@ def tensor(shape: list[int], end: int, begin: int = 0) -> dict[str, Any]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
 
 
-def indexed(name: str) -> Callable[[Path], object]:
-    def prepare(path: Path) -> None:
-        shutil.copy(path / SINGLE_FILE, path.parent / "secret.safetensors")
-        (path / SINGLE_FILE).unlink()
-        place = name.replace("PARENT", str(path.parent))
-        (path / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
-
-    return model(prepare)
-
-
-def linked(name: str, target: str) -> Callable[[Path], object]:
-    def prepare(path: Path) -> None:
-        (path.parent / "secret").write_text('{"password": 1}')
-        (path / name).unlink(missing_ok=True)
-        (path / name).symlink_to(target.replace("PARENT", str(path.parent)))
-
-    return model(prepare)
-
-
-def pipe(name: str) -> Callable[[Path], object]:
-    def prepare(path: Path) -> None:
-        (path / name).unlink(missing_ok=True)
-        os.mkfifo(path / name)
-
-    return prepare
-
-
-def checkpoint(prepare: Callable[[Path], object], *, seal: bool = False) -> Callable[[Path], object]:
-    """A step of a run, read offline; `seal`: its manifest vouches for what was prepared."""
-
-    def read(folder: Path) -> object:
-        step = folder / "checkpoints" / "step_00000001"
-        prepare(step)
-        if seal:
-            document = json.loads((step / MANIFEST).read_text())
-            for record in document["files"]:
-                data = (step / record["name"]).read_bytes()
-                record |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            sealed(step, document)
-        weights = SavedShards(CheckpointStore.find(step).folder)
-        return [weights.read(name) for name in weights.specs]
-
-    return read
-
-
-def sealed(step: Path, document: dict[str, Any]) -> None:
-    document.pop("sha256", None)
-    own = hashlib.sha256((json.dumps(document, indent=1) + "\n").encode()).hexdigest()
-    (step / MANIFEST).write_text(json.dumps(document | {"sha256": own}, indent=1) + "\n")
-
-
-def manifest(**changes: Any) -> Callable[[Path], object]:
-    """Of the first file that it lists."""
-
-    def prepare(step: Path) -> None:
-        document = json.loads((step / MANIFEST).read_text())
-        document["files"][0] |= changes
-        sealed(step, document)
-
-    return checkpoint(prepare)
-
-
-def index(**changes: Any) -> Callable[[Path], object]:
-    """Of the tensor that a rank's index describes."""
-
-    def prepare(step: Path) -> None:
-        document = json.loads((step / "rank_00000.json").read_text())
-        document["tensors"]["model.w"] |= changes
-        (step / "rank_00000.json").write_text(json.dumps(document))
-
-    return checkpoint(prepare, seal=True)
-
-
-def moved_out(step: Path) -> None:
-    """The very bytes that were saved, but somewhere else."""
-    shutil.move(step / "rank_00000.safetensors", step.parent.parent / "elsewhere")
-    (step / "rank_00000.safetensors").symlink_to(step.parent.parent / "elsewhere")
-
-
-def dcp(content: bytes | Callable[[Path], bytes]) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        (folder / "dcp").mkdir()
-        (folder / "dcp" / ".metadata").write_bytes(content(folder) if callable(content) else content)
-        return read_dcp_folder(folder / "dcp")
-
-    return read
-
-
-def dcp_tensor(folder: Path) -> object:
-    stream = io.BytesIO()
-    torch.save(Payload(folder), stream)
-    (folder / "0.distcp").write_bytes(stream.getvalue())
-    chunk = Chunk((0,), (2,), folder / "0.distcp", 0, len(stream.getvalue()))
-    return read_saved(SavedTensor("w", torch.float32, (2,), (chunk,)))
-
-
-def batch(content: bytes | Callable[[Path], bytes]) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        file = folder / "batch.safetensors"
-        file.write_bytes(content(folder) if callable(content) else content)
-        return RolloutBatch.load(file)
-
-    return read
-
-
-def batch_pipe(folder: Path) -> object:
-    os.mkfifo(folder / "batch.safetensors")
-    return RolloutBatch.load(folder / "batch.safetensors")
-
-
 def batch_of(lengths: list[int]) -> bytes:
-    """Field by field sound, but for what the lengths add up to."""
+    """A batch that is sound field by field, but for what the lengths add up to."""
     fields = {"lengths": lengths, "response_lengths": [1] * len(lengths), "tokens": [1] * 4}
     described, data = {}, b""
     for name, values in fields.items():
@@ -268,312 +197,75 @@ def batch_of(lengths: list[int]) -> bytes:
     return header(described, data=data)
 
 
-def calibration(content: str | Callable[[Path], bytes]) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        raw = content(folder) if callable(content) else content.encode()
-        (folder / "rates.json").write_bytes(raw)
-        return read_calibration(folder / "rates.json", field="batch.cost_model")
+def rates(**changes: Any) -> Damage:
+    return contains(json.dumps({"rates": GOOD_RATES | changes}))
 
-    return read
-
-
-def calibration_pipe(folder: Path) -> object:
-    os.mkfifo(folder / "rates.json")
-    return read_calibration(folder / "rates.json", field="batch.cost_model")
-
-
-def rates(**changes: Any) -> Callable[[Path], object]:
-    return calibration(json.dumps({"rates": GOOD_RATES | changes}))
-
-
-def prompts(content: str | Callable[[Path], bytes]) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        raw = content(folder) if callable(content) else content.encode()
-        (folder / "p.jsonl").write_bytes(raw)
-        return read_jsonl(folder / "p.jsonl", field="data.train")
-
-    return read
-
-
-def settings_pipe(folder: Path) -> object:
-    os.mkfifo(folder / "c.yaml")
-    return load_config(folder / "c.yaml")
-
-
-def prompts_pipe(folder: Path) -> object:
-    os.mkfifo(folder / "p.jsonl")
-    return read_jsonl(folder / "p.jsonl", field="data.train")
-
-
-def sparse(file: Path) -> Path:
-    """A terabyte of zeros, which takes no room."""
-    file.touch()
-    os.truncate(file, 10**12)
-    return file
-
-
-def prompts_sparse(folder: Path) -> object:
-    return read_jsonl(sparse(folder / "p.jsonl"), field="data.train")
-
-
-def lengths_sparse(folder: Path) -> object:
-    return sample_lengths(str(sparse(folder / "lengths.json")), 4)
-
-
-def metrics_pipe(folder: Path) -> object:
-    os.mkfifo(folder / METRICS_FILE)
-    return read_metrics(folder)
-
-
-def metrics_log_pipe(folder: Path) -> object:
-    os.mkfifo(folder / METRICS_FILE)
-    return MetricsLog(folder)
-
-
-def lengths(content: str) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        (folder / "lengths.json").write_text(content)
-        return sample_lengths(str(folder / "lengths.json"), 4)
-
-    return read
-
-
-def template(text: str) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-        tokenizer.chat_template = text.replace("CANARY", str(folder / CANARY))
-        return encode_prompt(tokenizer, "a")
-
-    return read
-
-
-def tokenizer_code(folder: Path) -> object:
-    """A tokenizer that only code in the folder could make."""
-    (folder / "model" / "evil.py").write_text(code(folder))
-    asked = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(asked))
-    (folder / "model" / "tokenizer.json").write_text("{}")
-    return load_tokenizer(str(folder / "model"))
-
-
-def end_tokens(folder: Path) -> object:
-    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": "__import__(1)"}')
-    return end_token_ids(str(folder / "model"), 0)
-
-
-def lock_link(folder: Path) -> object:
-    (folder / "secret").write_text("kept")
-    (folder / "run").mkdir()
-    (folder / "run" / LOCK).symlink_to(folder / "secret")
-    try:
-        return FolderLock(folder / "run").acquire()
-    finally:
-        assert (folder / "secret").read_text() == "kept"
-
-
-def lock_pipe(folder: Path) -> object:
-    (folder / "run").mkdir()
-    os.mkfifo(folder / "run" / LOCK)
-    FolderLock(folder / "run").require_free()
-    return None
-
-
-# ---------------------------------------------------------------------- the cases
 
 PYTHON_TAG = "!!python/object/apply:os.system ['touch CANARY']"
 BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
-RUNS_CODE: dict[str, Case] = {
-    "settings with a Python tag": Case(settings(f"optim: {PYTHON_TAG}"), ConfigError, None, "tag !!python"),
-    "settings with a tag for an object": Case(
-        settings("model: !!python/object/new:type {}"), ConfigError, None, "tag !!python"
-    ),
-    "an override with a Python tag": Case(
-        lambda folder: load_config(save_settings(folder), [f"optim.lr={PYTHON_TAG}"]), ConfigError, None, "tag"
-    ),
-    "weights as pytorch_model.bin": Case(
-        model(lambda path: (written("pytorch_model.bin", hostile_pickle)(path), (path / SINGLE_FILE).unlink())),
-        ModelError, "model.path", "pickle checkpoints are refused",
-    ),
-    "a pickle called model.safetensors": Case(
-        model(written(SINGLE_FILE, hostile_pickle)), ModelError, "model.path", "no sound"
-    ),
-    "a pickle called config.json": Case(
-        model(written("config.json", hostile_pickle)), ModelError, "model.path", "valid JSON"
-    ),
-    "an architecture of the folder's own": Case(
-        config(model_type="evil", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}),
-        ModelError, "model.path", "'evil'",
-    ),
-    "an auto_map that is no map": Case(config(auto_map=5), ModelError, "model.path", "transformers cannot make"),
-    "a tokenizer of the folder's own": Case(tokenizer_code, ModelError, "model.path", "tokenizer"),
-    "a chat template that reaches for the system": Case(
-        template("{{ cycler.__init__.__globals__.os.system('touch CANARY') }}"), ConfigError, "prompt", "chat template"
-    ),
-    "a chat template that climbs through classes": Case(
-        template("{{ ''.__class__.__mro__[1].__subclasses__()[0] }}"), ConfigError, "prompt", "chat template"
-    ),
-    "end tokens that are text": Case(end_tokens, ModelError, "model.path", "generation_config.json"),
-    "a pickle for a rank's tensors, vouched for": Case(
-        checkpoint(written("rank_00000.safetensors", lambda run: hostile_pickle(run.parent)), seal=True),
-        CheckpointError, "path", "rank_00000.safetensors",
-    ),
-    "a pickle for a manifest": Case(
-        checkpoint(written(MANIFEST, lambda run: hostile_pickle(run.parent))), CheckpointError, MANIFEST, "is not JSON"
-    ),
-    "metadata of a DCP folder": Case(dcp(hostile_pickle), CheckpointError, "path", "which torch does not write there"),
-    "a tensor of a DCP folder": Case(dcp_tensor, CheckpointError, "path", "cannot be read"),
-    "a pickle for a recorded batch": Case(batch(hostile_pickle), BatchError, None, "safetensors"),
-    "a pickle for a calibration": Case(calibration(hostile_pickle), ConfigError, "batch.cost_model", "no calibration"),
-    "a pickle for prompts": Case(prompts(hostile_pickle), ConfigError, "data.train", "p.jsonl"),
-}  # fmt: skip
-LEADS_OUT: dict[str, Case] = {
-    **{
-        f"an index that names {name}": Case(indexed(name), ModelError, "model.path", "outside the folder")
-        for name in ("../secret.safetensors", "PARENT/secret.safetensors", "..\\secret.safetensors", "C:x.safetensors")
-    },
-    "a tokenizer file that is a link": Case(
-        linked("tokenizer.json", "../secret"), ModelError, "model.path", "leads out of the folder"
-    ),
-    "a template that is an absolute link": Case(
-        linked("chat_template.jinja", "PARENT/secret"), ModelError, "model.path", "leads out of the folder"
-    ),
-    "weights that are a link to a text": Case(linked(SINGLE_FILE, "../secret"), ModelError, "model.path", "header"),
-    "a manifest that lists ../secret": Case(
-        manifest(name="../secret"), CheckpointError, MANIFEST, "no plain file name"
-    ),
-    "a manifest that lists /etc/passwd": Case(
-        manifest(name="/etc/passwd"), CheckpointError, MANIFEST, "no plain file name"
-    ),
-    "a rank's file that is a link": Case(
-        checkpoint(moved_out), CheckpointError, "rank_00000.safetensors", "is not a plain file"
-    ),
-    "a lock that is a link": Case(lock_link, CheckpointError, "run.dir", LOCK),
-}
-EXPLODES: dict[str, Case] = {
-    "settings with aliases of aliases": Case(settings(BOMB), ConfigError, None, "alias"),
-    "settings that are nested without end": Case(settings("a: " + "[" * 50_000), ConfigError, None, "levels"),
-    "settings with a number of 400 digits": Case(settings(f"a: {MANY_DIGITS}"), ConfigError, None, "400 digits"),
-    "settings beyond floats": Case(settings("optim: {lr: 1e999}"), ConfigError, None, "beyond the range"),
-    "settings without end": Case(lambda _: load_config(Path("/dev/zero")), ConfigError, None, "no plain file"),
-    "settings that are a pipe": Case(settings_pipe, ConfigError, None, "no plain file"),
-    "prompts without end": Case(
-        lambda _: read_jsonl("/dev/zero", field="data.train"), ConfigError, "data.train", "no plain file"
-    ),
-    "prompts that are a pipe": Case(prompts_pipe, ConfigError, "data.train", "no plain file"),
-    "prompts on one line of a terabyte": Case(prompts_sparse, ConfigError, "data.train", "p.jsonl:1: longer than"),
-    "sample lengths without end": Case(lengths_sparse, BatchError, "--lengths", "larger than"),
-    "a tokenizer that is a pipe": Case(model(pipe("tokenizer.json")), ModelError, "model.path", "no regular file"),
-    "metrics that are a pipe": Case(metrics_pipe, ConfigError, "run.dir", "no plain file"),
-    "metrics to append to that are a pipe": Case(metrics_log_pipe, ResourceError, "run.dir", "no plain file"),
-    **{
-        f"a model whose {name} is {value}": Case(config(**{name: value}), ModelError, "model.path", name)
-        for name, value in (
-            ("rms_norm_eps", float("nan")), ("rms_norm_eps", float("inf")), ("rms_norm_eps", -1e-6), ("rope_theta", 0),
-            ("rope_theta", float("nan")), ("rope_theta", -1.0), ("num_attention_heads", 0), ("num_hidden_layers", 0),
-            ("hidden_size", -8), ("vocab_size", 0), ("head_dim", -1), ("max_position_embeddings", 0),
-            ("initializer_range", float("nan")),
+OF_FORMATS: dict[str, list[Damage]] = {
+    "settings": [
+        contains(text)
+        for text in (
+            f"optim: {PYTHON_TAG}", "model: !!python/object/new:type {}", BOMB, "a: " + "[" * 50_000,
+            f"a: {MANY_DIGITS}", "optim: {lr: 1e999}",
         )
-    },
-    "a theta in the parameters that is no number": Case(
-        config(rope_parameters={"rope_type": "default", "rope_theta": float("nan")}),
-        ModelError, "model.path", "rope_theta",
-    ),
-    "a model of 10^9 layers": Case(config(num_hidden_layers=10**9), ModelError, "model.path", "num_hidden_layers"),
-    "heads of 10^9": Case(config(head_dim=10**9), ModelError, "model.path", "head_dim"),
-    "a vocabulary of 400 digits": Case(
-        model(lambda path: replace_in(path / "config.json", '"vocab_size": 64', f'"vocab_size": {MANY_DIGITS}')),
-        ModelError, "model.path", "vocab_size",
-    ),
-    "a theta of 400 digits": Case(config(rope_theta=int(MANY_DIGITS)), ModelError, "model.path", "rope_theta"),
-    "a config.json that is nested": Case(model(written("config.json", DEEP)), ModelError, "model.path", "too deep"),
-    "a config.json with a key twice": Case(
-        model(written("config.json", '{"model_type": "qwen3", "model_type": "x"}')), ModelError, "model.path", "twice"
-    ),
-    "a config.json that is a pipe": Case(model(pipe("config.json")), ModelError, "model.path", "no config.json"),
-    "weights that are a pipe": Case(model(pipe(SINGLE_FILE)), ModelError, "model.path", "no regular file"),
-    "a header of 2^62 bytes": Case(
-        model(written(SINGLE_FILE, header({}, 2**62))), ModelError, "model.path", "no sound"
-    ),
-    "a tensor of 2^124 numbers": Case(
-        model(written(SINGLE_FILE, header({"a": tensor([2**62, 2**62], 8)}))), ModelError, "model.path", "no sound"
-    ),
-    "a tensor beyond the file": Case(
-        model(written(SINGLE_FILE, header({"a": tensor([2**40], 2**42)}))), ModelError, "model.path", "no sound"
-    ),
-    "tensors that share bytes": Case(
-        model(written(SINGLE_FILE, header({"a": tensor([2], 8), "b": tensor([2], 8)}))),
-        ModelError, "model.path", "no sound",
-    ),
-    "a header that is nested": Case(
-        model(written(SINGLE_FILE, header(DEEP.encode()))), ModelError, "model.path", "no sound"
-    ),
-    "a manifest that is nested": Case(checkpoint(written(MANIFEST, DEEP)), CheckpointError, MANIFEST, "is not JSON"),
-    "a manifest with sizes of 400 digits": Case(
-        manifest(bytes=int(MANY_DIGITS)), CheckpointError, MANIFEST, "not a manifest"
-    ),
-    "a manifest without end": Case(
-        checkpoint(lambda step: ((step / MANIFEST).unlink(), (step / MANIFEST).symlink_to("/dev/zero"))),
-        CheckpointError, MANIFEST, "plain file",
-    ),
-    "a manifest that is a pipe": Case(checkpoint(pipe(MANIFEST)), CheckpointError, MANIFEST, "plain file"),
-    "a rank's index with a key twice": Case(
-        checkpoint(written("rank_00000.json", '{"tensors": {}, "tensors": {}}'), seal=True),
-        CheckpointError,
-        "rank_00000.json",
-        "'tensors' occurs twice",
-    ),
-    "rows of 400 digits": Case(index(rows=int(MANY_DIGITS)), CheckpointError, "path", "whole number"),
-    "rows of 1e300": Case(index(rows=1e300), CheckpointError, "path", "whole number"),
-    "a shape of 2^62 rows": Case(index(global_shape=[2**62, 3]), CheckpointError, "path", "lacks row"),
-    "metadata with a far memo": Case(dcp(b"\x80\x04Nr\x00\x00\x00\x0c."), CheckpointError, "path", "torch writes none"),
-    "metadata whose hash takes years": Case(
-        dcp(b"\x80\x04}K\x01\x85" + b"2\x86" * 60 + b"K\x01s."), CheckpointError, "path", "torch writes none"
-    ),
-    "a batch of 2^62 tokens": Case(
-        batch(header({"tokens": {"dtype": "I64", "shape": [2**62], "data_offsets": [0, 8]}})), BatchError, None, "read"
-    ),
-    "lengths that wrap round to few": Case(batch(batch_of([2**63 - 1, 2**63 - 1, 6])), BatchError, "tokens", "entries"),
-    "a batch that is a pipe": Case(batch_pipe, BatchError, None, "no plain file"),
-    "a calibration of 400 digits": Case(
-        rates(matrix_tflops=int(MANY_DIGITS)), ConfigError, "batch.cost_model", "no rate"
-    ),
-    "a calibration of 1e300": Case(rates(comm_gbps=1e300), ConfigError, "batch.cost_model", "no rate"),
-    "a calibration of 1e-300": Case(rates(attention_tflops=1e-300), ConfigError, "batch.cost_model", "no rate"),
-    "a calibration from a list": Case(rates(source=["here"]), ConfigError, "batch.cost_model", "no source"),
-    "a calibration in a dtype that is none": Case(rates(dtype="int3"), ConfigError, "batch.cost_model", "no dtype"),
-    "a calibration that is nested": Case(
-        calibration('{"rates": ' + DEEP), ConfigError, "batch.cost_model", "too deep"
-    ),
-    "a calibration with a key twice": Case(
-        calibration('{"rates": {}, "rates": {}}'), ConfigError, "batch.cost_model", "twice"
-    ),
-    "a calibration that is a pipe": Case(calibration_pipe, ConfigError, "batch.cost_model", "no plain file"),
-    "prompts that are nested": Case(prompts('{"prompt": ' + DEEP), ConfigError, "data.train", "too deep"),
-    "prompts nested deeper than a record needs": Case(
-        prompts('{"prompt": "a", "b": ' + "[" * 500 + "]" * 500 + "}"), ConfigError, "data.train", "nested more than"
-    ),
-    "prompts without end of their keys": Case(
-        prompts(json.dumps({f"{n:01000}": 0 for n in range(300)})), ConfigError, "data.train", "no 'prompt' among"
-    ),
-    "a lock that is a pipe": Case(lock_pipe, CheckpointError, "run.dir", "no plain file"),
-    "prompts with a key twice": Case(
-        prompts('{"prompt": "a", "prompt": "b"}'), ConfigError, "data.train", "'prompt' occurs twice"
-    ),
-    "sample lengths of 400 digits": Case(lengths(f"[{MANY_DIGITS}]"), BatchError, "--lengths", "not a list of lengths"),
-    "sample lengths that are nested": Case(lengths(DEEP), BatchError, "--lengths", "too deep"),
+    ],
+    "weights": [
+        links_to("../secret"), contains(header({}, 2**62)), contains(header({"a": tensor([2**62, 2**62], 8)})),
+        contains(header({"a": tensor([2**40], 2**42)})), contains(header({"a": tensor([2], 8), "b": tensor([2], 8)})),
+        contains(header(DEEP.encode())),
+    ],
+    "index of weights": [
+        contains(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        for name in ("../secret.safetensors", "/etc/secret.safetensors", "..\\secret.safetensors", "C:x.safetensors")
+    ],
+    "DCP metadata": [
+        contains(b"\x80\x04Nr\x00\x00\x00\x0c."),  # a memo of 200 million places
+        contains(b"\x80\x04}K\x01\x85" + b"2\x86" * 60 + b"K\x01s."),  # a key whose hash takes 2^60 steps
+    ],
+    "batch": [
+        contains(header({"tokens": {"dtype": "I64", "shape": [2**62], "data_offsets": [0, 8]}})),
+    ],
+    "calibration": [
+        rates(matrix_tflops=int(MANY_DIGITS)), rates(comm_gbps=1e300), rates(attention_tflops=1e-300),
+        rates(source=["here"]), rates(dtype="int3"),
+    ],
+    "prompts": [
+        contains('{"prompt": "a", "b": ' + "[" * 500 + "]" * 500 + "}"),
+        contains(json.dumps({f"{n:01000}": 0 for n in range(300)})),
+    ],
+    "lengths": [contains(f"[{MANY_DIGITS}]")],
+    "lock to take": [links_to("../secret")],
 }  # fmt: skip
-CASES = {**RUNS_CODE, **LEADS_OUT, **EXPLODES}
+CASES: dict[str, tuple[str, Damage]] = {
+    f"{kind} {name}": (kind, damage)
+    for kind in KINDS
+    for name, damage in [
+        *(
+            (name, damage)
+            for name, damage in ANY_FILE.items()
+            if (name == "is a pipe" or kind not in PIPE_ALONE) and (kind, name) not in PASSED_OVER
+        ),
+        *((f"of its format {number}", damage) for number, damage in enumerate(OF_FORMATS.get(kind, []))),
+    ]
+}
 
 
-def save_settings(folder: Path) -> Path:
-    (folder / "good.yaml").write_text("model: {path: x}\noptim: {total_updates: 1}\n")
-    return folder / "good.yaml"
+def seal(step: Path) -> None:
+    """Writes a manifest that vouches for the files as they are."""
+    document = json.loads((step / MANIFEST).read_text())
+    for record in document["files"]:
+        file = step / record["name"]
+        data = file.read_bytes() if file.is_file() and file.stat().st_size < 1 << 20 else b""
+        record |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_sealed(step, document)
 
 
-def replace_in(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert text.count(old) == 1
-    file.write_text(text.replace(old, new))
+def write_sealed(step: Path, document: dict[str, Any]) -> None:
+    document.pop("sha256", None)
+    own = hashlib.sha256((json.dumps(document, indent=1) + "\n").encode()).hexdigest()
+    (step / MANIFEST).write_text(json.dumps(document | {"sha256": own}, indent=1) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -581,10 +273,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which nothing is wrong."""
     folder = tmp_path_factory.mktemp("sound")
     save_tiny_model(folder / "model", vocab_size=64)
-    (folder / "model" / "evil.py").write_text(code(folder))
     store = CheckpointStore(folder / "checkpoints")
     write_shard(store.begin(1), 0, {"model.w": ShardedTensor(torch.ones(2, 3), (2, 3), 0)}, {})
     store.commit(1, {})
+    (folder / "secret").write_text('{"password": 1}')
+    for name in ("dcp", "run"):
+        (folder / name).mkdir()
     return folder
 
 
@@ -596,18 +290,143 @@ def folder(sound: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_table_is_no_shorter_than_it_was() -> None:
-    assert len(CASES) == len(RUNS_CODE) + len(LEADS_OUT) + len(EXPLODES) >= 98  # no name twice
+def require_refused(read: Callable[[], object], error: type[SlimeError], field: str | None, folder: Path) -> None:
+    with pytest.raises(error) as caught, bounded():
+        read()
+    assert (field is None or caught.value.field == field) and caught.value.hint, caught.value
+    assert len(str(caught.value)) < 1500, str(caught.value)
+    assert not (folder / CANARY).exists() and (folder / "secret").read_text() == '{"password": 1}'
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_file_is_a_typed_error_that_runs_nothing_and_costs_little(name: str, folder: Path) -> None:
-    case = CASES[name]
-    with pytest.raises(case.error) as caught, bounded():
-        case.read(folder)
-    assert caught.value.field == case.field and caught.value.hint, caught.value
-    assert case.words in str(caught.value) and len(str(caught.value)) < 1500, str(caught.value)
-    assert not (folder / CANARY).exists()
+    kind, damage = KINDS[CASES[name][0]], CASES[name][1]
+    (folder / kind.file).unlink(missing_ok=True)
+    damage(folder / kind.file)
+    if kind.is_sealed:
+        seal((folder / kind.file).parent)
+    require_refused(lambda: kind.read(folder), kind.error, kind.field, folder)
+
+
+# ---------------------------------------------------------------------- sound files with another value in them
+
+
+def changed(file: Path, change: Callable[[Any], object]) -> None:
+    document = json.loads(file.read_text())
+    change(document)
+    file.write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}},
+        {"auto_map": 5}, {"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}},
+        {"num_hidden_layers": 10**9}, {"head_dim": 10**9}, {"vocab_size": int(MANY_DIGITS)},
+        {"rope_theta": int(MANY_DIGITS)}, {"rope_theta": 0}, {"rms_norm_eps": float("inf")}, {"rms_norm_eps": -1e-6},
+        {"num_attention_heads": 0}, {"hidden_size": -8}, {"max_position_embeddings": 0},
+        {"initializer_range": float("nan")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_that_cannot_be_is_refused_by_its_config(folder: Path, changes: dict[str, Any]) -> None:
+    changed(folder / "model/config.json", lambda config: config.update(changes))
+    require_refused(partial(load_model, folder), ModelError, "model.path", folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"bytes": int(MANY_DIGITS)}, {"name": "../secret"}, {"name": "/etc/passwd"}],
+    ids=["digits", "out", "absolute"],
+)
+def test_a_manifest_that_is_sealed_is_checked_all_the_same(folder: Path, changes: dict[str, Any]) -> None:
+    document = json.loads((folder / STEP / MANIFEST).read_text())
+    document["files"][0] |= changes
+    write_sealed(folder / STEP, document)
+    require_refused(partial(load_checkpoint, folder), CheckpointError, MANIFEST, folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rows": int(MANY_DIGITS)}, {"rows": 1e300}, {"global_shape": [2**62, 3]}, {"dtype": "F99"}, {"start": -1}],
+    ids=["digits", "float", "shape", "dtype", "start"],
+)
+def test_an_index_of_a_rank_that_is_sealed_is_checked_all_the_same(folder: Path, changes: dict[str, Any]) -> None:
+    changed(folder / STEP / "rank_00000.json", lambda index: index["tensors"]["model.w"].update(changes))
+    seal(folder / STEP)
+    field = "model.w" if "global_shape" in changes else "tensors"
+    require_refused(partial(load_checkpoint, folder), CheckpointError, field, folder)
+
+
+def test_a_file_that_is_moved_out_of_a_checkpoint_is_refused_although_every_byte_is_there(folder: Path) -> None:
+    file = folder / STEP / "rank_00000.safetensors"
+    shutil.move(file, folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+    require_refused(partial(load_checkpoint, folder), CheckpointError, file.name, folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_files_of_a_model_that_would_be_copied_lead_to_no_secret_and_wait_for_no_pipe(folder: Path, name: str) -> None:
+    for spoil in (lambda file: file.symlink_to(folder / "secret"), os.mkfifo):
+        (folder / "model" / name).unlink(missing_ok=True)
+        spoil(folder / "model" / name)
+        require_refused(partial(load_model, folder), ModelError, "model.path", folder)
+
+
+def test_weights_that_are_a_pickle_of_torch_are_refused(folder: Path) -> None:
+    (folder / "model" / SINGLE_FILE).unlink()
+    (folder / "model/pytorch_model.bin").write_bytes(pickle.dumps(Payload(folder)))
+    require_refused(partial(load_model, folder), ModelError, "model.path", folder)
+
+
+def test_a_tensor_of_a_dcp_folder_runs_nothing(folder: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(Payload(folder), stream)
+    (folder / "0.distcp").write_bytes(stream.getvalue())
+    chunk = Chunk((0,), (2,), folder / "0.distcp", 0, len(stream.getvalue()))
+    saved = SavedTensor("w", torch.float32, (2,), (chunk,))
+    require_refused(lambda: read_saved(saved), CheckpointError, "path", folder)
+
+
+def test_lengths_that_wrap_round_to_few_are_refused(folder: Path) -> None:
+    (folder / "batch.safetensors").write_bytes(batch_of([2**63 - 1, 2**63 - 1, 6]))
+    require_refused(lambda: RolloutBatch.load(folder / "batch.safetensors"), BatchError, "tokens", folder)
+
+
+def test_an_override_of_a_setting_runs_nothing(folder: Path) -> None:
+    (folder / "good.yaml").write_text("model: {path: x}\noptim: {total_updates: 1}\n")
+    override = f"optim.lr={PYTHON_TAG.replace('CANARY', str(folder / CANARY))}"
+    require_refused(lambda: load_config(folder / "good.yaml", [override]), ConfigError, None, folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch CANARY') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__()[0] }}",
+    ],
+)
+def test_a_chat_template_reaches_for_nothing_outside(folder: Path, text: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    tokenizer.chat_template = text.replace("CANARY", str(folder / CANARY))
+    require_refused(lambda: encode_prompt(tokenizer, "a"), ConfigError, "prompt", folder)
+
+
+def tokenizer_code(folder: Path) -> object:
+    """Reads a tokenizer that only code in the folder could make."""
+    asked = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(asked))
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    return load_tokenizer(str(folder / "model"))
+
+
+def test_a_tokenizer_of_the_folders_own_and_end_tokens_that_are_text_are_refused(folder: Path) -> None:
+    require_refused(lambda: tokenizer_code(folder), ModelError, "model.path", folder)
+    (folder / "model" / "generation_config.json").write_text('{"eos_token_id": "__import__(1)"}')
+    require_refused(lambda: end_token_ids(str(folder / "model"), 0), ModelError, "model.path", folder)
+
+
+# ---------------------------------------------------------------------- the controls
 
 
 def test_the_bounds_are_felt() -> None:
@@ -621,19 +440,20 @@ def test_the_bounds_are_felt() -> None:
 
 
 def test_what_was_prepared_is_sound_until_somebody_changes_it(folder: Path) -> None:
-    """The control of the errors above."""
-    model(lambda path: None)(folder)
-    (values,) = checkpoint(lambda step: None, seal=True)(folder)  # type: ignore[misc]
+    load_model(folder)
+    seal(folder / STEP)
+    (values,) = load_checkpoint(folder)
     assert torch.equal(values, torch.ones(2, 3))
     write_calibration(folder / "rates.json", Rates(**GOOD_RATES), {})
     assert asdict(read_calibration(folder / "rates.json", field="x")) == GOOD_RATES
-    assert batch(batch_of([2, 2]))(folder).num_samples == 2  # type: ignore[attr-defined]
+    (folder / "batch.safetensors").write_bytes(batch_of([2, 2]))
+    assert RolloutBatch.load(folder / "batch.safetensors").num_samples == 2
 
 
 def test_the_same_files_run_code_in_readers_that_trust_them(folder: Path) -> None:
     """The control of the canary."""
     canary = folder / CANARY
-    pickle.loads(hostile_pickle(folder))
+    pickle.loads(pickle.dumps(Payload(folder)))
     assert canary.exists()
     canary.unlink()
     yaml.unsafe_load(PYTHON_TAG.replace("CANARY", str(canary)))
@@ -684,7 +504,8 @@ def test_no_value_in_config_json_leads_to_another_exception(model_type: str, tmp
 def test_code_beside_a_model_that_transformers_knows_is_left_alone(folder: Path) -> None:
     names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
     asked = {"auto_map": names, "attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel"}
-    config(**asked)(folder)  # as for training
+    changed(folder / "model/config.json", lambda config: config.update(asked))
+    load_model(folder)  # as for training
     policy = build_for_sampling(folder / "model", torch.float32, torch.device("cpu"))
     assert type(policy.hf).__module__.startswith("transformers.models.qwen3")
     assert policy.hf.config._attn_implementation == ATTENTION_NAME
@@ -705,13 +526,11 @@ def test_a_pointer_that_leads_out_of_the_folder_is_passed_over(folder: Path) -> 
     shutil.copytree(folder / "checkpoints" / "step_00000001", folder / "outside" / "step_00000009")
     (folder / "checkpoints" / LATEST).write_text("../outside/step_00000009\n")
     manifest, found, skipped = CheckpointStore(folder / "checkpoints").newest_verified()
-    step = manifest.step
-    assert step == 1 and found.parent == folder / "checkpoints"
+    assert manifest.step == 1 and found.parent == folder / "checkpoints"
     assert "../outside" in skipped[0].message
 
 
 def test_links_in_a_run_folder_are_replaced_and_what_they_lead_to_stays(folder: Path) -> None:
-    (folder / "run").mkdir()
     (folder / "secret").write_text("kept")
     for name in ("settings.yaml", ".settings.yaml.tmp"):
         (folder / "run" / name).symlink_to(folder / "secret")
