@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from slimefsdp.checkpoint import store
 from slimefsdp.errors import CheckpointError, ModelError
 from slimefsdp.io.checksummed_files import (
     io_reported,
@@ -222,19 +221,13 @@ def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], s
     ordered = sorted(tensors.items(), key=lambda item: -item[1].local.dtype.itemsize)
     specs = [TensorSpec(name, tensor.local.dtype, tuple(tensor.local.shape)) for name, tensor in ordered]
     tensor_path, index_path = _tensor_path(folder, rank), _index_path(folder, rank)
-    store.at_point("shard")
     with io_reported(tensor_path, "save"):
         with TensorFileWriter(tensor_path, specs) as file:
-            for position, (name, tensor) in enumerate(ordered):
-                if position == len(ordered) // 2:
-                    store.at_point("shard: half of the tensors are written")
+            for name, tensor in ordered:
                 file.write(name, tensor.local)
-        store.at_point("shard: the tensor file is written")
         write_checksum(tensor_path, file.close())
-        store.at_point("shard: the tensor file has its checksum")
     with io_reported(index_path, "save"):
         write_with_checksum(index_path, text)
-    store.at_point("shard: both files have their checksums")
 
 
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:

@@ -31,34 +31,6 @@ _TMP, _REPLACED = ".tmp_", ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 NAMED, _ADAPTERS = "named", "adapters"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# every place at which a writer may die with something else on disk than at the place before, in order
-POINTS = (
-    "begin",
-    "begin: earlier leftovers are gone",
-    "begin: the folder is there",
-    "shard",
-    "shard: half of the tensors are written",
-    "shard: the tensor file is written",
-    "shard: the tensor file has its checksum",
-    "shard: both files have their checksums",
-    "commit",
-    "commit: the manifest is written",
-    "commit: an earlier save of the step is moved aside",
-    "commit: the folder has its name",
-    "commit: the pointer is written",
-    "commit: the pointer is in place",
-    "commit: the earlier save of the step is removed",
-    "prune",
-    "prune: a checkpoint is moved aside",
-    "prune: a checkpoint is removed",
-)
-
-
-def _pass_by(point: str) -> None:
-    """Nothing happens at any point."""
-
-
-at_point: Callable[[str], None] = _pass_by  # called at each of POINTS; a test puts its own here
 
 
 class Choice(NamedTuple):
@@ -104,7 +76,6 @@ class CheckpointStore:
         """Clear what dead writers left, and make the empty folder that every rank writes step `step` into."""
         temporary = self.temporary_path(step)
         self.lock()
-        at_point("begin")
         with io_reported(temporary, "save"):
             # which may be new, as run.dir is, and the folders of a name or an adapter
             below = 2 * (self.root.parent.name == NAMED) + 2 * (_ADAPTERS in self.root.parts[-5:])
@@ -120,9 +91,7 @@ class CheckpointStore:
                     remove(replaced)
                 else:  # the writer died between moving it aside and moving the new one in
                     replaced.rename(final)
-            at_point("begin: earlier leftovers are gone")
             temporary.mkdir()
-            at_point("begin: the folder is there")
         return temporary
 
     def lock(self) -> None:
@@ -152,26 +121,19 @@ class CheckpointStore:
         """
         temporary, final = self.temporary_path(step), self.final_path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
-        at_point("commit")
         with io_reported(temporary, "save"):
             write_manifest(temporary, step, info)
             sync(temporary)
-            at_point("commit: the manifest is written")
             if final.exists():
                 final.rename(replaced)
-                at_point("commit: an earlier save of the step is moved aside")
             temporary.rename(final)
             sync(self.root)
-            at_point("commit: the folder has its name")
             pointer = self.root / f".{LATEST}.tmp"
             write_synced(pointer, f"{final.name}\n".encode())
-            at_point("commit: the pointer is written")
             pointer.replace(self.root / LATEST)
             sync(self.root)
-            at_point("commit: the pointer is in place")
             if replaced.exists():
                 remove(replaced)
-                at_point("commit: the earlier save of the step is removed")
         return final
 
     def steps(self) -> list[int]:
@@ -259,7 +221,6 @@ class CheckpointStore:
     def prune(self, keep_last: int) -> list[int]:
         """Remove all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
         assert keep_last >= 1
-        at_point("prune")
         folders = self._folders()
         removed = _by_preference(folders, self._latest(folders)[0])[keep_last:]
         for step in removed:
@@ -268,9 +229,7 @@ class CheckpointStore:
                 if doomed.exists():
                     remove(doomed)
                 folders[step].rename(doomed)
-                at_point("prune: a checkpoint is moved aside")
                 remove(doomed)
-                at_point("prune: a checkpoint is removed")
         return sorted(removed)
 
     def _folders(self) -> dict[int, Path]:

@@ -19,14 +19,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.checkpoint import save_load
-from slimefsdp.checkpoint import store as checkpoint_store
 from slimefsdp.checkpoint.async_save import BackgroundSave
-from slimefsdp.checkpoint.store import LATEST
+from slimefsdp.checkpoint.store import LATEST, CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.file_lock import LOCK, FolderLock
 from slimefsdp.results import LoadReport
 from slimefsdp.trainer import Trainer
+from tests.support.disk_points import watch_disk
 from tests.support.fresh_ranks import run_fresh
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal, names, refused
@@ -125,7 +125,10 @@ def save_then_go_on(rank: int, config: RunConfig, first: str) -> dict[str, Any]:
         return [fingerprint(model) for model in models]
 
     may_write = threading.Event()
-    checkpoint_store.at_point = lambda point: (may_write.wait(60), None)[1]
+    # the thread of the save waits, this one does not
+    end_watching = watch_disk(
+        lambda _: may_write.wait(60) if threading.current_thread().name.startswith("save") else None
+    )
     random.seed(rank)
     np.random.seed(rank)
     loop_state = {"cursor": 1}
@@ -153,7 +156,7 @@ def save_then_go_on(rank: int, config: RunConfig, first: str) -> dict[str, Any]:
     later = state()
     may_write.set()
     finished = [trainer.finish_save(), trainer.finish_save()]
-    checkpoint_store.at_point = lambda point: None
+    end_watching()
     BackgroundSave.copy = copy
     trainer.save(2)
     restored_state = trainer.load(1)  # waits for the save of step 2
@@ -252,7 +255,7 @@ def test_a_process_that_ends_at_once_still_writes_its_save(folder: Path, tmp_pat
     )
     ended = subprocess.run([sys.executable, "-c", SAVE_AND_END, str(config)], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert checkpoint_store.CheckpointStore(tmp_path / "checkpoints").newest_verified().manifest.step == 1
+    assert CheckpointStore(tmp_path / "checkpoints").newest_verified().manifest.step == 1
 
 
 # ---------------------------------------------------------------------- what a run takes

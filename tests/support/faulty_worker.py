@@ -28,7 +28,7 @@ import ray.cloudpickle
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers.group_calls import RankRequest
 from actors.workers.train_worker import TrainWorker
-from tests.support import process_resources
+from tests.support import disk_points, process_resources
 from tests.support.process_resources import held_by_the_process
 
 MOMENTS = (
@@ -45,10 +45,10 @@ MOMENTS = (
     "save middle",
     "weight update",
 )
-"""Each is passed by every rank; so are, on rank 0, `slimefsdp.checkpoint.store.POINTS` under their own names."""
+"""Each is passed by every rank; so are, on rank 0, the points of `tests.support.disk_points`."""
 CRASHES = ("SIGKILL", "SIGSEGV", "exit")
 HANGS = ("SIGSTOP", "GIL")
-SAVE_MIDDLE = "shard: half of the tensors are written"
+SAVE_MIDDLE = "half of the tensors are written"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class FaultyWorker(TrainWorker):
 
 def faulty_worker(folder: Path) -> type[TrainWorker]:
     """What stands for `actors.workers.worker_group.TrainWorker`, with faults; it travels by value."""
-    for module in (sys.modules[__name__], process_resources):
+    for module in (sys.modules[__name__], process_resources, disk_points):
         ray.cloudpickle.register_pickle_by_value(module)
     return type("FaultyWorker", (FaultyWorker,), {"folder": folder, "__module__": __name__})
 
@@ -155,7 +155,6 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
     """Has this process call `passed(moment)` at every moment but those that another call than theirs goes through."""
     import torch
 
-    from slimefsdp.checkpoint import store
     from slimefsdp.distributed.memory_manager import StorageOffloader
     from slimefsdp.optim import optimizer_step as updates
     from slimefsdp.training import build, checkpointing, packs, step
@@ -206,7 +205,7 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
         if point == SAVE_MIDDLE:
             passed("save middle")
 
-    store.at_point = at_point
+    disk_points.watch_disk(at_point)
     full_weights = send.full_weights
 
     def watched_weights(*args: Any, **kwargs: Any) -> Iterator[Any]:
