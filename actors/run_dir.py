@@ -15,7 +15,6 @@ bytes.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import warnings
@@ -28,7 +27,7 @@ from slimefsdp.checkpoint.store import CheckpointStore, remove
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
-from slimefsdp.io.checksummed_files import Checksum, io_reported, write_checksum, write_synced
+from slimefsdp.io.checksummed_files import checksum_of, io_reported, write_checksum, write_synced
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.hub import id_of_snapshot
 
@@ -126,8 +125,7 @@ class RecordedBatches:
                 batch.save(file)
             except BatchError as error:
                 raise error.__cause__ or error from None  # the disk's refusal is about run.dir, not about a path given
-            data = file.read_bytes()
-            write_checksum(file, Checksum(hashlib.sha256(data).hexdigest(), len(data)))
+            write_checksum(file, checksum_of(file))
         self._store.commit(step, notes)
 
     def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:

@@ -6,18 +6,18 @@ adapter that is sent as such is a folder in it, of peft's format.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from slimefsdp import heartbeat
 from slimefsdp.checkpoint.hf_export import write_model_folder
 from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
 from slimefsdp.errors import ModelError, SlimeError, SyncError
+from slimefsdp.io.checksummed_files import checksum_of
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.io.safetensors_header import read_header
 from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
@@ -27,7 +27,6 @@ from slimefsdp.models.peft_folder import ADAPTER_FOLDER, MATRICES, TENSOR_FILE
 from slimefsdp.weight_sync.receive import Manifest
 
 CHECKSUMS = "weights_sha256.json"
-_CHUNK_BYTES = 1 << 20
 
 
 def write_weights(
@@ -106,7 +105,7 @@ def _compare(files: Collection[Path], checksum_file: Path) -> None:
     if {file.name for file in files} != checksums.keys():
         raise ValueError(f"{CHECKSUMS} is of other files")
     for file in files:
-        if checksums[file.name] != {"sha256": _sha256(file), "bytes": file.stat().st_size}:
+        if checksums[file.name] != asdict(checksum_of(file)):
             raise ValueError(f"{file.name} was altered: its checksum is another one")
 
 
@@ -129,12 +128,3 @@ def read_weights(folder: ModelFolder, manifest: Manifest) -> Iterator[tuple[str,
                 except (ModelError, KeyError) as error:
                     raise SyncError(f"weights did not arrive: {error}", field="rollout.weight_transport") from error
             yield name, tensor
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            heartbeat.tick()
-    return digest.hexdigest()

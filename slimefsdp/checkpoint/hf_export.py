@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,7 @@ def write_model_folder(
             _write_json(folder / INDEX_FILE, index)
         checksums = _write_weights(folder, files, _in_hub_names(tensors, source.model_type))
         if checksum_file is not None:
-            held_in = {name: {"sha256": one.sha256, "bytes": one.bytes} for name, one in checksums.items()}
-            _write_json(folder / checksum_file, held_in)
+            _write_json(folder / checksum_file, {name: asdict(one) for name, one in checksums.items()})
 
 
 def _planned_files(

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slimefsdp import heartbeat
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import (
     CHECKSUM_LINE,
     SIDECAR,
+    checksum_of,
     damaged,
     json_bytes,
     read_json,
@@ -105,9 +105,9 @@ def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
     # hashing lets go of the interpreter lock, so threads use the idle cores
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         mine = _shares_of(manifest.files, shares)[share]
-        digests = list(pool.map(_sha256_of, (folder / record.name for record in mine)))
-    for record, digest in zip(mine, digests, strict=True):
-        if digest != record.sha256:
+        checksums = list(pool.map(checksum_of, (folder / record.name for record in mine)))
+    for record, checksum in zip(mine, checksums, strict=True):
+        if checksum.sha256 != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
 
 
@@ -160,10 +160,3 @@ def _render(manifest: Manifest) -> bytes:
     }
     digest = hashlib.sha256(json_bytes(document, MANIFEST)).hexdigest()
     return json_bytes(document | {"sha256": digest}, MANIFEST)
-
-
-def _sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    heartbeat.tick()
-    return digest

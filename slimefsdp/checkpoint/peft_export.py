@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,7 @@ def write_peft_folder(
                 writer.write(spec.name, in_dtype(name, _laid_out(name, tensor, facts.rank), spec.dtype))
             checksum = writer.close()
         if checksum_file is not None:
-            held = {TENSOR_FILE: {"sha256": checksum.sha256, "bytes": checksum.bytes}}
-            (folder / checksum_file).write_text(json.dumps(held) + "\n", encoding="utf-8")
+            (folder / checksum_file).write_text(json.dumps({TENSOR_FILE: asdict(checksum)}) + "\n", encoding="utf-8")
 
 
 def _laid_out(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:

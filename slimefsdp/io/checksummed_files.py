@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slimefsdp import heartbeat
 from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.io.user_files import is_deeper, parse_json
 
 MAX_JSON_BYTES = 64 << 20  # far above any honest index; keeps an altered file from filling the memory
 MAX_DEPTH = 64  # of JSON; deeper nesting fails in one library after another, each in its own way
 SIDECAR = ".sha256"
+_CHUNK_BYTES = 1 << 20
 CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) (\d+)\n")
 
 
@@ -31,6 +33,17 @@ class Checksum:
 
     sha256: str
     bytes: int
+
+
+def checksum_of(path: Path) -> Checksum:
+    """Reads a whole file; OSError if it cannot be read. Lets go of the interpreter lock while it hashes."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+            heartbeat.tick()
+    return Checksum(digest.hexdigest(), size)
 
 
 @contextmanager
