@@ -181,8 +181,10 @@ SPREADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("first", ["update", "sleep"])
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    ("spread", "first"),
+    [*((spread, "update") for spread in SPREADS), ("two copies", "sleep"), ("on the host", "sleep")],
+)
 def test_a_save_in_the_background_holds_the_moment_of_the_call(
     folder: Path, ranks: RankPool, tmp_path: Path, spread: str, first: str
 ) -> None:

@@ -223,26 +223,6 @@ def touch(path: str) -> None:
     Path(path).touch()
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x80\x04}K\x01\x85" + b"2\x86" * 60 + b"K\x01s.",  # a key whose hash takes 2^60 steps
-        b"\x80\x04Nr\x00\x00\x00\x0c.",  # a memo of 200 million places
-    ],
-    ids=["hash", "memo"],
-)
-def test_a_few_bytes_of_metadata_cannot_ask_for_years_or_gigabytes(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / ".metadata").write_bytes(raw)
-    with refused(CheckpointError, "path", tmp_path / ".metadata"):
-        read_dcp_folder(tmp_path)
-
-
-def test_a_pipe_is_no_metadata(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".metadata")
-    with refused(CheckpointError, "path", tmp_path / ".metadata"):
-        read_dcp_folder(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["function", "eval", "nested", "class of torch", "state on a class", "no pickle"])
 def test_a_hostile_metadata_file_runs_nothing_and_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     mark = tmp_path / "mark"

@@ -108,12 +108,11 @@ def require_whole(actors: list[Any], version: int) -> None:
         assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
 
 
-CALLS = [("begin", 0), ("receive", 1), ("commit", 0)]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("trouble", ["is killed", "raises"])
-@pytest.mark.parametrize(("call", "after"), CALLS, ids=["begin", "receive", "commit"])
+@pytest.mark.parametrize(
+    ("trouble", "call", "after"),
+    [("is killed", "begin", 0), ("is killed", "receive", 1), ("raises", "receive", 1), ("raises", "commit", 0)],
+)
 def test_the_others_have_the_update_whole_and_the_next_one_too(
     launch: Launch, transport: str, trouble: str, call: str, after: int
 ) -> None:
