@@ -1,4 +1,4 @@
-"""Saving while training goes on: a thread copies the rank's state, before it can change, and writes it."""
+"""Saves while training goes on: a thread copies the rank's state before it can change, and writes the copy."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from slimefsdp.errors import PeerFailed, ResourceError, SlimeError
 
 
 class BackgroundSave:
-    """One save at a time on one rank; every rank makes the same calls.
+    """Runs one save at a time on one rank; every rank makes the same calls.
 
-    The thread is no daemon: a process that ends without `finish` still waits for its save.
+    The thread is not a daemon, so a process that ends without `finish` still waits for its save.
 
     Args:
-        group: all ranks, over gloo, used by nothing else: the thread's collectives never mix with training's.
-        pin_memory: page-lock the host buffers, so that CUDA copies to them at full speed.
+        group: all ranks, over gloo. Nothing else uses it, so the thread's collectives never mix with training's.
+        pin_memory: page-locks the host buffers, so that CUDA copies to them at full speed.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, pin_memory: bool = False) -> None:
         self.group = group
         self._pin_memory = pin_memory
-        self._buffers: dict[str, torch.Tensor] = {}  # kept: a page's first use costs more than copying into it
+        self._buffers: dict[str, torch.Tensor] = {}  # reused: the first use of a page costs more than copying into it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._running: Future[Path] | None = None
         self.is_lost = False  # the group's collectives no longer match: no save can follow
-        self._is_copied = threading.Event()  # nothing more is read of the tensors that training changes
+        self._is_copied = threading.Event()  # the thread reads no tensor that training changes any more
         self._is_copied.set()
-        self._moment: torch.cuda.Event | None = None  # of the call, in the order of the device's work
+        self._moment: torch.cuda.Event | None = None  # marks the call of `start` in the device's work
 
     def buffers_for(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Shares of the same shapes in host memory, which the next call gives away again.
+        """Returns shares of the same shapes in host memory; the next call hands out the same memory again.
 
         Raises:
             ResourceError: there is no host memory for them.
@@ -51,11 +51,11 @@ class BackgroundSave:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers."""
+        """The size of the host buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def start(self, write: Callable[[], Path]) -> None:
-        """Runs `write`, which calls `copy` first, in the thread; `finish` has its result or error."""
+        """Runs `write`, which calls `copy` first, in the thread; `finish` returns its result or raises its error."""
         assert self._running is None
         if torch.cuda.is_initialized():
             self._moment = torch.cuda.Event()
@@ -70,7 +70,7 @@ class BackgroundSave:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, ShardedTensor], buffers: Mapping[str, ShardedTensor]) -> None:
-        """In the thread: fills the buffers with the tensors as they are now; those who change them wait for it."""
+        """Fills the buffers with the present values of the tensors; runs in the thread."""
         try:
             device = next((t.local.device for t in tensors.values() if t.local.device.type == "cuda"), None)
             side = None if device is None else torch.cuda.Stream(device)
@@ -85,14 +85,14 @@ class BackgroundSave:
             self._is_copied.set()
 
     def wait_for_copy(self) -> None:
-        """For whoever is about to change, move or free what is being saved."""
+        """Waits until the state is copied; to be called before it is changed, moved or freed."""
         self._is_copied.wait()
 
     def finish(self) -> Path | None:
-        """Waits for the save that runs; what it returned, None if there is none. Its error is raised, once.
+        """Waits for the running save and returns its result; None if no save runs.
 
         Raises:
-            PeerFailed: ranks did not finish it together. What its `write` raises.
+            PeerFailed: the ranks did not finish the save together. Also what its `write` raised, once.
         """
         running, self._running = self._running, None
         try:
@@ -124,6 +124,6 @@ class BackgroundSave:
 
 
 def _report_failure(save: Future[Path]) -> None:
-    """Said at once, because a process that ends without `finish` would not say it at all."""
+    """Warns at once: a process that ends without `finish` would never report the error."""
     if (error := save.exception()) is not None:
         warnings.warn(f"the save in the background failed: {error}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""A run's training state on disk and back: shards of parameters and optimiser moments, and each rank's generators."""
+"""Saves and loads training state: shards of parameters and optimiser moments, and each rank's random generators."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Where a load took its values from."""
+    """The checkpoint that a load took its values from."""
 
     step: int
     folder: Path
     info: dict[str, Any]
-    skipped: tuple[str, ...]  # why each checkpoint that stood before it was passed over
-    ranks: int  # that wrote it
+    skipped: tuple[str, ...]  # why each checkpoint that comes before it was skipped
+    ranks: int  # how many ranks wrote it
 
 
 def save_training_state(
@@ -65,20 +65,23 @@ def save_training_state(
     writes_tensors: bool,
     background: BackgroundSave | None = None,
 ) -> Path:
-    """Collective: commits a checkpoint of `step`, whole or not at all, and removes old ones; returns its folder.
+    """Commits a checkpoint of `step`, completely or not at all, and removes old ones; a collective call.
 
     No parameter is gathered: each rank writes the rows it holds.
 
     Args:
         info: JSON about the run, the same on every rank.
-        writes_tensors: of all ranks that hold the same rows, one; the others write their generators alone.
-        background: copies the state and writes it later; its `finish` has returned since its last save. Before tensors
-            change, the caller waits for its copy.
+        writes_tensors: true on one of the ranks that hold the same rows; the others write only their generators.
+        background: copies the state and writes it later. Its `finish` must have returned since its last save, and the
+            caller waits for its copy before it changes tensors.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand. With `background`,
-            what is found while writing is raised by its `finish`.
-        ResourceError: on every rank, when any has no memory for the copy.
+        CheckpointError: on every rank, if any rank could not write; earlier checkpoints stay. With `background`, its
+            `finish` raises the errors of writing.
+        ResourceError: on every rank, if any has no memory for the copy.
     """
 
     def prepare() -> None:
@@ -121,17 +124,17 @@ def load_training_state(
     group: dist.ProcessGroup,
     with_generators: Callable[[dict[str, Any]], bool],
 ) -> LoadedState:
-    """Collective: verifies a checkpoint, each rank a part of it, and fills parameters and optimiser from it.
+    """Verifies a checkpoint, each rank a part of it, and fills parameters and optimiser; a collective call.
 
-    Any number of ranks may have written it.
+    Any number of ranks may have written the checkpoint.
 
     Args:
-        accept: refuses a checkpoint that is not for this run; collective, and alike on all ranks.
+        accept: refuses a checkpoint that is not for this run; a collective call with the same outcome on all ranks.
         with_generators: whether the random generators of a checkpoint with this info belong to these ranks.
 
     Raises:
-        CheckpointError: on every rank; there is none, or it is torn, altered or of another model. No value has changed,
-            unless the disk failed while values were read.
+        CheckpointError: on every rank: there is no checkpoint, or it is torn, altered or of another model. No value has
+            changed, unless the disk failed while values were read.
     """
     folders, odd = _from_first(lambda: store.candidates(step), group)
     verify = partial(_verified_together, store, group)
@@ -176,7 +179,7 @@ def _write(
     group: dist.ProcessGroup,
     keep_last: int,
 ) -> Path:
-    """Collective: the commit protocol. After an error nothing of the attempt is left on the disk."""
+    """Runs the commit protocol; a collective call. An error leaves nothing of the attempt on the disk."""
     folder, rank = store.temporary_path(step), dist.get_rank(group)
     run_on_first(lambda: store.begin(step), group)
 
@@ -204,7 +207,7 @@ def _write(
 
 
 def _verified_together(store: CheckpointStore, group: dist.ProcessGroup, folder: Path) -> Manifest:
-    """Collective: the manifest of a folder whose every byte was reread by one of the ranks; all raise alike."""
+    """Has the ranks together reread every byte of a folder; all return its manifest or raise the same error."""
     manifest = _from_first(lambda: store.manifest_of(folder), group)
 
     def check() -> None:
@@ -216,7 +219,7 @@ def _verified_together(store: CheckpointStore, group: dist.ProcessGroup, folder:
 
 
 def _from_first(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
-    """Collective: what `action` returns on rank 0, or its error, on every rank."""
+    """Runs `action` on rank 0; every rank returns its result or raises its error."""
     results: list[Any] = []
     run_on_first(lambda: results.append(action()), group)
     results = results or [None]
@@ -253,7 +256,7 @@ def _first_row(parameter: nn.Parameter) -> int:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Where the global generators of this process stand, as JSON."""
+    """Returns the states of this process's global random generators as JSON."""
     version, numbers, next_gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
@@ -267,10 +270,10 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: Any, device: torch.device, source: Path) -> None:
-    """Sets the global generators to where `generator_states` found them; one that was not saved stays.
+    """Sets the global random generators to saved states; a generator without a saved state stays as it is.
 
     Raises:
-        CheckpointError: naming `source`; this is nothing that `generator_states` gave.
+        CheckpointError: naming `source`: `states` did not come from `generator_states`.
     """
     try:
         torch.set_rng_state(torch.from_numpy(_array(states["cpu"], np.uint8)))

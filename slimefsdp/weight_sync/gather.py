@@ -1,4 +1,4 @@
-"""Full tensors out of a sharded model, in buckets of bounded size."""
+"""Gathers full tensors from a sharded model, in buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def full_weights(
     copies: bool = True,
     computed: Computed = MappingProxyType({}),
 ) -> Iterator[Bucket]:
-    """Buckets of (name, full tensor on the mesh's device); collective, every rank must take every bucket.
+    """Yields buckets of (name, full tensor on the mesh's device); collective: every rank must take every bucket.
 
     Args:
         named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or on the
             host where FSDP keeps them there.
         dtype: of the tensors handed out; shards are cast before they travel.
         bucket_bytes: a bucket is at most this large, or one tensor.
-        copies: what is handed out is nobody else's; else it may be a parameter's own memory, to be read alone.
-        computed: rows that take the place of a parameter's own, made when its turn comes and not kept.
+        copies: tensors are copies; if not, they may be a parameter's own memory and must not be written to.
+        computed: functions that make the rows to send in place of a parameter's own, called when its turn comes.
     """
 
     def rows_of(name: str, parameter: nn.Parameter) -> torch.Tensor:

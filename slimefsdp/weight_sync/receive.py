@@ -1,4 +1,4 @@
-"""The receiving end of a weight update: a rollout engine's model, or a reference model's shards.
+"""Receives weight updates into a rollout engine's model or a reference model's shards.
 
 The three calls of the protocol: `begin(version, manifest)`, `receive(bucket)` as often as needed, `commit(version)`.
 Until the commit the model is between two versions and must not be used.
@@ -21,7 +21,7 @@ Manifest = dict[str, tuple[int, ...]]  # name -> full shape
 
 
 class Receiver(Protocol):
-    """Anything that new weights can be sent to: tensors on the host, or where `takes_device_tensors`, as they are."""
+    """Anything that takes new weights, as tensors on the host unless it has `takes_device_tensors`."""
 
     def begin(self, version: int, manifest: Manifest) -> None: ...
 
@@ -31,7 +31,7 @@ class Receiver(Protocol):
 
 
 class WeightReceiver:
-    """Copies full tensors into the parameters of a plain or sharded model, and knows whether it is whole."""
+    """Copies full tensors into the parameters of a plain or sharded model, and knows whether an update is complete."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._parameters: Mapping[str, nn.Parameter] = dict(named)
@@ -43,7 +43,7 @@ class WeightReceiver:
         """Announces an update.
 
         Args:
-            kept: of the manifest, tensors that are not sent: they are here.
+            kept: tensors of the manifest that are not sent, since the model has them.
 
         Raises:
             SyncError: the sender's tensors are not this model's.
@@ -95,7 +95,7 @@ class WeightReceiver:
         return self._incoming is not None
 
     def forget(self) -> None:
-        """The weights are gone, and a new update has to be begun."""
+        """Marks the weights as lost, so that a new update is needed."""
         self._incoming, self.version = None, None
 
     def commit(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Sending a sharded model's weights to receivers: rank 0 talks to them, all ranks gather."""
+"""Sends a sharded model's weights to receivers: all ranks gather, and rank 0 talks to the receivers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slimefsdp.weight_sync.receive import Manifest, Receiver
 
 
 class BeginAgain(Exception):
-    """What a receiver that stands for several raises when some are left, and have to be sent the whole update again."""
+    """Asks for the whole update again: a receiver that stands for several has lost some of them."""
 
 
 def stream_weights(
@@ -33,22 +33,22 @@ def stream_weights(
     computed: Computed = MappingProxyType({}),
     adapter_scale: float | None = None,
 ) -> SyncReport:
-    """Collective: begins, feeds and commits one update on every receiver; only rank 0's receivers are used.
+    """Begins, feeds and commits one update on every receiver of rank 0; a collective call.
 
-    A receiver may have `takes_device_tensors`, to be given them as they are; `keeps_nothing`, where it has read a
+    A receiver may have `takes_device_tensors`, to be given tensors on the device; `keeps_nothing`, if it has read a
     bucket when `receive` returns, so that tensors may be the parameters' own memory; and `has_frozen`, as of
     `actors.engines.protocol.Engine`, where it need not be sent frozen parameters twice.
 
     Args:
         named: parameters sharded over `shard_group`, under the names the receivers know.
-        group: all ranks; where they hold several copies of the model, that of rank 0 is sent.
-        dtype: what travels.
-        source: what the frozen parameters are called, as long as they are what they are; None: all are sent.
+        group: all ranks; if they hold several copies of the model, rank 0's copy is sent.
+        dtype: of the tensors that are sent.
+        source: a name for the present values of the frozen parameters; None: all parameters are sent.
         computed: as of `full_weights`; none of these counts as frozen.
-        adapter_scale: what receivers multiply adapters by that are among `named`; see `all_take_adapters`.
+        adapter_scale: the factor of the adapters among `named`; see `all_take_adapters`.
 
     Raises:
-        SyncError: or whatever a receiver raised, on every rank; no receiver has committed unless all took every bucket.
+        SyncError: or whatever a receiver raised, on every rank. No receiver has committed unless all took every bucket.
     """
     start = time.perf_counter()
     manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
@@ -96,9 +96,9 @@ def _send(
 
 
 def all_take_adapters(receivers: Sequence[Receiver], group: dist.ProcessGroup) -> bool:
-    """Collective: whether all of rank 0's receivers have adapters of their own, to be filled beside a frozen base.
+    """Whether all of rank 0's receivers have adapters on top of a frozen base; a collective call.
 
-    Their `begin` has a fourth argument, the scale of the adapters.
+    The `begin` of such receivers has a fourth argument, the scale of the adapters.
     """
     answer = bool(receivers) and all(getattr(receiver, "takes_adapters", False) for receiver in receivers)
     of_first: bool = gathered(answer, group)[0]
@@ -112,7 +112,7 @@ def _hand_over(copy: HostCopy, receivers: Sequence[Receiver]) -> None:
 
 
 def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.ProcessGroup) -> bool:
-    """Collective: whether no receiver needs the frozen parameters again."""
+    """Whether all receivers have the frozen parameters already; a collective call."""
     answers: list[bool] = []
 
     def ask() -> None:
@@ -124,11 +124,11 @@ def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.Process
 
 
 class HostCopy:
-    """A bucket on its way to host memory: from a CUDA device through pinned memory, at the bus's own speed.
+    """Copies a bucket to the host in the background, from a CUDA device through pinned memory.
 
     Args:
-        bucket: on the host already, or on a device, which goes on meanwhile as this process does.
-        is_needed: else nothing is copied.
+        bucket: on the host already, or on a device.
+        is_needed: if not, nothing is copied.
     """
 
     def __init__(self, bucket: Bucket, *, is_needed: bool) -> None:
@@ -144,7 +144,7 @@ class HostCopy:
             self._copied = torch.cuda.current_stream(bucket[0][1].device).record_event()
 
     def result(self) -> Bucket:
-        """The tensors in host memory, when they are there."""
+        """Waits for the copy and returns the tensors in host memory."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host
