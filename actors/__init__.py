@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from actors.engines.pool import EnginePool
     from actors.fault_tolerance.group_host import launch_named
     from actors.fault_tolerance.supervisor import SupervisedGroup
+    from actors.workers.group_calls import submit
     from actors.workers.worker_group import WorkerGroup
 
-__all__ = ["EnginePool", "SupervisedGroup", "WorkerGroup", "connect", "launch_named"]
+__all__ = ["EnginePool", "SupervisedGroup", "WorkerGroup", "connect", "launch_named", "submit"]
 
 _HOME = {
     "EnginePool": "actors.engines.pool",
@@ -23,6 +24,7 @@ _HOME = {
     "WorkerGroup": "actors.workers.worker_group",
     "connect": "actors.cluster.connect",
     "launch_named": "actors.fault_tolerance.group_host",
+    "submit": "actors.workers.group_calls",
 }
 
 

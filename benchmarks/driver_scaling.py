@@ -195,7 +195,7 @@ def calls_of_a_round(actors: list[Any]) -> dict[str, float]:
 
     found = dict.fromkeys(("begin_s", "answer_s", "question_s"), 0.0)
     queue, watchdog = CallQueue(), Watchdog(actors, Limits(60, 600, 60))
-    request = RankRequest("train_step", (store(np.zeros(10), "batch"),))
+    request = RankRequest("train_step", {"batch": store(np.zeros(10), "batch")})
 
     def begun() -> Any:
         calls = [actor.call.remote(request, "actor") for actor in actors]

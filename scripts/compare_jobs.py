@@ -40,6 +40,7 @@ NAMES = {  # name -> where it may be: the first that is there
     "load_config": ("slimefsdp:load_config",),
     "SlimeError": ("slimefsdp.errors:SlimeError",),
     "plan_training": ("slimefsdp.training.plan:plan_training", "slimefsdp.preparation.plan:plan_training"),
+    "submit": ("actors:submit",),
     "SupervisedGroup": ("actors.fault_tolerance.supervisor:SupervisedGroup", "actors.supervisor:SupervisedGroup"),
 }
 REPLAY = ("-m", "slimefsdp.replay")  # CONFIG --batch FILE --export DIR, prints the metrics as JSON
@@ -880,7 +881,8 @@ def _supervised_steps(job: Job, group: Any, folder: Path, is_killed: bool) -> di
     for number in (1, 2, 3):
         batch = taken("RolloutBatch").from_samples(samples_of(job.batches, number))
         record.array(f"{number} log-probs", group.compute_log_probs(batch).log_probs)
-        training = group.train_step_async(batch)
+        is_old = hasattr(group, "train_step_async")  # of a commit before `submit`
+        training = group.train_step_async(batch) if is_old else taken("submit")(group.train_step, batch)
         if is_killed and number == 3:
             os.kill(group.health()[1].pid, signal.SIGKILL)
         record.metrics(f"{number} train", training.result())

@@ -49,7 +49,8 @@ def profile(frame, event, argument):
     name = code.co_filename[len(ROOT):]
     if not name.startswith(("slimefsdp/", "actors/")):
         return
-    if name == "slimefsdp/trainer.py" and code.co_name == "train_step" and not state["step"]:
+    is_call = name in ("slimefsdp/trainer.py", "slimefsdp/calls/training.py")  # the first of earlier commits
+    if is_call and code.co_name == "train_step" and not state["step"]:
         state["step"] = True
     is_update = state["step"] and code.co_name == "update_shards"  # optimizer.step() by a function of the project's own
     if name in seen and (not state["step"] or name in in_step) and not is_update:

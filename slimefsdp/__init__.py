@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.rollout.environment import Environment, Observation, Prompt, StepResult
     from actors.rollout.prompts import PromptStream, read_records
+    from actors.workers.group_calls import submit
     from actors.workers.worker_group import WorkerGroup
     from slimefsdp.batching.plan import Plan
     from slimefsdp.config import RunConfig, load_config
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EnginePool", "Environment", "LogProbs", "Observation", "Plan", "Prompt", "PromptStream",
     "RolloutBatch", "RunConfig", "StepResult", "SupervisedGroup", "Trainer", "WorkerGroup", "connect", "launch_named",
-    "load_config", "read_records",
+    "load_config", "read_records", "submit",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOME = {
     "launch_named": "actors.fault_tolerance.group_host",
     "load_config": "slimefsdp.config",
     "read_records": "actors.rollout.prompts",
+    "submit": "actors.workers.group_calls",
 }
 
 

@@ -1,209 +1,149 @@
-"""What every call on a group of ranks is held to, on the driver and on each rank: roles, arguments, one at a time."""
+"""The mechanism of calls: `@call` describes a method once, and everybody who forwards, checks or repeats it asks that.
+
+slimefsdp/calls/ has the calls themselves.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, Literal, NoReturn, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args
 
-from slimefsdp import heartbeat
 from slimefsdp.errors import ConfigError, StateError, SyncError, short_repr
 
 Role = Literal["actor", "ref", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
-_TRAINED: tuple[Role, ...] = ("actor", "critic")
 LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
 """Role -> the losses that `forward_backward` takes."""
-ROLES_OF_CALLS: dict[str, tuple[Role, ...]] = {
-    "compute_log_probs": ("actor", "ref"),
-    "compute_values": ("critic",),
-    "train_step": _TRAINED,
-    "forward_backward": _TRAINED,
-    "optimizer_step": _TRAINED,
-    "zero_grad": _TRAINED,
-    "sleep": ROLES,
-    "wake_up": ROLES,
-    "memory": ROLES,
-    "describe": ROLES,
-    "check_sync": ROLES,
-    "gradient_health": _TRAINED,
-    "update_weights": ("actor", "ref"),
-    "update_ref": ("actor",),
-    "save": _TRAINED,
-    "finish_save": _TRAINED,
-    "load": _TRAINED,
-    "restored": _TRAINED,
-    "export_hf": ROLES,
-    "create_adapter": ("actor",),
-    "delete_adapter": ("actor",),
-    "adapters": ("actor",),
-    "export_adapter": ("actor",),
-}
-"""Call -> the roles that answer it."""
-
-
 DEFAULT_ADAPTER = "default"
-"""The adapter that a run with `lora.rank` begins with, and that calls are for which name none."""
+"""The name of the adapter that a run with `lora.rank` begins with. Calls that name no adapter are for this one."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Arguments = dict[str, Any]
+"""The value of each parameter of a call by name, defaults included."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """What one optimiser update does otherwise than the settings of `optim` say; None: as they say.
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """Describes a call; `@call` makes one of a method and its arguments.
 
-    Raises:
-        ConfigError: a value is not in its range.
+    Args:
+        method: the body, which a rank runs.
+        roles: the roles whose groups answer it.
+        changes_state: later calls depend on it. After a loss of ranks it is made again, and on a named group only the
+            writer may make it.
+        adapter: which adapter the call is for. `in_model`: the one that the caller has chosen, whose matrices must be
+            in the model. `by_name`: the one that the argument `name` names. `any`: it makes no difference.
+        answers_by_rank: a driver gets a list with the result of every rank, else rank 0's result.
+        is_exclusive: it runs alone on a rank. Other calls only report what is known.
+        needs_whole_weights: it is refused after an update that failed halfway, until a `load`.
+        planned: the method of `BatchPlanner` that checks and plans the call's `batch`. It takes the call's arguments
+            of the same names.
+        check: refuses arguments of a role; what it can only know from a model is refused by the body.
     """
 
-    lr: float | None = None  # 0 or more, in place of the schedule's; its place in the schedule advances all the same
-    betas: tuple[float, float] | None = None  # each in [0, 1), of AdamW, also beside Muon; of SGD the first: momentum
-    eps: float | None = None  # above 0, of AdamW, also beside Muon
-    weight_decay: float | None = None  # 0 or more; none on norms, biases and embeddings
-    max_grad_norm: float | None = None  # 0 or more, 0: gradients are not clipped
+    method: Callable[..., Any]
+    roles: tuple[Role, ...]
+    changes_state: bool = False
+    adapter: Literal["in_model", "by_name", "any"] = "in_model"
+    answers_by_rank: bool = False
+    is_exclusive: bool = True
+    needs_whole_weights: bool = False
+    planned: Callable[..., Any] | None = None
+    check: Callable[[str, Arguments], None] | None = None
 
-    def __post_init__(self) -> None:
-        rules = {
-            "lr": "a finite number of 0 or more",
-            "betas": "two numbers in [0, 1)",
-            "eps": "a finite number above 0",
-            "weight_decay": "a finite number of 0 or more",
-            "max_grad_norm": "a finite number of 0 or more",
-        }
-        for name, rule in rules.items():
-            value = getattr(self, name)
-            if value is None:
-                continue
-            numbers = value if name == "betas" else [value]
-            if not isinstance(numbers, list | tuple) or len(numbers) != (2 if name == "betas" else 1):
-                self._refuse(name, rule)
-            for one in numbers:
-                # whole numbers may be larger than any float; NaN is in no range
-                is_number = isinstance(one, int | float) and not isinstance(one, bool)
-                is_in_range = is_number and 0 <= one <= sys.float_info.max
-                if not is_in_range or (name == "eps" and one == 0) or (name == "betas" and one >= 1):
-                    self._refuse(name, rule)
-        if self.betas is not None:
-            object.__setattr__(self, "betas", tuple(self.betas))
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return self.method.__name__
 
-    def _refuse(self, name: str, rule: str) -> NoReturn:
-        problem = f"{name}={short_repr(getattr(self, name))} of an optimiser update is not {rule}"
-        raise ConfigError(problem, field=name, hint="leave it out, and the settings of optim hold")
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """Returns the value of every parameter; raises TypeError as the call itself would."""
+        bound = inspect.signature(self.method).bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        return dict(list(bound.arguments.items())[1:])
+
+    def require_role(self, role: str) -> None:
+        """
+        Raises:
+            StateError: groups of this role do not answer the call.
+        """
+        if role not in self.roles:
+            problem = f"{self.name}() on a group of role {role!r}"
+            raise StateError(problem, field=self.name, hint=f"call it on the {' or '.join(self.roles)} group")
+
+    def require_arguments(self, role: str, arguments: Arguments) -> None:
+        """
+        Raises:
+            SlimeError: an argument is wrong, whatever the state of the group.
+        """
+        if self.check is not None:
+            self.check(role, arguments)
+
+    def planning(self, planner: Any, arguments: Arguments) -> Any:
+        """Checks the batch of a call.
+
+        Args:
+            planner: the group's `BatchPlanner`.
+
+        Returns:
+            The `Planning` of the batch; None for a call without a batch.
+
+        Raises:
+            BatchError, ConfigError: the batch or an argument does not fit the settings.
+        """
+        if self.planned is None:
+            return None
+        names = inspect.signature(self.planned).parameters.keys() & arguments.keys()
+        return getattr(planner, self.planned.__name__)(**{name: arguments[name] for name in names})
 
 
-def require_loss(loss: str, role: str) -> None:
-    """Whether `forward_backward` takes the loss on a role.
+CALLS: dict[str, Call] = {}
+"""All calls by name, in the order of their definition."""
 
-    Raises:
-        ConfigError: naming those that it takes.
+
+class Caller(Protocol):
+    """Has calls: a rank that runs their bodies, or a handle on ranks that sends them there."""
+
+    def _make(self, call: Call, arguments: Arguments) -> Any: ...
+
+
+def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
+    """Makes a method a call; the object's `_make` decides where the body runs.
+
+    Args:
+        roles: the roles whose groups answer it.
+        description: the other fields of `Call`.
     """
-    if loss not in LOSSES[role]:
-        problem = f"loss={loss!r} is not a loss of role {role!r}"
-        raise ConfigError(problem, field="loss", hint=f"use {' or '.join(LOSSES[role])}")
 
+    def decorate(method: Method) -> Method:
+        described = CALLS[method.__name__] = Call(method, roles, **description)
 
-def require_adapter_settings(name: object, rank: object, alpha: object, seed: object) -> None:
-    """Whether `create_adapter` can use what it was given, as far as that alone tells.
+        @wraps(method)
+        def made(self: Caller, *args: Any, **kwargs: Any) -> Any:
+            return self._make(described, described.bind(args, kwargs))
 
-    Raises:
-        ConfigError: naming the argument.
-    """
-    require_adapter_name(name)
-    for argument, value, least in (("rank", rank, 1), ("seed", seed, 0)):
-        if value is not None and (type(value) is not int or not least <= value < 2**63):
-            problem = f"{argument}={short_repr(value)} of an adapter is no whole number of {least} or more"
-            raise ConfigError(problem, field=argument, hint="leave it out, and the settings of the run hold")
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and 0 < alpha <= 1e30
-    if alpha is not None and not is_number:
-        problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
-        raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
+        made.call = described  # type: ignore[attr-defined]
+        return cast(Method, made)
 
-
-def require_adapter_name(name: object) -> None:
-    """Whether an adapter can be called so.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    _require_name(name, "an adapter")
-
-
-def require_group_name(name: object) -> None:
-    """Whether a group that outlives its program can be called so.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    _require_name(name, "a group")
-
-
-def _require_name(name: object, of: str) -> None:
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        problem = f"name={short_repr(name)} cannot be the name of {of}"
-        hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
-        raise ConfigError(problem, field="name", hint=hint)
-
-
-def require_log_probs(with_log_probs: object, role: str) -> None:
-    """Whether `forward_backward` can return log-probs.
-
-    Raises:
-        ConfigError: a critic has none, or it is no bool.
-    """
-    if not isinstance(with_log_probs, bool) or (with_log_probs and role == "critic"):
-        problem = f"with_log_probs={short_repr(with_log_probs)} on a group of role {role!r}"
-        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and to a policy alone")
-
-
-def require_update_settings(settings: object) -> None:
-    """Whether `optimizer_step` can use what it was given.
-
-    Raises:
-        ConfigError: it is no `UpdateSettings`.
-    """
-    if settings is not None and not isinstance(settings, UpdateSettings):
-        problem = f"settings={short_repr(settings)} is a {type(settings).__name__}"
-        raise ConfigError(problem, field="settings", hint="give slimefsdp.rpc.UpdateSettings, or leave it out")
-
-
-def require_role(call: str, role: str) -> None:
-    """Refuses a call that makes no sense on a group of a role.
-
-    Raises:
-        StateError: naming the roles that answer it.
-    """
-    answering = ROLES_OF_CALLS[call]
-    if role not in answering:
-        groups = " or ".join(answering)
-        raise StateError(f"{call}() on a group of role {role!r}", field=call, hint=f"call it on the {groups} group")
-
-
-def require_receivers(receivers: object) -> None:
-    """Whether `update_weights` can send to what it was given.
-
-    Raises:
-        SyncError: it is no list, or something in it has no `begin`, `receive` and `commit`.
-    """
-    hint = "give a list of actors that implement slimefsdp.weight_sync.receive.Receiver"
-    if not isinstance(receivers, Collection):
-        raise SyncError(f"receivers is a {type(receivers).__name__}, not a list", field="receivers", hint=hint)
-    for receiver in receivers:
-        if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
-            raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)
+    return decorate
 
 
 class CallLock:
-    """Lets one call at a time run on an object; calls may call each other in the thread that holds it."""
+    """Lets one thread at a time work on an object; its calls may be nested."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._running: str | None = None
 
     @contextmanager
-    def held_by(self, call: str) -> Iterator[None]:
+    def held_by(self, name: str) -> Iterator[None]:
         """Holds the lock for a call.
 
         Raises:
@@ -211,11 +151,11 @@ class CallLock:
         """
         if not self._lock.acquire(blocking=False):
             raise StateError(
-                f"{call}() while {self._running or 'another call'}() is running in another thread",
-                field=call,
+                f"{name}() while {self._running or 'another call'}() is running in another thread",
+                field=name,
                 hint="call it when that one has returned",
             )
-        before, self._running = self._running, self._running or call
+        before, self._running = self._running, self._running or name
         try:
             yield
         finally:
@@ -223,48 +163,116 @@ class CallLock:
             self._lock.release()
 
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+# ---------------------------------------------------------------------- arguments
 
 
-class _Locked(Protocol):
-    call_lock: CallLock
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "lr": ("a finite number of 0 or more", lambda value: value >= 0),
+    "betas": ("two numbers in [0, 1)", lambda value: 0 <= value < 1),
+    "eps": ("a finite number above 0", lambda value: value > 0),
+    "weight_decay": ("a finite number of 0 or more", lambda value: value >= 0),
+    "max_grad_norm": ("a finite number of 0 or more", lambda value: value >= 0),
+}
 
 
-class _Ranked(_Locked, Protocol):
-    @property
-    def role(self) -> str: ...
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """Overrides settings of `optim` for one optimiser update; None leaves the setting as it is.
 
-
-Owner = TypeVar("Owner", bound=_Locked)
-RankedOwner = TypeVar("RankedOwner", bound=_Ranked)
-
-
-def serialized(
-    method: Callable[Concatenate[Owner, Arguments], Result],
-) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Runs a method of an object with a `call_lock` only while no other thread is in one; else it is a StateError."""
-
-    @wraps(method)
-    def call(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.call_lock.held_by(method.__name__):
-            return method(self, *args, **kwargs)
-
-    return call
-
-
-def rpc(
-    method: Callable[Concatenate[RankedOwner, Arguments], Result],
-) -> Callable[Concatenate[RankedOwner, Arguments], Result]:
-    """Makes a method one of these calls: on its roles alone, and one at a time; raises StateError otherwise.
-
-    Each is an activity of `slimefsdp.heartbeat`.
+    Raises:
+        ConfigError: a value is not in its range.
     """
 
-    @wraps(method)
-    def call(self: RankedOwner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        require_role(method.__name__, self.role)
-        with heartbeat.during(method.__name__):
-            return method(self, *args, **kwargs)
+    lr: float | None = None  # replaces the schedule's rate, which advances all the same
+    betas: tuple[float, float] | None = None  # of AdamW, also under Muon; SGD takes the first one as its momentum
+    eps: float | None = None  # of AdamW, also under Muon
+    weight_decay: float | None = None  # norms, biases and embeddings have none
+    max_grad_norm: float | None = None  # 0: gradients are not clipped
 
-    return serialized(call)
+    def __post_init__(self) -> None:
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        for name, (rule, is_in_range) in _RANGES.items():
+            value = getattr(self, name)
+            numbers = value if name == "betas" else (value,)
+            is_shaped = isinstance(numbers, tuple) and len(numbers) == (2 if name == "betas" else 1)
+            if value is not None and not (
+                is_shaped and all(map(_is_finite, numbers)) and all(map(is_in_range, numbers))
+            ):
+                problem = f"{name}={short_repr(value)} of an optimiser update is not {rule}"
+                raise ConfigError(problem, field=name, hint="leave it out, and the settings of optim hold")
+
+
+def _is_finite(value: object) -> bool:
+    # whole numbers may be larger than any float
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def require_loss(loss: str, role: str) -> None:
+    """
+    Raises:
+        ConfigError: `forward_backward` does not take the loss on this role.
+    """
+    if loss not in LOSSES[role]:
+        problem = f"loss={loss!r} is not a loss of role {role!r}"
+        raise ConfigError(problem, field="loss", hint=f"use {' or '.join(LOSSES[role])}")
+
+
+def require_name(name: object, kind: str) -> None:
+    """
+    Args:
+        kind: what is named, in the message.
+
+    Raises:
+        ConfigError: nothing can have this name.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        problem = f"name={short_repr(name)} cannot be the name of {kind}"
+        hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
+        raise ConfigError(problem, field="name", hint=hint)
+
+
+def check_adapter_name(role: str, arguments: Arguments) -> None:
+    """Checks the arguments of calls that name an adapter."""
+    require_name(arguments["name"], "an adapter")
+
+
+def check_new_adapter(role: str, arguments: Arguments) -> None:
+    """Checks the arguments of `create_adapter`."""
+    require_name(arguments["name"], "an adapter")
+    for name, least in (("rank", 1), ("seed", 0)):
+        value = arguments[name]
+        if value is not None and (type(value) is not int or not least <= value < 2**63):
+            problem = f"{name}={short_repr(value)} of an adapter is no whole number of {least} or more"
+            raise ConfigError(problem, field=name, hint="leave it out, and the settings of the run hold")
+    alpha = arguments["alpha"]
+    if alpha is not None and not (_is_finite(alpha) and 0 < alpha <= 1e30):
+        problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
+        raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
+
+
+def check_log_probs(role: str, arguments: Arguments) -> None:
+    """Checks what `forward_backward` is to return."""
+    wanted = arguments["with_log_probs"]
+    if not isinstance(wanted, bool) or (wanted and role == "critic"):
+        problem = f"with_log_probs={short_repr(wanted)} on a group of role {role!r}"
+        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and to a policy alone")
+
+
+def check_update_settings(role: str, arguments: Arguments) -> None:
+    """Checks the arguments of `optimizer_step`."""
+    settings = arguments["settings"]
+    if settings is not None and not isinstance(settings, UpdateSettings):
+        problem = f"settings={short_repr(settings)} is a {type(settings).__name__}"
+        raise ConfigError(problem, field="settings", hint="give slimefsdp.rpc.UpdateSettings, or leave it out")
+
+
+def check_receivers(role: str, arguments: Arguments) -> None:
+    """Checks the arguments of `update_weights`."""
+    receivers = arguments["receivers"]
+    hint = "give a list of actors that implement slimefsdp.weight_sync.receive.Receiver"
+    if not isinstance(receivers, Collection):
+        raise SyncError(f"receivers is a {type(receivers).__name__}, not a list", field="receivers", hint=hint)
+    for receiver in receivers:
+        if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
+            raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)

@@ -10,16 +10,17 @@ import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from actors.workers.worker_group import WorkerGroup
 from slimefsdp import errors
 from slimefsdp.config import load_config
 from slimefsdp.models.hf_folder import SUPPORTED_MODELS
-from tests.support.rpcs import RPCS
+from slimefsdp.rpc import CALLS
+from slimefsdp.trainer import Trainer  # which defines the calls
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,23 +172,14 @@ def sections(text: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", RPCS)
+@pytest.mark.parametrize("name", CALLS)
 def test_every_call_is_documented_with_its_signature_and_errors(name: str) -> None:
     section = sections((ROOT / "docs/rpc.md").read_text())[name]
     (written,) = blocks(section, "python")
-    method = trainer_methods()[name]
-    # on a rank also what the driver prepared of the batch; receivers that a rank drops are Ray actors, of a group alone
-    of_group = signature(ast.parse(written).body[0]).replace(", *, drop_failed: bool=False", "")
-    assert of_group == signature(method).replace(" | PreparedBatch", "")
-    raised = re.findall(r"(\w+Error): ", (ast.get_docstring(method) or "").partition("Raises:")[2])
+    method = ast.parse(textwrap.dedent(inspect.getsource(CALLS[name].method))).body[0]
+    assert signature(ast.parse(written).body[0]) == signature(method)
+    raised = re.findall(r"(\w+Error): ", (CALLS[name].method.__doc__ or "").partition("Raises:")[2])
     assert [error for error in raised if error not in section] == []
-    assert callable(getattr(WorkerGroup, name)) and callable(getattr(WorkerGroup, f"{name}_async"))
-
-
-def trainer_methods() -> dict[str, ast.FunctionDef]:
-    module = ast.parse((ROOT / "slimefsdp/trainer.py").read_text())
-    (trainer,) = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "Trainer"]
-    return {node.name: node for node in trainer.body if isinstance(node, ast.FunctionDef)}
 
 
 def signature(function: ast.stmt) -> str:
@@ -198,7 +190,8 @@ def signature(function: ast.stmt) -> str:
 
 
 def test_no_call_is_documented_that_does_not_exist() -> None:
-    assert sections((ROOT / "docs/rpc.md").read_text()).keys() == set(RPCS)
+    assert sections((ROOT / "docs/rpc.md").read_text()).keys() == CALLS.keys()
+    assert all(hasattr(Trainer, name) for name in CALLS)
 
 
 def test_the_table_of_errors_has_every_type_with_its_code_and_exit_status() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,63 +14,39 @@ import pytest
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError
-from slimefsdp.rpc import CallLock, serialized
+from slimefsdp.rpc import CALLS, CallLock
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal, refused
-from tests.support.rpcs import RPCS
 from tests.support.tiny_models import save_tiny_model
 from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, settings, steps_then_weights
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.call_lock = CallLock()
-        self.entered, self.may_end = threading.Event(), threading.Event()
-
-    @serialized
-    def outer(self, *, fails: bool = False) -> str:
-        return self.inner(fails)
-
-    @serialized
-    def inner(self, fails: bool) -> str:
-        """Of the inner."""
-        self.entered.set()
-        assert self.may_end.wait(30)
-        if fails:
-            raise ValueError("its own error")
-        return "done"
-
-    @serialized
-    def other(self) -> int:
-        return 3
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_another_thread_is_refused_while_a_call_runs_and_only_then(fails: bool) -> None:
-    counter, results = Counter(), []
+    lock, entered, may_end = CallLock(), threading.Event(), threading.Event()
 
     def run() -> None:
-        try:
-            results.append(counter.outer(fails=fails))
-        except ValueError as error:
-            results.append(str(error))
+        with suppress(ValueError), lock.held_by("outer"), lock.held_by("inner"):
+            entered.set()
+            assert may_end.wait(30)
+            if fails:
+                raise ValueError("its own error")
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert counter.entered.wait(30)
+    assert entered.wait(30)
     for _ in range(2):  # a refusal does not take the lock
-        with refused(StateError, "other", "other()", "outer()"):
-            counter.other()
-    counter.may_end.set()
+        with refused(StateError, "other", "other()", "outer()"), lock.held_by("other"):
+            pass
+    may_end.set()
     thread.join(30)
-    assert results == ["its own error" if fails else "done"]
-    assert counter.other() == 3
-    assert (counter.inner.__name__, counter.inner.__doc__) == ("inner", "Of the inner.")
+    with lock.held_by("other"):
+        pass
 
 
-UNGUARDED = {"memory", "gradient_health", "restored"}  # they tell what is known, and join no collective
+EXCLUSIVE = {name for name, call in CALLS.items() if call.is_exclusive}
 
 
 def a_step_disturbed(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[str, Any]:
@@ -79,7 +56,7 @@ def a_step_disturbed(rank: int, config: RunConfig, batches: list[RolloutBatch]) 
     forward_backward = step.forward_backward
 
     def disturb() -> None:
-        for name in sorted(set(RPCS) - UNGUARDED):
+        for name in sorted(EXCLUSIVE):
             method = getattr(trainer, name)
             needed = [p for p in signature(method).parameters.values() if p.default is p.empty]
             found[name] = error_of(lambda method=method, needed=needed: method(*needed))  # refused before they are read
@@ -108,7 +85,7 @@ def test_a_train_step_is_unharmed_by_calls_from_another_thread(ranks: RankPool, 
     for result in ranks.run(2, a_step_disturbed, config, batches):
         updates, asleep, health = result["errors"].pop("answers")
         assert (updates, asleep) == (1, ()) and np.isfinite(health.norm)
-        assert set(result["errors"]) == set(RPCS) - UNGUARDED
+        assert set(result["errors"]) == EXCLUSIVE and len(EXCLUSIVE) == len(CALLS) - 3
         for name, error in result["errors"].items():
             assert_refusal(error, StateError, name, f"{name}()", "train_step()")
         assert result["losses"] == [values["loss"] for values in metrics] and result["weights"] == weights

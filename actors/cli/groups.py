@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from actors.cluster.connect import disconnect, join
 from slimefsdp.errors import SlimeError
-from slimefsdp.rpc import require_group_name
+from slimefsdp.rpc import require_name
 
 if TYPE_CHECKING:
     from actors.workers.named_group import GroupStatus
@@ -43,7 +43,7 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
 def status_command(options: argparse.Namespace) -> int:
     """What named groups there are, how far they are, and who is attached."""
     if options.name is not None:
-        require_group_name(options.name)
+        require_name(options.name, "a group")
     join(options.address, allow_without_token=options.allow_without_token)
     try:
         from actors.workers.named_group import ask, host_of, named_groups
@@ -87,7 +87,7 @@ def _lines(status: GroupStatus) -> Iterator[str]:
 
 def stop_command(options: argparse.Namespace) -> int:
     """Ends a named group and its processes."""
-    require_group_name(options.name)
+    require_name(options.name, "a group")
     join(options.address, allow_without_token=options.allow_without_token)
     try:
         import ray

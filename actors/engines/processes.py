@@ -235,7 +235,7 @@ class EngineProcesses:
             first_only=False,
             first_rank=first_rank,
             watchdog=self._watchdog,
-            began=began,
+            since=began,
         ).result()
 
 

@@ -2,47 +2,47 @@
 
 Batches that calls may need again are on the disk instead of in Ray's object store, in files without a name in
 `run.dir`: nothing stays behind, however the driver ends, and the disk has the space back as soon as no call refers to a
-batch of a file any more. What is read is compared with a sha256 kept in memory.
+batch of a file any more. A batch is a pickle that this process wrote: it is compared with a sha256 kept in memory
+before it is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
+import pickle
 import tempfile
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import safetensors.numpy
-
+from actors.cluster.ray_errors import fetch
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import RankRequest
-from slimefsdp.batching.plan import Plan
-from slimefsdp.batching.prefix_tree import SharedPrefixes
-from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import CheckpointError, ResourceError, StateError
 from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.rpc import Role
 from slimefsdp.training.prepare import PreparedBatch
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
-CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load", "create_adapter", "delete_adapter"}
-"""Whatever else is called reads, and is not made again once its result is here."""
+"""Calls that gather, use or drop gradients."""
+KEPT_IN_STORE = 4
+"""So many of the newest batches in the call log are in Ray's object store; older ones are on the disk."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of the caller's, over all the groups that had to work on it."""
+    """One call, through all the groups that had to work on it."""
 
     role: Role
     request: RankRequest  # as the ranks get it, but for a batch that is on the disk by now
-    has_batch: bool = False  # as the first argument
+    has_batch: bool = False
     running: CallFuture | None = None
     launch: int = 0  # which group `running` is of
     is_done: bool = False
@@ -58,39 +58,48 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Of Trainer's method."""
+        """The name of the call."""
         return self.request.name
 
     @property
     def adapter(self) -> str | None:
-        """That it is for; None: the run's own, or there are none."""
+        """The adapter that the call is for; None: the run's own, or there are no adapters."""
         return self.request.adapter
 
     @property
     def changes_state(self) -> bool:
-        """Whether what comes behind it depends on it."""
-        return self.name in CHANGES_STATE
+        """Whether later calls depend on it. Other calls read, and are not made again once their result is here."""
+        return self.request.call.changes_state
 
     @property
     def under_name(self) -> str | None:
-        """Of a save or a load: the name of a checkpoint that is kept beside the numbered ones."""
-        behind = {"save": 2, "load": 1}.get(self.name, len(self.request.args))
-        return next(iter(self.request.args[behind : behind + 1]), None)
+        """The name of the checkpoint that a save or a load names; None: it is a numbered one."""
+        return self.request.arguments.get("name") if self.name in ("save", "load") else None
 
     @property
     def step(self) -> int:
-        """Of a save."""
-        return int(self.request.args[0])
+        """The step of a save."""
+        return int(self.request.arguments["step"])
 
 
 class CallLog:
-    """Calls in the order in which the ranks got them: those that change their state, and reads without a result yet."""
+    """Calls in the order in which the ranks got them: those that change their state, and reads without a result yet.
 
-    def __init__(self) -> None:
+    The newest batches are in Ray's object store, older ones on the disk of `run.dir`. Without a `run.dir` there is no
+    checkpoint either, and all batches stay in the object store.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
         self.reaches_launch = True  # nothing was forgotten yet
         self.has_critic = False
         self.made: dict[str, Call] = {}  # adapter -> the call that made it, once that has come to its end
         self._calls: list[Call] = []
+        self._run_dir, self._has_reference_group = config.run.dir, config.reference.placement == "group"
+        self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
+        self._spills = True  # the disk has not refused the last one
+        self._reference_is_current: bool | None = None  # see Call
+        # role, adapter and name of each checkpoint that was saved under a name, or is about to be
+        self._names: set[tuple[Role, str | None, str | None]] = set()
 
     def __contains__(self, call: Call) -> bool:
         return call in self._calls
@@ -101,22 +110,81 @@ class CallLog:
     def __iter__(self) -> Iterator[Call]:
         return iter(self._calls)
 
+    def note(self, call: Call) -> None:
+        """Adds to a call that is about to begin what a recovery must know of it besides its arguments.
+
+        Raises:
+            StateError: it would overwrite a checkpoint that a recovery may have to load again.
+        """
+        name = call.under_name
+        store = None if self._run_dir is None else CheckpointStore.of_run(self._run_dir, call.role, call.adapter)
+        if call.name == "save" and name is not None:
+            self._refuse_to_overwrite_loaded(call)
+            is_on_disk = store is not None and bool(store.named(name).steps())
+            call.is_first_of_name = not is_on_disk and (call.role, call.adapter, name) not in self._names
+            self._names.add((call.role, call.adapter, name))
+        elif call.name == "save":
+            call.overwrites = store is not None and call.step in store.steps()
+        if call.role != "actor" or call.adapter is not None or not self._has_reference_group:
+            return
+        if call.name == "update_ref":
+            self._reference_is_current = True
+        elif (call.name in TRAINING or call.name == "load") and self._reference_is_current:
+            self._reference_is_current = False
+        call.reference_is_current = self._reference_is_current
+
+    def note_failure(self, call: Call) -> None:
+        """Takes back what `note` assumed of a call that has failed."""
+        if call.name == "update_ref":
+            self._reference_is_current = False
+        if call.is_first_of_name:
+            self._names.discard((call.role, call.adapter, call.under_name))
+
+    def _refuse_to_overwrite_loaded(self, call: Call) -> None:
+        saved = (call.role, call.adapter, call.under_name)
+        if any(
+            other.name == "load" and (other.role, other.adapter, other.under_name) == saved for other in self._calls
+        ):
+            raise StateError(
+                f"save under the name {call.under_name!r}, which was loaded since the last checkpoint",
+                field="name",
+                hint="choose another name",
+            )
+
     def append(self, call: Call) -> None:
-        """Adds the newest call."""
+        """Adds a call that has begun, and moves older batches from the object store to the disk.
+
+        Batches that the disk refuses stay where they are, with a warning.
+        """
         self._calls.append(call)
+        if self._spilled is None:
+            return
+        for older in [call for call in self._calls if call.has_batch][:-KEPT_IN_STORE]:
+            stored = older.request.arguments["batch"]
+            if isinstance(stored, SpilledBatch):
+                continue
+            try:
+                older.request = older.request.having(batch=self._spilled.write(fetch(stored, "batch")))
+            except (OSError, ResourceError) as error:
+                if self._spills:
+                    problem = f"batches for a recovery stay in Ray's object store, and more with each call: {error}"
+                    warnings.warn(problem, stacklevel=5)
+                self._spills = False
+                return
+            self._spills = True
 
     def remove(self, call: Call) -> None:
-        """Takes out a call that nothing depends on; nothing where it is forgotten already."""
+        """Removes a call that nothing depends on, unless it is forgotten already."""
         if call in self._calls:
             self._calls.remove(call)
 
     def replace(self, call: Call, other: Call) -> None:
-        """Puts another call in the place of one; nothing where that is forgotten already."""
+        """Replaces a call by another, unless it is forgotten already."""
         if call in self._calls:
             self._calls[self._calls.index(call)] = other
 
     def marks(self) -> Iterator[Call]:
-        """The actor's saves that one can begin again at, newest first.
+        """Yields the actor's saves at which a recovery can begin, newest first.
 
         Not one under a name, which a program may overwrite or remove when it likes. Not one of a step that was begun
         again later: what of that step is on the disk may be either. Nor one between a forward_backward and its
@@ -127,7 +195,7 @@ class CallLog:
                 yield call
 
     def marks_of_adapter(self, name: str) -> Iterator[Call]:
-        """As `marks`, of an adapter, whose calls and saves are its own."""
+        """Yields the saves of an adapter at which a recovery of it can begin, newest first."""
         return self._whole_saves(name)
 
     def _whole_saves(self, adapter: str | None) -> Iterator[Call]:
@@ -143,7 +211,7 @@ class CallLog:
             steps.add(call.step)
 
     def starts(self, mark: Call) -> dict[Role, Call]:
-        """By role, the save of a mark's step behind which its calls count."""
+        """Returns for each role the save of a mark's step; the role's later calls are not in that checkpoint."""
         saves = [
             call for call in self._calls if (call.name, call.role) == ("save", "critic") and call.under_name is None
         ]
@@ -153,7 +221,7 @@ class CallLog:
         return {"actor": mark, "critic": newest}
 
     def behind(self, mark: Call | None, of_adapters: Mapping[str, Call]) -> list[Call]:
-        """The calls that are not in the checkpoints of marks; None: all.
+        """Returns the calls that are not in the checkpoints of marks; all where the mark is None.
 
         Args:
             of_adapters: adapter -> its mark, or the call that made it; one that is not among them has all its calls.
@@ -164,30 +232,30 @@ class CallLog:
         starts |= {("actor", name): self._calls.index(call) for name, call in of_adapters.items()}
         return [call for index, call in enumerate(self._calls) if index > starts.get((call.role, call.adapter), -1)]
 
-    def forget(self, marks: int, adapter: str | None = None) -> bool:
-        """Cuts what comes before so many marks; returns whether that was anything.
+    def forget(self, marks: int, adapter: str | None = None) -> None:
+        """Forgets the calls before so many marks.
 
         Args:
             adapter: whose calls and marks these are.
         """
-        found = self.marks() if adapter is None else self.marks_of_adapter(adapter)
-        kept = list(found)[:marks]
+        kept = list(self.marks() if adapter is None else self.marks_of_adapter(adapter))[:marks]
         if len(kept) < marks:
-            return False
+            return
         saves = self.starts(kept[-1]).values() if adapter is None else [kept[-1]]
         first = min(map(self._calls.index, saves))
         left = [call for index, call in enumerate(self._calls) if index >= first or call.adapter != adapter]
-        is_cut = len(left) < len(self._calls)
-        if is_cut and adapter is None:
-            self.reaches_launch = False
+        if len(left) < len(self._calls):
+            self.reaches_launch &= adapter is not None
+            if self._spilled is not None:
+                self._spilled.begin_file()
         self._calls = left
-        return is_cut
 
     def forget_adapter(self, deleted: Call) -> None:
-        """Takes out a call that deleted an adapter and all of its calls before, which nothing depends on."""
+        """Removes a call that deleted an adapter, with all earlier calls for that adapter."""
         if deleted not in self._calls:
             return
-        end, name = self._calls.index(deleted), deleted.request.args[0]
+        end, name = self._calls.index(deleted), deleted.adapter
+        assert name is not None
         gone = [call for call in self._calls[: end + 1] if call.adapter == name]
         made = self.made.get(name)
         if made in gone or made not in self._calls:
@@ -195,7 +263,7 @@ class CallLog:
         self._calls = [call for call in self._calls if call not in gone]
 
     def _has_gradients(self, save: Call) -> bool:
-        """Whether gradients of its role were waiting for their optimizer_step."""
+        """Returns whether gradients waited for their optimizer_step when a save began."""
         before = reversed(self._calls[: self._calls.index(save)])
         # a train_step that failed left them as they were: it refuses to begin with any, and leaves none of its own
         found = (
@@ -210,12 +278,9 @@ class CallLog:
 
 # ---------------------------------------------------------------------- batches on the disk
 
-_OF_PLAN = ("num_dropped", "num_skipped_updates", "num_first_epoch_updates", "max_pack_tokens")
-_OF_CALL = ("loss", "gae_lambda", "kl_coefficient", "denominator", "loss_settings")
-
 
 class _UnnamedFile:
-    """A file in a folder that is gone with this object, or with the process."""
+    """A file without a name, which is gone with this object or with the process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -226,7 +291,7 @@ class _UnnamedFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def append(self, data: bytes) -> int:
-        """Writes behind what is there, waits until the disk has it, and returns where; after an OSError nothing is."""
+        """Appends data and waits until the disk has it; returns its offset. After an OSError nothing was appended."""
         start, left = self.end, memoryview(data)
         while left:  # the system takes 2 GiB at most at a time
             left = left[os.pwrite(self._descriptor, left, start + len(data) - len(left)) :]
@@ -235,7 +300,7 @@ class _UnnamedFile:
         return start
 
     def read(self, start: int, size: int) -> bytes:
-        """So many bytes from there on; fewer where the file is shorter."""
+        """Reads bytes at an offset; fewer where the file is shorter."""
         parts: list[bytes] = []
         while size and (part := os.pread(self._descriptor, size, start)):
             parts.append(part)
@@ -245,7 +310,7 @@ class _UnnamedFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpilledBatch:
-    """A batch on the disk; it stays there as long as this object."""
+    """A batch on the disk, which stays there as long as this object."""
 
     file: _UnnamedFile
     start: int
@@ -253,7 +318,7 @@ class SpilledBatch:
     sha256: str
 
     def read(self) -> PreparedBatch:
-        """The batch as it was written, to the bit.
+        """Reads the batch back, equal to the bit.
 
         Raises:
             CheckpointError: the disk does not give it back.
@@ -267,7 +332,8 @@ class SpilledBatch:
                 hint="look at the disk, and go on from the last checkpoint with checkpoint.resume=true",
                 call="recovery",
             )
-        return _from_bytes(data)
+        found: PreparedBatch = pickle.loads(data)  # this process wrote these very bytes
+        return found
 
 
 class SpilledBatches:
@@ -283,53 +349,11 @@ class SpilledBatches:
         Raises:
             OSError: the disk refuses; nothing was written.
         """
-        data = _to_bytes(batch)
+        data = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
         if self._file is None:
             self._file = _UnnamedFile(self._folder)
         return SpilledBatch(self._file, self._file.append(data), len(data), hashlib.sha256(data).hexdigest())
 
     def begin_file(self) -> None:
-        """What is written from now on is in another file, so that the space of older batches can come back."""
+        """Starts another file, so that the disk gets the space of older batches back."""
         self._file = None
-
-
-def _to_bytes(work: PreparedBatch) -> bytes:
-    """As the content of a safetensors file: arrays under their names, and as `words` a JSON of all else."""
-    plan = work.plan
-    fields = {f"batch.{field.name}": getattr(work.batch, field.name) for field in dataclasses.fields(RolloutBatch)}
-    packs = [pack for update in plan.updates for of_rank in update for pack in of_rank]
-    arrays = {
-        **fields,
-        "advantages": work.advantages,
-        "packs": np.concatenate([*packs, np.zeros(0, dtype=np.int64)]),
-        "counted": None if plan.counted is None else np.concatenate([*plan.counted, np.zeros(0, dtype=np.int64)]),
-        "place": None if plan.shared is None else plan.shared.place,
-        "shared": None if plan.shared is None else plan.shared.shared,
-    }
-    words = {
-        "plan": {name: getattr(plan, name) for name in _OF_PLAN},
-        "packs": [[list(map(len, of_rank)) for of_rank in update] for update in plan.updates],
-        "counted": None if plan.counted is None else list(map(len, plan.counted)),
-        "call": {name: getattr(work, name) for name in _OF_CALL},
-    }
-    arrays["words"] = np.frombuffer(json.dumps(words).encode(), dtype=np.uint8)
-    return safetensors.numpy.save({name: np.asarray(value) for name, value in arrays.items() if value is not None})
-
-
-def _from_bytes(data: bytes) -> PreparedBatch:
-    arrays = safetensors.numpy.load(data)
-    words = json.loads(arrays.pop("words").tobytes())
-    fields: dict[str, Any] = {
-        name.removeprefix("batch."): array for name, array in arrays.items() if name.startswith("batch.")
-    }
-    packs = _cut(arrays["packs"], [size for update in words["packs"] for of_rank in update for size in of_rank])
-    left = iter(packs)
-    updates = tuple(tuple(tuple(next(left) for _ in of_rank) for of_rank in update) for update in words["packs"])
-    shared = SharedPrefixes(arrays["place"], arrays["shared"]) if "place" in arrays else None
-    counted = tuple(_cut(arrays["counted"], words["counted"])) if "counted" in arrays else None
-    plan = Plan(updates, shared=shared, counted=counted, **words["plan"])
-    return PreparedBatch(RolloutBatch(**fields), plan, advantages=arrays.get("advantages"), **words["call"])
-
-
-def _cut(values: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    return np.split(values, np.cumsum(sizes)[:-1]) if sizes else []

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import ray
 
 from actors.cluster.connect import connect, require_lasting_cluster
-from actors.fault_tolerance.call_log import CHANGES_STATE
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.startup import stage
@@ -22,7 +21,7 @@ from actors.workers.watchdog import remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, portable
 from slimefsdp.results import Health
-from slimefsdp.rpc import Role, require_group_name
+from slimefsdp.rpc import Role, require_name
 
 
 def launch_named(config: RunConfig, name: str) -> NamedGroup:
@@ -35,7 +34,7 @@ def launch_named(config: RunConfig, name: str) -> NamedGroup:
         StateError: there is a group of this name. ResourceError: the cluster would end with this program.
         SlimeError: as `SupervisedGroup.launch`.
     """
-    require_group_name(name)
+    require_name(name, "a group")
     config = with_model_folders(config)
     connect(config)
     require_lasting_cluster()
@@ -74,7 +73,7 @@ _KEPT_S = 600.0  # an answer whose program was not heard of since
 
 @dataclass(slots=True)
 class _Taken:
-    """A call whose answer was not fetched yet."""
+    """A call whose answer no program has fetched yet."""
 
     name: str
     client: str
@@ -114,7 +113,7 @@ class GroupHost:
         self._config = self._group.config
 
     def begin(self, client: str, role: Role, request: RankRequest) -> int:
-        """Takes a call, which is done behind those before it; returns by what its result is asked for.
+        """Queues a call behind earlier ones; returns the ticket that `result` takes.
 
         Raises:
             StateError: it would change the group, and the client is not the writer; or the group is being ended.
@@ -123,7 +122,7 @@ class GroupHost:
         group = self._of_role(role)
         with self._lock:
             self._require_going_on()
-            if request.name in CHANGES_STATE and client != self._writer:
+            if request.call.changes_state and client != self._writer:
                 raise self._not_the_writer(request.name)
         call, ticket = group._start(request), next(self._tickets)
         # also where nobody asks for it: ranks that are lost meanwhile are replaced
@@ -136,12 +135,12 @@ class GroupHost:
         except Exception as error:
             raise portable(error) from None
         if request.name == "save" and request.adapter is None:
-            self._saved_step = request.args[0]
+            self._saved_step = request.arguments["step"]
         return found
 
     @ray.method(concurrency_group="results")
     def result(self, ticket: int) -> Any:
-        """That of a call, once."""
+        """Waits for a call and returns its result; a ticket can be used once."""
         taken = self._taken.get(ticket)
         if taken is None:
             problem = f"the group {self._name} has forgotten the answer of a program that it did not hear of for long"
@@ -153,7 +152,7 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def attach(self, client: Client) -> tuple[RunConfig, tuple[Role, ...]]:
-        """Lets a program in; returns the settings of the group and its roles.
+        """Attaches a program; returns the settings of the group and its roles.
 
         Raises:
             StateError: it wants to write, and another one does; or the group is not there yet, or not any more.
@@ -179,14 +178,14 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def renew(self, client: Client) -> None:
-        """A program is there."""
+        """Renews the lease of a program."""
         with self._lock:
             if client.id not in self._left:  # which it may have since it said so
                 self._clients[client.id] = client, time.monotonic()
 
     @ray.method(concurrency_group="control")
     def detach(self, client: str) -> None:
-        """A program has left."""
+        """Detaches a program."""
         with self._lock:
             self._clients.pop(client, None)
             self._left.add(client)
@@ -205,7 +204,7 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def status(self) -> GroupStatus:
-        """What is known of the group, without asking more of its ranks than whether they are there."""
+        """Returns what is known of the group; asks its ranks for a sign of life, and nothing more."""
         first = None
         failure = self._launch_failure if self._group is None else self._group.failure
         if self._group is not None and failure is None and not self._is_stopping:
@@ -290,7 +289,7 @@ class GroupHost:
         return [client for key, (client, _) in self._clients.items() if key not in silent]
 
     def _forget_answers(self, clients: set[str]) -> None:
-        """Of programs that are gone; the calls are done all the same."""
+        """Drops the answers of programs that are gone; their calls are done all the same."""
         for client in clients:
             self._clients.pop(client, None)
         for ticket, taken in list(self._taken.items()):

@@ -22,7 +22,7 @@ MAX_WITHOUT_PROGRESS = 3  # a fault that comes back each time is none that a res
 
 
 class Restarts:
-    """The restarts of one kind of processes.
+    """Counts the restarts of one kind of processes against their budget.
 
     Args:
         most: of all, as in cluster.max_restarts.
@@ -54,7 +54,7 @@ class Restarts:
         raise error
 
     def progress(self) -> None:
-        """A call came to its end."""
+        """Notes that a call has ended, which begins the count of restarts in a row again."""
         self._in_a_row.clear()
 
 
@@ -77,7 +77,7 @@ class Recovery:
     differences: tuple[str, ...]  # metrics that came out otherwise than the first time
 
     def report(self, run_dir: Path | None) -> None:
-        """Prints it, and adds it to the file in `run_dir`."""
+        """Prints a line about the recovery, and adds it to the file in `run_dir`."""
         where = "the launch" if self.checkpoint_step is None else f"step {self.checkpoint_step}"
         rank = "a rank" if self.rank is None else f"rank {self.rank}"
         print(
@@ -100,7 +100,7 @@ class Recovery:
 
 
 def differences_of(call: Call, value: Any) -> Iterator[str]:
-    """Metrics of a call that was made again and returned this, where they are not those of the first time."""
+    """Yields the metrics of a repeated call that differ from those of the first time."""
     if not (isinstance(value, dict) and isinstance(call.value, dict)):
         return
     for name in _COMPARED:

@@ -13,17 +13,15 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from actors.cluster.placement import PlacementGroups
-from actors.cluster.ray_errors import fetch, store
-from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch, SpilledBatches
+from actors.cluster.ray_errors import store
+from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch
 from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
 from actors.workers.futures import Awaitable, Dispatcher, QueuedCall
 from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
 from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup
-from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import (
     CheckpointError,
@@ -37,9 +35,6 @@ from slimefsdp.results import Health
 from slimefsdp.rpc import Role
 from slimefsdp.training.prepare import Planning
 
-KEPT_IN_STORE = 4
-"""Of the calls in the call log that have a batch, how many of the newest have it in Ray's object store."""
-
 
 class SupervisedCall(Awaitable):
     """A future whose `result` outlives the ranks that began to work on it."""
@@ -52,11 +47,11 @@ class SupervisedCall(Awaitable):
         return f"SupervisedCall({self._call.request.name})"
 
     def result(self) -> Any:
-        """As `CallFuture.result`; raises WorkerDied, WorkerHung or PeerFailed when the budget of restarts is spent."""
+        """Waits for the call; raises WorkerDied, WorkerHung or PeerFailed when the budget of restarts is spent."""
         return self._supervisor.result(self._call)
 
     def has_ended(self) -> bool:
-        """As `CallFuture.has_ended`, of the ranks that began with it last."""
+        """Returns whether the ranks that began the call last have answered."""
         running = self._call.running
         return self._call.is_done or running is None or running.has_ended()
 
@@ -70,7 +65,7 @@ class SupervisedGroup(EndsWithBlock, GroupCalls):
 
     @classmethod
     def launch(cls, config: RunConfig) -> SupervisedGroup:
-        """As `WorkerGroup.launch` for an actor, with its critic and reference group.
+        """Launches an actor group with its critic and reference group, as `WorkerGroup.launch`.
 
         Until the first `save` the call log holds all calls, later those since the oldest checkpoint that is kept.
 
@@ -86,12 +81,12 @@ class SupervisedGroup(EndsWithBlock, GroupCalls):
 
     @property
     def critic(self) -> SupervisedGroup | None:
-        """Of an actor under algorithm=ppo."""
+        """The critic's handle, of an actor under algorithm=ppo."""
         return None if self._group.critic is None else SupervisedGroup(self._supervisor, "critic")
 
     @property
     def reference_group(self) -> SupervisedGroup | None:
-        """Of an actor with reference.placement=group."""
+        """The reference's handle, of an actor with reference.placement=group."""
         return None if self._group.reference_group is None else SupervisedGroup(self._supervisor, "ref")
 
     @property
@@ -101,25 +96,25 @@ class SupervisedGroup(EndsWithBlock, GroupCalls):
 
     @property
     def failure(self) -> Exception | None:
-        """What the job has ended with, which every call raises; None: it goes on."""
+        """The error that has ended the job, which every call raises; None while the job goes on."""
         return self._supervisor.failure
 
     @property
     def places(self) -> PlacementGroups:
-        """As of `WorkerGroup`; they are kept when the group is replaced."""
+        """The placement groups of the processes; they are kept when ranks are replaced."""
         return self._group.places
 
     def before_relaunch(self, action: Callable[[], None]) -> None:
-        """Has this done whenever ranks were lost, before others are started: for what else is on their devices."""
+        """Runs an action whenever ranks were lost, before others start: to clear what else is on their devices."""
         self._supervisor.before_relaunch.append(action)
 
     @property
     def receivers(self) -> list[Any]:
-        """As of `WorkerGroup`; they change when the group is replaced."""
+        """What `update_weights` of another group can send to; it changes when ranks are replaced."""
         return self._group.receivers
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """As of `WorkerGroup`."""
+        """Returns each rank's answer, or the error that stands for it."""
         return self._group.health(timeout_s)
 
     def shutdown(self) -> None:
@@ -136,7 +131,7 @@ class SupervisedGroup(EndsWithBlock, GroupCalls):
 
 
 class Supervisor:
-    """The groups of a job, the call log of their calls, and how both are brought back."""
+    """Owns the groups of a job and the log of their calls; replaces lost ranks and repeats the logged calls."""
 
     def __init__(self, config: RunConfig) -> None:
         self.recoveries: list[Recovery] = []
@@ -145,17 +140,11 @@ class Supervisor:
         self._places = PlacementGroups()
         self._sharding: dict[Role, str] = {}
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
-        self._call_log = CallLog()
-        # without a run.dir there is no checkpoint either, and batches stay in the object store
-        self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
-        self._spills = True  # the disk has not refused the last one
+        self._call_log = CallLog(config)
         self._launches = 0
         self._restarts = Restarts(config.cluster.max_restarts, "ranks")
         self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
         self._final: Exception | None = None  # why there is no group any more
-        self._reference_is_current: bool | None = None  # as that of a save
-        # role and adapter, and the name under which a checkpoint of theirs was saved, or is about to be
-        self._names: set[tuple[Role, str | None, str | None]] = set()
         self._dispatcher = Dispatcher()
         self._is_shut_down = False
         self._actor: WorkerGroup | None = None
@@ -170,7 +159,7 @@ class Supervisor:
             raise
 
     def group(self, role: Role) -> WorkerGroup:
-        """The present group of a role."""
+        """Returns the present group of a role."""
         assert self._actor is not None
         found = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
         assert found is not None
@@ -178,7 +167,7 @@ class Supervisor:
 
     @property
     def failure(self) -> Exception | None:
-        """Why there is no group any more."""
+        """The error that has ended the job; None while it goes on."""
         return self._final
 
     def submit(self, role: Role, request: RankRequest) -> QueuedCall:
@@ -223,10 +212,9 @@ class Supervisor:
                     if launch != self._launches:
                         continue
                     call = Call(role, prepared, has_batch=planning is not None)
-                    self._note(call)
+                    self._call_log.note(call)
                     self._start_on_ranks(call)
                     self._call_log.append(call)  # also one that only reads, until its result is here
-                    self._spill()
                     return call
             except Exception as error:
                 with self._lock:
@@ -237,7 +225,7 @@ class Supervisor:
                     self._recover(error, launch)  # a reference group that completes the batch, or ranks that hang
 
     def result(self, call: Call) -> Any:
-        """The result of a call, however many groups it takes."""
+        """Waits for a call, through as many recoveries as it takes, and returns its result."""
         while not call.is_done:
             if self._final is not None:
                 raise self._final.with_traceback(None)
@@ -257,19 +245,16 @@ class Supervisor:
                     call.value, call.is_written = value, call.name == "save"
                     call.is_done = True  # last: other threads look at it without the lock
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
-                        args = (loaded.step, *call.request.args[1:])
-                        call.request, call.restored = replace(call.request, args=args), None
+                        call.request, call.restored = call.request.having(step=loaded.step), None
                     if call.name == "create_adapter":
-                        self._call_log.made[call.request.args[0]] = call
+                        self._call_log.made[call.request.arguments["name"]] = call
                     if not call.changes_state:
                         self._call_log.remove(call)
                     elif call.name == "delete_adapter":
                         self._call_log.forget_adapter(call)
                     elif call.name == "save":
                         # one more than there are: with async_save the newest may not be on disk yet
-                        is_cut = self._call_log.forget(self._config.checkpoint.keep_last + 1, call.adapter)
-                        if is_cut and self._spilled is not None:
-                            self._spilled.begin_file()
+                        self._call_log.forget(self._config.checkpoint.keep_last + 1, call.adapter)
         return call.value
 
     def shutdown(self) -> None:
@@ -283,9 +268,7 @@ class Supervisor:
             self._is_shut_down = True
             self._actor.shutdown()
         self._places.release()
-        self._call_log = CallLog()  # with the batches
-        if self._spilled is not None:
-            self._spilled.begin_file()
+        self._call_log = CallLog(self._config)  # lets the batches of the old one go
 
     def _launch(self) -> None:
         if self._is_shut_down:
@@ -303,9 +286,10 @@ class Supervisor:
     def _start_on_ranks(self, call: Call) -> None:
         group, request = self.group(call.role), call.request
         if call.is_first_of_name and call.launch:  # what is there now it has written itself, before ranks were lost
-            request = replace(request, args=(*request.args[:3], True))
-        if call.has_batch and isinstance(request.args[0], SpilledBatch):
-            request = replace(request, args=(store(request.args[0].read(), "batch"), *request.args[1:]))
+            request = request.having(overwrite=True)
+        batch = request.arguments.get("batch")
+        if isinstance(batch, SpilledBatch):
+            request = request.having(batch=store(batch.read(), "batch"))
         if call.has_batch:
             group.await_weights()  # where an update_ref is made again before it
         call.running, call.launch = group.begin(request), self._launches
@@ -315,67 +299,12 @@ class Supervisor:
     def _refuse_update_of_reference(self, request: RankRequest) -> None:
         reference = self.group("actor").reference_group
         own = [] if reference is None else reference.receivers
-        if request.name == "update_weights" and any(receiver in own for receiver in request.args[0]):
+        if any(receiver in own for receiver in request.arguments.get("receivers", ())):
             problem = "update_weights to the reference group, of which a recovery would know nothing"
             raise StateError(problem, field="receivers", hint="call update_ref instead")
 
-    def _note(self, call: Call) -> None:
-        """Keeps what a recovery must know of a new call beside its arguments."""
-        folder, name = self._config.run.dir, call.under_name
-        store = None if folder is None else CheckpointStore.of_run(folder, call.role, call.adapter)
-        if call.name == "save" and name is not None:
-            self._refuse_to_overwrite_loaded(call)
-            is_on_disk = store is not None and bool(store.named(name).steps())
-            call.is_first_of_name = not is_on_disk and (call.role, call.adapter, name) not in self._names
-            self._names.add((call.role, call.adapter, name))
-        elif call.name == "save":
-            call.overwrites = store is not None and call.step in store.steps()
-        if call.role != "actor" or call.adapter is not None or self._config.reference.placement != "group":
-            return
-        if call.name == "update_ref":
-            self._reference_is_current = True
-        elif (call.name in TRAINING or call.name == "load") and self._reference_is_current:
-            self._reference_is_current = False
-        call.reference_is_current = self._reference_is_current
-
-    def _refuse_to_overwrite_loaded(self, call: Call) -> None:
-        """A load that may have to be made again must find what it found."""
-        if any(
-            (other.name, other.role, other.adapter, other.under_name)
-            == ("load", call.role, call.adapter, call.under_name)
-            for other in self._call_log
-        ):
-            raise StateError(
-                f"save under the name {call.under_name!r}, which was loaded since the last checkpoint",
-                field="name",
-                hint="choose another name",
-            )
-
-    def _spill(self) -> None:
-        """Moves batches from the object store to the disk, but for the newest; ranks are at work meanwhile.
-
-        What the disk refuses stays where it is, with a warning.
-        """
-        if self._spilled is None:
-            return
-        with_batch = [call for call in self._call_log if call.has_batch]
-        for call in with_batch[:-KEPT_IN_STORE]:
-            stored, *others = call.request.args
-            if isinstance(stored, SpilledBatch):
-                continue
-            try:
-                spilled = self._spilled.write(fetch(stored, "batch"))
-                call.request = replace(call.request, args=(spilled, *others))
-            except (OSError, ResourceError) as error:
-                if self._spills:
-                    problem = f"batches for a recovery stay in Ray's object store, and more with each call: {error}"
-                    warnings.warn(problem, stacklevel=5)
-                self._spills = False
-                return
-            self._spills = True
-
     def _recovered_from(self, call: Call, error: Exception, launch: int) -> bool:
-        """After an error of a call: whether it was a loss, from which the job has recovered."""
+        """Handles an error of a call; returns whether it was a loss of ranks that the job has recovered from."""
         with self._lock:
             loss = self._loss_behind(call.name, error)
             if loss is not None:
@@ -383,10 +312,7 @@ class Supervisor:
                     return False
                 self._recover(loss, launch)
                 return True
-            if call.name == "update_ref":
-                self._reference_is_current = False
-            if call.is_first_of_name:
-                self._names.discard((call.role, call.adapter, call.under_name))
+            self._call_log.note_failure(call)
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
             # a training step that stopped on the way is part of the state; what ended ranks must not be made again
             if not is_of_all_ranks and call.name == "forward_backward":
@@ -401,7 +327,7 @@ class Supervisor:
             return False
 
     def _loss_behind(self, name: str, error: Exception) -> SlimeError | None:
-        """The loss of ranks that an error is, or comes from; None: it is another one."""
+        """Returns the loss of ranks behind an error; None where ranks were not lost."""
         if isinstance(error, LOST):
             return error
         reference = None if self._actor is None else self._actor.reference_group
@@ -412,7 +338,7 @@ class Supervisor:
     # ------------------------------------------------------------------ recovery
 
     def _recover(self, cause: SlimeError, launch: int) -> None:
-        """Replaces all ranks after a loss in a launch's group; nothing where another thread has done that."""
+        """Replaces all ranks of a launch after a loss; does nothing where another thread has done that."""
         with self._lock:
             if self._final is not None or launch != self._launches:
                 return
@@ -454,7 +380,11 @@ class Supervisor:
             self._actor.end()
 
     def _catch_up(self) -> tuple[int | None, int, tuple[str, ...]]:
-        """Brings a new group to where the lost one was: the step loaded, calls repeated, what came out otherwise."""
+        """Brings a new group to the lost one's state.
+
+        Returns:
+            The step that was loaded, the number of calls that were repeated, and what came out differently.
+        """
         mark = self._loaded_mark()
         of_adapters = {name: self._remade_adapter(name, made) for name, made in self._call_log.made.items()}
         repeated = 0
@@ -473,14 +403,14 @@ class Supervisor:
         return None if mark is None else mark.step, repeated, tuple(differences)
 
     def _loaded_mark(self) -> Call | None:
-        """Loads the newest checkpoint that verifies; None: there was none yet, and the call log tells everything."""
+        """Loads the newest checkpoint that verifies; returns its save, or None where the log reaches the launch."""
         problem: CheckpointError | None = None
         for mark in self._call_log.marks():
             if mark.reference_is_current is False:
                 continue  # no checkpoint holds a reference group, and at this one it was that of an earlier step
             try:
                 for role in self._call_log.starts(mark):
-                    self.group(role).begin(RankRequest("load", (mark.step,))).result()
+                    self.group(role).begin(RankRequest("load", {"step": mark.step})).result()
             except CheckpointError as error:
                 print(f"checkpoint passed over: {error}", file=sys.stderr)
                 problem = error
@@ -501,13 +431,13 @@ class Supervisor:
         return None
 
     def _remade_adapter(self, name: str, made: Call) -> Call:
-        """Makes an adapter again and loads its newest whole checkpoint; the call behind which its calls count."""
+        """Makes an adapter again and loads its newest checkpoint; returns the call after which to repeat calls."""
         group = self.group("actor")
         group.begin(made.request).result()
         problem: CheckpointError | None = None
         for mark in self._call_log.marks_of_adapter(name):
             try:
-                group.begin(RankRequest("load", (mark.step,), adapter=name)).result()
+                group.begin(RankRequest("load", {"step": mark.step}, name)).result()
             except CheckpointError as error:
                 print(f"checkpoint of adapter {name} passed over: {error}", file=sys.stderr)
                 problem = error
@@ -520,17 +450,17 @@ class Supervisor:
                 hint="save it after an optimizer_step, before other gradients are gathered",
             )
         if problem is not None:  # a load that failed may have filled a part
-            group.begin(RankRequest("delete_adapter", (name,), adapter=name)).result()
+            group.begin(RankRequest("delete_adapter", {"name": name}, name)).result()
             group.begin(made.request).result()
         return made
 
     def _wait_if_overwriting(self, call: Call) -> None:
-        """After a save that overwrites a step: waits until it is on disk, or nobody could tell the old from the new."""
+        """Waits until a save that overwrites a step is on disk, since nothing else tells the old one from the new."""
         if call.overwrites and self._config.checkpoint.async_save:
             self.group(call.role).begin(RankRequest("finish_save", adapter=call.adapter)).result()
 
     def _replayed_result(self, name: str, running: Any) -> Any:
-        """The result of a call made again; raises the loss behind an error, where there is one."""
+        """Waits for a repeated call; raises the loss of ranks behind a SyncError, where there is one."""
         try:
             return running.result()
         except SyncError as error:

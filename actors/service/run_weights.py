@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from actors.service import wire
 from actors.service.catalogue import COPY, Catalogue, Saved, adapter_of, is_copy, whole_name
@@ -24,6 +24,7 @@ from slimefsdp.errors import CheckpointError, ConfigError, StateError
 from slimefsdp.io.checksummed_files import disk_reported
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.rpc import Arguments, Call
 
 _BEGINNING = "beginning"  # which no run's checkpoints are called
 _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head"))
@@ -325,26 +326,19 @@ class _WholeCalls(GroupCalls):
     def _start(self, request: RankRequest) -> Future[Any]:
         return self._group._start(request)
 
-    def save(
-        self,
-        step: int,
-        loop_state: dict[str, Any] | None = None,
-        name: str | None = None,
-        overwrite: bool = False,
-    ) -> Path:
-        """Under the next number of the row, or the run's id and the name; it is on the disk when this returns."""
-        if name is None:
-            folder = self._group.save(self._next_number(), loop_state)
-        else:
-            folder = self._group.save(step, loop_state, whole_name(self._run, name), overwrite)
-        self._group.finish_save()
-        return folder
+    def _submit(self, call: Call, arguments: Arguments) -> Future[Any]:
+        """Names a checkpoint by the run's id and its name; one without a name gets the next number of the row."""
+        if call.name in ("save", "load") and arguments["name"] is not None:
+            arguments = {**arguments, "name": whole_name(self._run, arguments["name"])}
+        elif call.name == "save":
+            arguments = {**arguments, "step": self._next_number()}
+        return super()._submit(call, arguments)
 
-    def load(
-        self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
-    ) -> dict[str, Any]:
-        """By its number in the row, or its name."""
-        return self._group.load(step, None if name is None else whole_name(self._run, name), weights_only)
+    def _make(self, call: Call, arguments: Arguments) -> Any:
+        result = super()._make(call, arguments)
+        if call.name == "save":
+            self._group.finish_save()  # clients expect it on the disk
+        return result
 
 
 def _copy_name(saved: Saved) -> str:

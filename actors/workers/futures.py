@@ -53,9 +53,9 @@ class CallFuture(Awaitable):
         refs: one per rank, in rank order.
         first_rank: the rank of the first of them.
         watchdog: of the actors, from rank 0 on; ends the wait when one hangs. None: the timeout alone does.
-        began: of `time.monotonic`, when the timeout began; None: now.
-        behind: the call that these actors do before; the timeout begins when that was seen to have ended.
-        setting: that the timeout is from.
+        since: when the timeout begins: at this time of `time.monotonic`, or once this earlier call of the same actors
+            was seen to have ended; None: now.
+        setting: where the timeout comes from.
     """
 
     def __init__(
@@ -67,25 +67,24 @@ class CallFuture(Awaitable):
         first_only: bool,
         first_rank: int = 0,
         watchdog: Watchdog | None = None,
-        began: float | None = None,
-        behind: Running | None = None,
+        since: float | Running | None = None,
         setting: str = "cluster.call_timeout_s",
     ) -> None:
         self._refs = list(refs)
         self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
         self._first_only = first_only
-        self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind, setting)
+        self.running = Running(name, dict(self._ranks), timeout_s, watchdog, since, setting)
 
     def __repr__(self) -> str:
         ended = "" if self.running.pending else ", ended"  # as when last looked
         return f"CallFuture({self.running.name} on {len(self._refs)} rank{'s' * (len(self._refs) != 1)}{ended})"
 
     def has_ended(self) -> bool:
-        """Whether all ranks have answered, whatever they said; waits for none."""
+        """Returns whether all ranks have answered, whatever they said; waits for none."""
         return self.running.has_ended()
 
     def result(self) -> Any:
-        """Rank 0's result, or all results in rank order, as the call defines.
+        """Waits for the ranks; returns rank 0's result, or all results in rank order.
 
         Raises:
             WorkerHung: not all ranks answered in time, this call or one that they do before. WorkerDied: a process
@@ -136,7 +135,7 @@ class CallFuture(Awaitable):
 
 
 def meaning_of(error: RayError, rank: int, call: str) -> Exception:
-    """What a rank raised, or what Ray's own error says of it."""
+    """Returns what a rank raised, or the typed error for Ray's own error."""
     cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
     if isinstance(cause, RayError) and type(cause) is not RayTaskError:
         return explained(cause, rank, call)
@@ -144,7 +143,7 @@ def meaning_of(error: RayError, rank: int, call: str) -> Exception:
 
 
 def _ends_rank(error: RayError, failure: Exception) -> bool:
-    """Whether the process of a failed rank has ended, or ends with what it raised: its peers wait for it in vain.
+    """Returns whether the process of a failed rank has ended or will end, so that its peers wait in vain.
 
     Args:
         failure: the `meaning_of` the error.
@@ -155,7 +154,7 @@ def _ends_rank(error: RayError, failure: Exception) -> bool:
 
 
 class Running:
-    """A call as those that are made after it need to know it: it holds no results."""
+    """The part of a call that later calls need to know: which ranks are at work on it. It holds no results."""
 
     def __init__(
         self,
@@ -163,8 +162,7 @@ class Running:
         pending: dict[Any, int],
         timeout_s: float,
         watchdog: Watchdog | None,
-        began: float | None,
-        behind: Running | None,
+        since: float | Running | None,
         setting: str,
     ) -> None:
         self.name = name
@@ -173,17 +171,17 @@ class Running:
         self._has_aborted = False
         self._timeout_s = timeout_s
         self._watchdog = watchdog
-        self._began = time.monotonic() if began is None else began
-        self._behind = behind
+        self._began = since if isinstance(since, float) else time.monotonic()
+        self._behind = since if isinstance(since, Running) else None
         self._setting = setting
 
     @property
     def deadline(self) -> float:
-        """Of `time.monotonic`; it means something for the first in line alone."""
+        """When the call is overdue, of `time.monotonic`; it counts for the first call in line alone."""
         return self._began + self._timeout_s
 
     def has_ended(self) -> bool:
-        """Whether all ranks have answered, whatever they said; waits for none."""
+        """Returns whether all ranks have answered, whatever they said; waits for none."""
         if pending := self.pending:
             done = ray.wait(list(pending), num_returns=len(pending), timeout=0, fetch_local=False)[0]
             ended = set(done)
@@ -191,7 +189,7 @@ class Running:
         return not self.pending
 
     def current(self) -> Running:
-        """The call that the ranks are at: this one, or one before it that has not ended."""
+        """Returns the call that the ranks are at: this one, or one before it that has not ended."""
         current = self
         while (behind := current._behind) is not None:  # another thread may find at the same time that it has ended
             if behind.has_ended():
@@ -201,7 +199,7 @@ class Running:
         return current
 
     def first_in_line(self) -> Running:
-        """As `current`.
+        """Returns the call that the ranks are at.
 
         Raises:
             WorkerHung: that is one before it, which hung when somebody waited for it, and is there still.
@@ -212,7 +210,7 @@ class Running:
         return current
 
     def require_moving(self, name: str) -> None:
-        """For a call that ranks are to do behind this one.
+        """Refuses a later call while the ranks hang in this one.
 
         Raises:
             WorkerHung: this one hung and has not ended.
@@ -230,7 +228,7 @@ class Running:
         raise error
 
     def look(self) -> None:
-        """Has the watchdog look at the ranks that have not answered.
+        """Makes the watchdog look at the ranks that have not answered.
 
         Raises:
             WorkerHung: one of them hangs.
@@ -244,13 +242,13 @@ class Running:
             raise
 
     def abort_collectives(self, lost: Collection[int]) -> None:
-        """After the loss of ranks: has the others abort collectives, which that loss alone may not end; once."""
+        """Makes the ranks that are left abort their collectives, which a loss alone may not end; once a call."""
         if self._watchdog is not None and not self._has_aborted:
             self._has_aborted = True
             self._watchdog.abort_collectives(lost)
 
     def overdue(self, ranks: Sequence[int], late: Sequence[int] = ()) -> WorkerHung:
-        """The error of this call when its deadline has passed.
+        """Returns the error of this call when its deadline has passed.
 
         Args:
             ranks: that have not answered, as far as is known.
@@ -285,7 +283,7 @@ class QueuedCall(Awaitable):
         return f"QueuedCall({repr(self._begun.result()) if error is None else f'not begun: {error}'})"
 
     def result(self) -> Any:
-        """As that of what was begun.
+        """Waits until the call has begun and ended; returns its result.
 
         Raises:
             Exception: with which it could not be begun; no rank has seen it then.
@@ -312,7 +310,7 @@ class Dispatcher:
         self._thread: threading.Thread | None = None  # that begins them; any other has to end
 
     def submit(self, begin: Callable[[], Any], lane: str | None = None) -> QueuedCall:
-        """Returns at once.
+        """Queues a call and returns at once.
 
         Args:
             begin: prepares a call, begins it and returns what it is waited for by, with a `has_ended`.
@@ -382,7 +380,7 @@ class Dispatcher:
 
 
 class CallQueue:
-    """The calls on one set of actors: all of them get them in one order, whichever threads make them.
+    """Gives calls to one set of actors, all in one order, whichever threads make them.
 
     Args:
         dispatcher: of another set, with whose calls these keep one order.
@@ -394,7 +392,7 @@ class CallQueue:
         self._newest: Running | None = None
 
     def require_moving(self, name: str) -> None:
-        """For a call that is about to be prepared.
+        """Refuses a call while the actors hang in an earlier one.
 
         Raises:
             WorkerHung: the actors hang in an earlier one.
@@ -432,7 +430,7 @@ class CallQueue:
                 timeout_s=timeout_s,
                 first_only=first_only,
                 watchdog=watchdog,
-                behind=None if counts_from_now else behind,
+                since=None if counts_from_now else behind,
                 setting=setting,
             )
             self._newest = future.running
@@ -462,6 +460,6 @@ def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
 
 
 def _words(error: Exception) -> str:
-    """What it says in one line, without the place."""
+    """Returns the error's words in one line, without the rank."""
     said = error.message if isinstance(error, SlimeError) else str(error.args[0] if error.args else "")
     return f"{type(error).__name__}: {said.strip().partition(chr(10))[0]}"

@@ -14,9 +14,8 @@ import threading
 import time
 import uuid
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -25,11 +24,11 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from actors.cluster.connect import join
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
 from actors.workers.futures import Awaitable
-from actors.workers.group_calls import GroupCalls, RankRequest
+from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied
 from slimefsdp.results import Health
-from slimefsdp.rpc import Role, require_group_name
+from slimefsdp.rpc import Role, require_name
 
 NAMESPACE = "slimefsdp"
 """Of Ray, in which all named groups of a cluster are."""
@@ -50,13 +49,13 @@ class Client:
 
     @classmethod
     def here(cls, writes: bool) -> Client:
-        """Another one of this process."""
+        """Returns a new client of this process."""
         return cls(uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}", writes)
 
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """A named group, as `slimefsdp status` shows it."""
+    """Describes a named group, as `slimefsdp status` shows it."""
 
     name: str
     state: str  # launching, ready, ending, or `ended by` an error
@@ -73,7 +72,7 @@ class GroupStatus:
 
 
 class HostCall(Awaitable):
-    """A call that the group's process has taken."""
+    """The future of a call that the group's process has taken."""
 
     def __init__(self, group: str, call: str, reference: Any) -> None:
         self._group, self._call, self._reference = group, call, reference
@@ -82,7 +81,7 @@ class HostCall(Awaitable):
         return f"HostCall({self._call} of {self._group})"
 
     def result(self) -> Any:
-        """As that of the same call on a group of this program.
+        """Waits for the call, and returns its result.
 
         Raises:
             WorkerDied: the group's process has ended. SlimeError: what the call raised.
@@ -90,8 +89,8 @@ class HostCall(Awaitable):
         return _answer_of(self._reference, self._group, self._call)
 
 
-class NamedGroup(GroupCalls):
-    """The methods of a `SupervisedGroup`, of one that lives on when this program ends.
+class NamedGroup(EndsWithBlock, GroupCalls):
+    """A handle on a `SupervisedGroup` that lives on when this program ends.
 
     Had from `actors.launch_named` and `WorkerGroup.attach`. As a context it is left at the end of the block.
     """
@@ -110,8 +109,19 @@ class NamedGroup(GroupCalls):
         address: str = "auto",
         allow_without_token: bool = False,
     ) -> NamedGroup:
-        """As `WorkerGroup.attach`."""
-        require_group_name(name)
+        """Returns a handle on a group that `actors.launch_named` launched, in this program or another.
+
+        Args:
+            write: makes calls that change the group possible, which one program at a time may.
+            wait_s: how long to wait for another writer to leave. One that ended without a word makes room after 20 s.
+            address: of the Ray cluster, where this process is not connected to one; as cluster.address.
+            allow_without_token: as cluster.allow_without_token.
+
+        Raises:
+            StateError: there is no such group, it is being launched or ended, or another program writes.
+            ResourceError: no cluster can be reached. ConfigError: nothing can have such a name.
+        """
+        require_name(name, "a group")
         join(address, allow_without_token=allow_without_token)
         host = host_of(name)
         client = Client.here(write)
@@ -127,7 +137,7 @@ class NamedGroup(GroupCalls):
 
     @property
     def name(self) -> str:
-        """Under which other programs attach."""
+        """The name by which other programs attach."""
         return self._membership.name
 
     @property
@@ -137,27 +147,27 @@ class NamedGroup(GroupCalls):
 
     @property
     def critic(self) -> NamedGroup | None:
-        """Of an actor under algorithm=ppo."""
+        """The critic's handle, of an actor under algorithm=ppo."""
         return NamedGroup(self._membership, "critic") if "critic" in self._membership.roles else None
 
     @property
     def reference_group(self) -> NamedGroup | None:
-        """Of an actor with reference.placement=group."""
+        """The reference's handle, of an actor with reference.placement=group."""
         return NamedGroup(self._membership, "ref") if "ref" in self._membership.roles else None
 
     @property
     def receivers(self) -> list[Any]:
-        """As of `WorkerGroup`; they change when lost ranks are replaced."""
+        """What `update_weights` of another group can send to; it changes when lost ranks are replaced."""
         found: list[Any] = self._membership.ask("receivers", self.role)
         return found
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """As of `WorkerGroup`."""
+        """Returns each rank's answer, or the error that stands for it."""
         found: list[Health | SlimeError] = self._membership.ask("health", self.role, timeout_s, within_s=None)
         return found
 
     def status(self) -> GroupStatus:
-        """What `slimefsdp status` shows of it."""
+        """Returns what `slimefsdp status` shows of the group."""
         found: GroupStatus = self._membership.ask("status")
         return found
 
@@ -178,22 +188,16 @@ class NamedGroup(GroupCalls):
     def _start(self, request: RankRequest) -> HostCall:
         member = self._membership
         if request.name in ("export_hf", "export_adapter"):  # in this program's folder, which ranks do not share
-            path, *others = request.args
-            request = replace(request, args=(Path(path).absolute(), *others))
+            request = request.having(path=Path(request.arguments["path"]).absolute())
         ticket = member.ask("begin", member.client.id, self.role, request, within_s=None)
         return HostCall(member.name, request.name, member.host.result.remote(ticket))
 
-    def __enter__(self) -> NamedGroup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.detach()
 
 
 class Membership:
-    """This program's place at a group, which it gives up when it ends, when it says so, or when nobody holds it."""
+    """Keeps this program attached to a group until it leaves, ends, or drops this object."""
 
     def __init__(self, name: str, host: Any, client: Client, config: RunConfig, roles: tuple[Role, ...]) -> None:
         self.name, self.host, self.client, self.config, self.roles = name, host, client, config, roles
@@ -206,17 +210,17 @@ class Membership:
         return self._over.is_set()
 
     def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-        """As the function."""
+        """Asks the group's process, as the function `ask`; raises StateError after `leave`."""
         if self.has_left:
             raise StateError(f"the group {self.name} after detach()", field="name", hint="attach to it again")
         return ask(self.host, self.name, method, *args, within_s=within_s)
 
     def leave(self) -> None:
-        """Gives the place up; idempotent."""
+        """Detaches this program; idempotent."""
         self._finalizer()
 
     def forget(self) -> None:
-        """There is no place any more."""
+        """Stops renewing the lease of a group that has ended."""
         self._over.set()
         self._finalizer.detach()
 
@@ -239,7 +243,7 @@ def _leave(host: Any, client: Client, over: threading.Event) -> None:
 
 
 def host_of(name: str) -> Any:
-    """The process of a named group.
+    """Returns the Ray actor of a named group.
 
     Raises:
         StateError: there is no group of this name.
@@ -253,13 +257,13 @@ def host_of(name: str) -> Any:
 
 
 def named_groups() -> list[str]:
-    """The names of all groups of the cluster, sorted."""
+    """Returns the names of all groups of the cluster, sorted."""
     found = ray.util.list_named_actors(all_namespaces=True)
     return sorted(one["name"] for one in found if one["namespace"] == NAMESPACE)
 
 
 def ask(host: Any, name: str, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-    """What the process of a group answers.
+    """Calls a method of a group's process and returns its answer.
 
     Args:
         within_s: None: it answers when ranks have.

@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ray
@@ -20,13 +19,11 @@ from slimefsdp.errors import PeerFailed, ResourceError, SlimeError, portable
 from slimefsdp.results import Health
 from slimefsdp.rpc import DEFAULT_ADAPTER
 
-_OF_NO_ADAPTER = {"create_adapter", "delete_adapter", "adapters", "sleep", "wake_up", "memory", "describe"}
-"""Calls for which it does not matter whose matrices are in the model."""
 EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
 
 class Loaded(NamedTuple):
-    """What a rank tells of the model that it has loaded."""
+    """What a rank reports of the model that it has loaded."""
 
     vocab_size: int
     sharding: str  # the level; what `auto` became
@@ -44,7 +41,7 @@ class TrainWorker(Watched):
         self._has_aborted = False  # its collectives, or is about to: what they bring may be anything
 
     def free_address(self) -> tuple[str, int]:
-        """An address of this node and a port, where rank 0 listens from now on: nobody else can take it before `start`.
+        """Listens on a port of this node until `start`, so that no other process takes it; returns address and port.
 
         Raises:
             ResourceError: this node cannot listen at its own address, or has no port left.
@@ -104,19 +101,11 @@ class TrainWorker(Watched):
         return Loaded(int(trainer.folder.vocab_size), trainer.config.fsdp.sharding)
 
     def call(self, request: RankRequest, role: str = "actor") -> Any:
-        """A method of the role's Trainer; None where only rank 0's result is wanted and this is another rank.
+        """Makes a prepared call on the role's Trainer.
 
-        Args:
-            request: prepared.
+        Returns:
+            Its result; None on ranks other than 0, unless the call answers by rank.
         """
-        timeout_s = self.trainers[role].config.cluster.call_timeout_s
-
-        def here(arg: Any) -> Any:
-            return ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg
-
-        return self._call(request, role, lambda: [here(arg) for arg in request.args])
-
-    def _call(self, request: RankRequest, role: str, args: Callable[[], list[Any]]) -> Any:
         import torch
 
         trainer = self.trainers[role]
@@ -124,31 +113,27 @@ class TrainWorker(Watched):
             torch.cuda.set_device(trainer.mesh.device)  # per thread
         try:
             self._require_peers()
-            if role == "actor" and trainer.config.lora.rank is not None and request.name not in _OF_NO_ADAPTER:
+            if role == "actor" and trainer.config.lora.rank is not None and request.call.adapter == "in_model":
                 trainer.use_adapter(request.adapter or DEFAULT_ADAPTER)
-            result = getattr(trainer, request.name)(*args())
+            arguments = request.arguments
+            if isinstance(arguments.get("batch"), ray.ObjectRef):
+                timeout_s = trainer.config.cluster.call_timeout_s
+                arguments = {**arguments, "batch": ray.get(arguments["batch"], timeout=timeout_s)}
+            if request.name == "update_weights":
+                arguments = {"receivers": self._sent_to(**arguments, role=role)}
+            result = getattr(trainer, request.name)(**arguments)
             self._require_peers()
         except Exception as error:
             raise self._failed(error, request.name, trainer.config, role) from None
-        return result if request.of_all_ranks or self.rank == 0 else None
+        return result if request.call.answers_by_rank or self.rank == 0 else None
 
-    def update_weights(
-        self,
-        receivers: list[Any],
-        drop_failed: bool,
-        timeout_s: float,
-        role: str = "actor",
-        adapter: str | None = None,
-    ) -> Any:
-        """The Trainer's `update_weights`, by the transport of the settings where receivers are engines."""
+    def _sent_to(self, receivers: list[Any], drop_failed: bool, role: str) -> list[Any]:
+        """Returns what the Trainer of this rank sends weights to: on rank 0 the transport of the settings."""
+        if self.rank != 0 or not receivers:
+            return []
+        return [self._weight_update(receivers, drop_failed, role)]
 
-        def args() -> list[Any]:
-            is_sender = self.rank == 0 and receivers
-            return [[self._weight_update(receivers, drop_failed, timeout_s, role)] if is_sender else []]
-
-        return self._call(RankRequest("update_weights", adapter=adapter), role, args)
-
-    def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
+    def _weight_update(self, receivers: list[Any], drop_failed: bool, role: str) -> Any:
         from actors.workers.transports import transport_to
 
         trainer = self.trainers[role]
@@ -157,7 +142,7 @@ class TrainWorker(Watched):
         update = kind.from_trainer(
             trainer,
             receivers,
-            timeout_s,
+            trainer.config.cluster.sync_timeout_s,
             before=self._last_updates.get(kind),
             drops=drop_failed,
             checksums=settings.weight_checksums,
@@ -166,18 +151,18 @@ class TrainWorker(Watched):
         return update
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`; for a reference group."""
+        """Begins a weight update of a reference group, as `slimefsdp.weight_sync.receive.Receiver`."""
         self.trainers["ref"].wake_up(("parameters",))
         self.trainers["ref"].receiver.begin(version, manifest)
 
     def receive(self, bucket: Any) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`, from the object store."""
+        """Receives a bucket from the object store."""
         from actors.workers.object_store_update import unpack_bucket
 
         self.trainers["ref"].receiver.receive(unpack_bucket(bucket))
 
     def commit(self, version: int) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`."""
+        """Commits a weight update."""
         self.trainers["ref"].receiver.commit(version)
 
     @ray.method(concurrency_group="control")
@@ -192,7 +177,7 @@ class TrainWorker(Watched):
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:
-        """Another rank is lost: ends collectives that its end alone does not end, and refuses this one's calls."""
+        """Aborts collectives that the loss of another rank does not end, and refuses calls from then on."""
         from slimefsdp.distributed import collectives
 
         if not collectives.needs_abort():
@@ -212,7 +197,7 @@ class TrainWorker(Watched):
             )
 
     def _failed(self, error: Exception, call: str, config: RunConfig, role: str) -> Exception:
-        """What the caller gets to know; after an error that peers cannot know of, ends this process and so frees them.
+        """Returns the error for the caller; ends this process after an error that its peers cannot know of.
 
         A typed error was raised by all ranks alike, or before any collective: the group is healthy. A peer in a
         collective lets go when the connections close, and torch keeps them open while anything refers to the process

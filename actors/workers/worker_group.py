@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from actors.cluster.connect import connect, with_cluster_ranks
 from actors.cluster.placement import PlacementGroups, actor_options
@@ -27,7 +27,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ModelError, PeerFailed, SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.results import Health
-from slimefsdp.rpc import Role, require_role
+from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of
 from slimefsdp.training.prepare import BatchPlanner, Planning, PreparedBatch
 
@@ -47,8 +47,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         *,
         watchdog: Watchdog,
         places: PlacementGroups | None = None,
-        owns_places: bool = False,
-        is_guest: bool = False,
+        ends: Literal["nothing", "processes", "places"] = "processes",
     ) -> None:
         self.config = config
         self.role: Role = role
@@ -57,8 +56,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         self._workers = list(workers)
         self._watchdog = watchdog
         self.places = PlacementGroups() if places is None else places  # where its processes are
-        self._owns_places = owns_places  # they are given back at its end; else by another group or a supervisor
-        self._is_guest = is_guest  # in another group's processes
+        # what its end ends: nothing, if it is in another group's processes; or also their placement groups, which are
+        # else another group's or a supervisor's
+        self._ends = ends
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
@@ -105,7 +105,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             workers, watchdog, loaded = _start_ranks(_sharded_as(config, sharding.get(role)), role, taken)
             group = cls(
                 config.with_sharding(loaded.sharding), role, workers, loaded.vocab_size, found,
-                watchdog=watchdog, places=taken, owns_places=places is None,
+                watchdog=watchdog, places=taken, ends="places" if places is None else "processes",
             )  # fmt: skip
             if role == "actor":
                 group._launch_others(config, taken, sharding)
@@ -117,31 +117,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             raise
         return group
 
-    @classmethod
-    def attach(
-        cls,
-        name: str,
-        *,
-        write: bool = False,
-        wait_s: float = 0.0,
-        address: str = "auto",
-        allow_without_token: bool = False,
-    ) -> NamedGroup:
-        """A handle on a group that `actors.launch_named` launched, in this program or another.
-
-        Args:
-            write: make calls that change the group, too, which one program at a time may.
-            wait_s: how long to wait for another writer to leave. One that ended without a word makes room after 20 s.
-            address: of the Ray cluster, where this process is not connected to one; as cluster.address.
-            allow_without_token: as cluster.allow_without_token.
-
-        Raises:
-            StateError: there is no such group, it is being launched or ended, or another program writes.
-            ResourceError: no cluster can be reached. ConfigError: nothing can have such a name.
-        """
-        return NamedGroup.attach(
-            name, write=write, wait_s=wait_s, address=address, allow_without_token=allow_without_token
-        )
+    attach = staticmethod(NamedGroup.attach)
 
     @classmethod
     def _beside(
@@ -165,7 +141,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         ).result()
         group = cls(
             config.with_sharding(loaded.sharding), role, actor._workers, loaded.vocab_size, folder,
-            watchdog=actor._watchdog, places=actor.places, is_guest=True,
+            watchdog=actor._watchdog, places=actor.places, ends="nothing",
         )  # fmt: skip
         group._queue = actor._queue  # both roles' collectives are on the same ranks
         return group
@@ -179,7 +155,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             self.critic = self.launch(config, "critic", places=places, sharding=sharding)
 
     def _refer_to(self, reference: WorkerGroup) -> None:
-        """Has a group that was just launched answer for the reference; its calls and this group's keep one order."""
+        """Makes a group that was just launched the reference; its calls and this group's keep one order."""
         self.reference_group = reference
         reference._queue = CallQueue(self._queue.dispatcher)
 
@@ -195,7 +171,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return list(self._workers)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """Each rank's answer, or why there is none; works while ranks are inside a collective."""
+        """Returns each rank's answer, or the error that stands for it; works while ranks are inside a collective."""
         futures = [
             CallFuture(
                 [worker.health.remote(self.role)],
@@ -227,21 +203,21 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
                 group._finish_running_save()
         self.end()
-        if self._owns_places:
+        if self._ends == "places":
             self.places.release()
 
     def end(self) -> None:
-        """Ends the same processes as they are, at once; their places stay with whoever reserved them. Idempotent."""
+        """Ends the same processes at once; their placement groups stay with whoever reserved them. Idempotent."""
         for other in (self.critic, self.reference_group):
             if other is not None:
                 other.end()
-        if self._workers and not self._is_guest:
+        if self._workers and self._ends != "nothing":
             self._watchdog.kill_stopped()
             end_processes(self._workers)
         self._workers = []
 
     def _finish_running_save(self) -> None:
-        """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
+        """Waits for a save in the background; where ranks are lost it warns and goes on."""
         try:
             self._queue.dispatcher.drain(SAVE_GRACE_S)
         except TimeoutError:
@@ -258,27 +234,25 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
     def check(self, request: RankRequest) -> Planning | None:
-        """Refuses a call that is wrong; returns what plans its batch, where it has one.
+        """Refuses a wrong call; returns the planning of its batch, None for a call without one.
 
         Raises:
             WorkerHung: the ranks hang in an earlier call.
             SlimeError: of the class that fits; no rank has seen anything.
         """
         self._require_workers(request.name)
-        require_role(request.name, self.role)
-        if request.name == "update_weights" and any(receiver in self._workers for receiver in request.args[0]):
+        receivers = request.arguments.get("receivers", ())
+        if any(receiver in self._workers for receiver in receivers):
             problem = "a group's ranks cannot receive the weights that they send"
             raise StateError(problem, field="receivers", hint="give engines, or another group's receivers")
-        if request.check is None:
-            return None
-        planning = request.check(self._planner)
-        if self.reference_group is not None and (request.name, *request.args) == ("compute_log_probs", "ref"):
+        planning: Planning | None = request.call.planning(self._planner, request.arguments)
+        if self.reference_group is not None and request.arguments.get("model") == "ref":
             problem = "the reference model is a group of its own"
             raise StateError(problem, field="model", hint="call group.reference_group instead")
         return planning
 
     def prepared(self, request: RankRequest, planning: Planning | None) -> RankRequest:
-        """A checked call as the ranks get it: its batch planned, completed, and in the object store once.
+        """Plans and completes the batch of a checked call, and puts it into the object store.
 
         It serves any group of these settings, also one launched later.
 
@@ -292,10 +266,12 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         self.await_weights()
         if self.reference_group is not None:
             work = self._with_reference(work, self.reference_group)
-        return replace(request, args=(store(work, "batch"), *request.args), check=None)
+        prepared = request.having(batch=store(work, "batch"))
+        prepared.arguments.pop("plan", None)  # the batch has it
+        return prepared
 
     def await_weights(self) -> None:
-        """Of a reference group: waits for the update_ref that was called before, whose weights come from other ranks.
+        """Waits until the weights of an earlier update_ref have reached this reference group.
 
         Raises:
             WorkerDied, WorkerHung, PeerFailed: ranks of the actor were lost in it, and nobody knows what came.
@@ -318,44 +294,34 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             )
 
     def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
-        """The log-probs of a reference group, where a loss reads them and the batch has none."""
+        """Adds the log-probs of a reference group to a batch, where a loss reads them and the batch has none."""
         batch = work.batch
         if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
             return work
         # not through its `compute_log_probs`, which would queue behind the call that is being prepared here
-        request = RankRequest("compute_log_probs", ("ref",), check=lambda planner: planner.for_forward(batch, "ref"))
+        request = RankRequest("compute_log_probs", {"batch": batch, "model": "ref"})
         future = reference.begin(reference.prepared(request, reference.check(request)))
         return replace(work, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
     def begin(self, request: RankRequest) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
-        if request.name == "update_weights":
-            return self._begin_update(request, *request.args)
-        if request.name == "update_ref" and self.reference_group is not None:
-            return self._begin_update(replace(request, name="update_weights"), self.reference_group.receivers, False)
-        return self._begin(request, lambda worker: worker.call.remote(request, self.role))
-
-    def _begin_update(self, request: RankRequest, receivers: Sequence[Any], drop_failed: bool) -> CallFuture:
-        timeout_s = self.config.cluster.sync_timeout_s
-        future = self._begin(
-            request,
-            lambda worker: worker.update_weights.remote(receivers, drop_failed, timeout_s, self.role, request.adapter),
-        )
         reference = self.reference_group
+        if request.name == "update_ref" and reference is not None:
+            arguments = {"receivers": reference.receivers, "drop_failed": False}
+            request = RankRequest("update_weights", arguments, request.adapter)
+        workers = self._workers  # another thread may end the group meanwhile
+        self._require_workers(request.name)
+        future = self._queue.begin(
+            lambda: [worker.call.remote(request, self.role) for worker in workers],
+            name=request.name,
+            timeout_s=self.config.cluster.call_timeout_s,
+            first_only=not request.call.answers_by_rank,
+            watchdog=self._watchdog,
+        )
+        receivers = request.arguments.get("receivers", ())
         if reference is not None and any(receiver in reference.receivers for receiver in receivers):
             reference._coming_weights = future
         return future
-
-    def _begin(self, request: RankRequest, start: Callable[[Any], Any]) -> CallFuture:
-        workers = self._workers  # another thread may end the group meanwhile
-        self._require_workers(request.name)
-        return self._queue.begin(
-            lambda: [start(worker) for worker in workers],
-            name=request.name,
-            timeout_s=self.config.cluster.call_timeout_s,
-            first_only=not request.of_all_ranks,
-            watchdog=self._watchdog,
-        )
 
     def _start(self, request: RankRequest) -> QueuedCall:
         planning = self.check(request)
@@ -389,7 +355,7 @@ def _sharded_as(config: RunConfig, level: str | None) -> RunConfig:
 
 
 def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, Loaded]:
-    """The processes of a group with its model loaded, who looks after them, and what they say of it."""
+    """Starts the processes of a group and loads the model; returns them, their watchdog and what they loaded."""
     began = time.monotonic()
     timeout_s = config.cluster.launch_timeout_s
     placement, gpus = places.reserve_for_ranks(config, role)
@@ -414,6 +380,6 @@ def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tupl
 
 def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float, began: float) -> Any:
     return CallFuture(
-        refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, began=began,
+        refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, since=began,
         setting="cluster.launch_timeout_s",
     ).result()  # fmt: skip

@@ -21,7 +21,6 @@ from slimefsdp.checkpoint.compatibility import (
     architecture_of,
     check_identity,
     check_info,
-    check_loop_state,
     differences,
 )
 from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
@@ -136,7 +135,6 @@ class Checkpoints:
                 or the name cannot be one, or is taken; or weights under a name would not be finite.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
-        check_loop_state(loop_state)
         store = self._store(name)
         run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
         if name is not None and not overwrite:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from actors.engines.embedded import EmbeddedEngine
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.loop import train
+from actors.workers.group_calls import submit
 from actors.workers.watchdog import remote_class
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.batching.packing import local_share, pack
@@ -82,9 +83,9 @@ def life_of_one(group: Any, name: str, steps: int, saves: bool = False) -> list[
     number = int(name[-1])
     for step in range(steps):
         batch = fresh_batch(10 * number + step)
-        first = calls.forward_backward_async(batch, with_log_probs=True)
-        second = calls.forward_backward_async(batch.replace(rewards=batch.rewards[::-1]))
-        update = calls.optimizer_step_async(UpdateSettings(lr=0.01 * (1 + number)))
+        first = submit(calls.forward_backward, batch, with_log_probs=True)
+        second = submit(calls.forward_backward, batch.replace(rewards=batch.rewards[::-1]))
+        update = submit(calls.optimizer_step, UpdateSettings(lr=0.01 * (1 + number)))
         said.append((bits(first.result().metrics), bits(second.result()), bits(update.result())))
         if saves and step % 3 == 1:
             calls.save(step, {"step": step})

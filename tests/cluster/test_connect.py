@@ -35,7 +35,7 @@ SERVERS = {"engine": "vllm", "engines": 1, "engine_python": "p"}
 # sample, and reports where they listen meanwhile, where the token can be read, and whom the cluster lets in
 INSIDE = """
 import json, os, pathlib, signal, subprocess, sys, time
-from actors import EnginePool, WorkerGroup, connect
+from actors import EnginePool, WorkerGroup, connect, submit
 from slimefsdp import RolloutBatch, load_config
 config = load_config(sys.argv[1])
 connect(config)
@@ -107,7 +107,7 @@ def listening(ours):
     return found
 
 
-training = [group.train_step_async(batch) for _ in range(4)]
+training = [submit(group.train_step, batch) for _ in range(4)]
 ours, found = processes(), set()
 for _ in range(5):
     found |= listening(ours)

@@ -13,7 +13,7 @@ import ray
 
 from actors.fault_tolerance import group_host
 from actors.fault_tolerance.group_host import GroupHost, launch_named
-from actors.workers.group_calls import RankRequest
+from actors.workers.group_calls import RankRequest, submit
 from actors.workers.named_group import LEASE_S, NAMESPACE, Client, NamedGroup
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig, config_from_dict
@@ -78,8 +78,8 @@ def host(clock: Clock) -> GroupHost:
     return found
 
 
-def request(name: str, *args: Any) -> RankRequest:
-    return RankRequest(name, args)
+def request(name: str) -> RankRequest:
+    return RankRequest(name, {"step": 0})
 
 
 def test_one_program_writes_and_others_read(host: GroupHost) -> None:
@@ -99,7 +99,7 @@ def test_one_program_writes_and_others_read(host: GroupHost) -> None:
         "sleep",
     ):
         with refused(StateError, "write", name, "one:1"):
-            host.begin("c", "actor", request(name, 0))
+            host.begin("c", "actor", request(name))
     assert host._group.started == []  # type: ignore[union-attr]
     for client, name in (("c", "compute_log_probs"), ("a", "train_step"), ("c", "export_hf")):
         assert host.result(host.begin(client, "actor", request(name))) == "done"
@@ -229,7 +229,7 @@ def named(cluster: None, config: RunConfig) -> Iterator[NamedGroup]:
     assert group.status().state == "ready"
     group.shutdown()
     with refused(StateError, "name", "policy"):
-        group.memory_async()
+        submit(group.memory)
 
 
 def test_every_call_has_the_bits_that_it_has_on_a_group_of_ones_own(
@@ -240,10 +240,10 @@ def test_every_call_has_the_bits_that_it_has_on_a_group_of_ones_own(
     for group in (own, named):
         critic, reference = group.critic, group.reference_group
         assert critic is not None and reference is not None
-        futures = [reference.compute_log_probs_async(batch, "ref"), critic.compute_values_async(batch)]
+        futures = [submit(reference.compute_log_probs, batch, "ref"), submit(critic.compute_values, batch)]
         reference_log_probs, values = (future.result() for future in futures)
         work = batch.replace(values=values)
-        steps = [group.train_step_async(work), critic.train_step_async(work), group.train_step_async(work)]
+        steps = [submit(group.train_step, work), submit(critic.train_step, work), submit(group.train_step, work)]
         metrics = [bits(step.result()) for step in steps]
         saved = group.save(3, {"cursor": 1})
         after = group.compute_log_probs(batch).log_probs
@@ -262,7 +262,7 @@ def test_every_call_has_the_bits_that_it_has_on_a_group_of_ones_own(
 
 def test_bad_input_is_refused_where_the_call_is_made(named: NamedGroup, batch: RolloutBatch) -> None:
     with refused(BatchError, "tokens"):
-        named.train_step_async(batch.replace(tokens=batch.tokens + 100_000))
+        submit(named.train_step, batch.replace(tokens=batch.tokens + 100_000))
     with refused(StateError, "name", "'nobody'", "policy"):
         WorkerGroup.attach("nobody")
     with refused(StateError, "name", "policy"):
@@ -271,12 +271,12 @@ def test_bad_input_is_refused_where_the_call_is_made(named: NamedGroup, batch: R
         launch_named(named.config, "other")
     with WorkerGroup.attach("policy") as reader:
         with refused(StateError, "write"):
-            reader.train_step_async(batch)
+            submit(reader.train_step, batch)
         with refused(StateError, "write"):
             reader.shutdown()
         assert reader.compute_log_probs(batch).log_probs.shape == (batch.num_response_tokens,)
     with refused(StateError, "name", "detach"):
-        reader.compute_log_probs_async(batch)
+        submit(reader.compute_log_probs, batch)
 
 
 def test_when_its_process_is_killed_the_ranks_end_and_callers_are_told(
@@ -284,7 +284,7 @@ def test_when_its_process_is_killed_the_ranks_end_and_callers_are_told(
 ) -> None:
     group = launched(make_config(), "doomed")
     pids = [one.pid for one in group.health()]  # type: ignore[union-attr]
-    future = group.train_step_async(batch)
+    future = submit(group.train_step, batch)
     ray.kill(ray.get_actor("doomed", namespace=NAMESPACE))
     with pytest.raises(WorkerDied, match="doomed"):
         future.result()

@@ -22,6 +22,7 @@ from actors.cluster import ray_errors
 from actors.fault_tolerance import supervisor
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers import futures, worker_group
+from actors.workers.group_calls import submit
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -63,7 +64,7 @@ class Rank:
     def __init__(self, job: Job) -> None:
         self.job, self.state, self.is_dead = job, 0, False
         self.call = SimpleNamespace(remote=self._call)
-        self.update_weights = SimpleNamespace(remote=self._update_weights)
+        self.update_weights = SimpleNamespace(remote=self._update_weights)  # what a test replaces
         self.health = SimpleNamespace(remote=lambda role: Answer(None))
 
     def begin(self) -> None:
@@ -72,23 +73,25 @@ class Rank:
     receive = commit = begin
 
     def _call(self, request: Any, role: str) -> Answer:
-        self.job.given.append(request.name)
+        if request.name != "update_weights":
+            self.job.given.append(request.name)
         if self.is_dead:
             return Answer(error=ActorDiedError())
         if request.name == "compute_log_probs":
-            tokens = request.args[0].batch.num_response_tokens
+            tokens = request.arguments["batch"].batch.num_response_tokens
             return Answer(LogProbs(*np.full((2, tokens), -1.0 - self.state, dtype=np.float32)))
         if request.name == "zero_grad":
             return Answer(error=Bug())
         if request.name == "train_step":
-            reference = request.args[0].batch.ref_log_probs
+            reference = request.arguments["batch"].batch.ref_log_probs
             self.state += 1
             return Answer({"loss": float(self.state), "reference": None if reference is None else float(reference[0])})
-        return Answer([0] if request.of_all_ranks else None)
+        if request.name == "update_weights":
+            answer: Answer = self.update_weights.remote(request.arguments["receivers"])
+            return answer
+        return Answer([0] if request.call.answers_by_rank else None)
 
-    def _update_weights(
-        self, receivers: list[Rank], drop_failed: bool, timeout_s: float, role: str, adapter: str | None
-    ) -> Answer:
+    def _update_weights(self, receivers: list[Rank]) -> Answer:
         self.is_dead |= self.job.dies_in_update
         self.job.dies_in_update = False
         if self.is_dead:
@@ -204,7 +207,7 @@ def test_a_step_behind_an_update_ref_has_the_new_reference_also_where_ranks_are_
     job = make_job(**OWN_REFERENCE)
     assert job.group.train_step(batch)["reference"] == -1.0
     job.dies_in_update = is_lost
-    calls = [job.group.update_ref_async(), job.group.train_step_async(batch)]
+    calls = [submit(job.group.update_ref), submit(job.group.train_step, batch)]
     assert calls[1].result() == {"loss": 2.0, "reference": -2.0} and calls[0].result() is None
     assert len(job.group.recoveries) == is_lost
 
@@ -215,7 +218,7 @@ def test_a_reference_group_answers_after_the_update_ref_that_was_called_before(
     job = make_job(**OWN_REFERENCE)
     job.group.train_step(batch)
     arrives_late(job.ranks.receivers[0], monkeypatch)
-    update, answer = job.group.update_ref_async(), job.group.reference_group.compute_log_probs_async(batch, "ref")
+    update, answer = submit(job.group.update_ref), submit(job.group.reference_group.compute_log_probs, batch, "ref")
     assert answer.result().log_probs[0] == -2.0 and update.result() is None
 
 
@@ -226,7 +229,7 @@ def test_a_reference_group_whose_update_failed_answers_after_another_only(make_j
     works, actor.update_weights = actor.update_weights, SimpleNamespace(remote=lambda *_: Answer(error=Refused()))
     with refused(SyncError, "update_weights", "refused"):
         job.group.update_ref()
-    unread = job.group.update_ref_async()
+    unread = submit(job.group.update_ref)
     for _ in range(2):
         with refused(StateError, "update_ref", "refused"):
             job.group.train_step(batch)
@@ -244,7 +247,7 @@ def test_calls_that_are_made_again_read_the_reference_in_their_order_too(
 ) -> None:
     job = make_job(**OWN_REFERENCE)
     job.group.train_step(batch)
-    calls = [job.group.update_ref_async(), job.group.reference_group.compute_log_probs_async(batch, "ref")]
+    calls = [submit(job.group.update_ref), submit(job.group.reference_group.compute_log_probs, batch, "ref")]
     assert job.has_begun("compute_log_probs", "train_step", "compute_log_probs")
 
     def launched(config: RunConfig, places: Any, sharding: Any) -> Any:
@@ -267,10 +270,10 @@ def test_a_call_that_was_planned_while_ranks_came_to_their_end_begins_on_new_one
     make_job: Any, batch: RolloutBatch, may_plan: threading.Event
 ) -> None:
     job = make_job()
-    fails = job.group.zero_grad_async()
+    fails = submit(job.group.zero_grad)
     assert job.has_begun("zero_grad")
     may_plan.clear()
-    queued = job.group.train_step_async(batch)
+    queued = submit(job.group.train_step, batch)
     with pytest.raises(ZeroDivisionError):
         fails.result()
     may_plan.set()
@@ -282,10 +285,10 @@ def test_a_call_that_was_planned_while_the_job_ended_says_what_ended_it(
 ) -> None:
     job = make_job(cluster={"max_restarts": 0})
     job.ranks.receivers[0].is_dead = True
-    lost = job.group.optimizer_step_async()
+    lost = submit(job.group.optimizer_step)
     assert job.has_begun("optimizer_step")
     may_plan.clear()
-    queued = job.group.train_step_async(batch)
+    queued = submit(job.group.train_step, batch)
     with pytest.raises(WorkerDied):
         lost.result()
     may_plan.set()
@@ -315,10 +318,10 @@ def test_no_ranks_are_started_after_a_shutdown_for_calls_that_were_queued(
     make_job: Any, batch: RolloutBatch, may_plan: threading.Event
 ) -> None:
     job = make_job()
-    fails = job.group.zero_grad_async()
+    fails = submit(job.group.zero_grad)
     assert job.has_begun("zero_grad")
     may_plan.clear()
-    queued = [job.group.train_step_async(batch) for _ in range(2)]
+    queued = [submit(job.group.train_step, batch) for _ in range(2)]
     with pytest.raises(ZeroDivisionError):
         fails.result()
     job.group.shutdown()
@@ -336,7 +339,7 @@ def test_nothing_is_put_into_the_object_store_for_a_group_that_has_ended(
     monkeypatch.setattr(worker_group, "store", lambda work, field: stored.append(work))
     group = launch(SimpleNamespace(given=[]), make_config(mesh={"dp": 1}))
     may_plan.clear()
-    queued = group.train_step_async(batch)
+    queued = submit(group.train_step, batch)
     group.shutdown()
     may_plan.set()
     with pytest.raises(StateError):
@@ -358,7 +361,7 @@ def test_a_save_that_goes_on_is_waited_for_at_a_shutdown_though_other_calls_cann
     group = job.group if is_supervised else launch(job, make_config(mesh={"dp": 1}, **sections))
     group.save(1)
     may_plan.clear()
-    queued = group.train_step_async(batch)
+    queued = submit(group.train_step, batch)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         group.shutdown()

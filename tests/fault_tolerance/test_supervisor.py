@@ -13,7 +13,6 @@ import tempfile
 import threading
 import warnings
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -22,10 +21,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actors.fault_tolerance import recovery, supervisor
+from actors.fault_tolerance import call_log, recovery, supervisor
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS, RECOVERIES
 from actors.fault_tolerance.supervisor import SupervisedGroup
-from actors.workers.group_calls import RankRequest
+from actors.workers.group_calls import RankRequest, submit
 from slimefsdp.batching.plan import Plan
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ResourceError, SlimeError, StateError, SyncError, WorkerDied
@@ -91,7 +90,7 @@ class Scripted:
         """A supervised group of this, and a batch as an object store has it: here it is known by its one reward."""
         patch.setattr(supervisor, "WorkerGroup", self)
         patch.setattr(
-            supervisor,
+            call_log,
             "fetch",
             lambda ref, field: PreparedBatch(
                 RolloutBatch(tokens=[1, 1], lengths=[2], response_lengths=[1], rewards=[ref.batch]), NO_PLAN
@@ -107,7 +106,7 @@ class Planner:
     def __init__(self, script: Scripted) -> None:
         self.script = script
 
-    def for_training(self, batch: Any, *options: Any) -> Any:
+    def for_training(self, batch: Any, **options: Any) -> Any:
         if batch == "bad":
             raise BatchError("bad", field="batch")
 
@@ -138,7 +137,7 @@ class ScriptedGroup:
         self.reference_group = ScriptedGroup(script, "ref", self) if is_referred_to else None
 
     def check(self, request: RankRequest) -> Any:
-        return None if request.check is None else request.check(Planner(self.script))  # type: ignore[arg-type]
+        return request.call.planning(Planner(self.script), request.arguments)
 
     def prepared(self, request: RankRequest, planning: Any) -> RankRequest:
         if planning is None:
@@ -147,7 +146,7 @@ class ScriptedGroup:
         if self.reference_group is not None and self.reference_group.dies_in_forward:
             self.reference_group.dies_in_forward = False
             raise WorkerDied("gone", rank=0, call="compute_log_probs")
-        return replace(request, args=(self.script.put(batch), *request.args), check=None)
+        return request.having(batch=self.script.put(batch))
 
     def await_weights(self) -> None:
         """They are there: calls run at once."""
@@ -162,8 +161,8 @@ class ScriptedGroup:
             try:
                 if request.name not in ("create_adapter", "delete_adapter"):
                     self._use(request.adapter)
-                values = [arg.batch if isinstance(arg, Ref) else arg for arg in request.args]
-                outcome = getattr(self, f"_{request.name}")(*values)
+                values = {k: v.batch if isinstance(v, Ref) else v for k, v in request.arguments.items()}
+                outcome = getattr(self, f"_{request.name}")(**values)
             except (SlimeError, ZeroDivisionError) as error:
                 outcome = error
 
@@ -203,7 +202,7 @@ class ScriptedGroup:
         """Where the disk has what is saved."""
         return self.role if self.adapter is None else f"{self.role}/{self.adapter}"
 
-    def _train_step(self, batch: int) -> dict[str, float]:
+    def _train_step(self, batch: int, **options: Any) -> dict[str, float]:
         if self.gradients:
             raise StateError("gradients wait", field="train_step")
         self.state = (*self.state, batch)
@@ -216,17 +215,19 @@ class ScriptedGroup:
             raise ZeroDivisionError  # the ranks live on for a moment
         return {"loss": float(hash(self.state) + self.script.drift), "grad_norm": math.nan}
 
-    def _compute_log_probs(self, batch: int, model: str) -> int:
+    def _compute_log_probs(self, batch: int, model: str = "actor") -> int:
         return hash((self.state, batch))
 
-    def _forward_backward(self, batch: int) -> dict[str, float]:
+    _compute_values = _compute_log_probs
+
+    def _forward_backward(self, batch: int, **options: Any) -> dict[str, float]:
         if batch == 0:
             self.gradients, self.actor.is_lost = (), True
             raise ResourceError("out of memory")
         self.gradients += (batch,)
         return {"loss": float(hash((self.state, self.gradients)))}
 
-    def _optimizer_step(self) -> dict[str, float]:
+    def _optimizer_step(self, settings: None) -> dict[str, float]:
         if not self.gradients:
             raise StateError("no gradients")
         self.state, self.gradients = (*self.state, self.gradients), ()
@@ -279,7 +280,7 @@ class ScriptedGroup:
         self.script.disk.update(self.pending)
         self.pending = []
 
-    def _load(self, step: Any, name: str | None = None) -> None:
+    def _load(self, step: Any, name: str | None = None, weights_only: bool = False) -> None:
         if name is not None:
             self._commit()
             step = name
@@ -342,7 +343,7 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
     return seen
 
 
-CALLS = ["train_step", "critic.train_step", "compute_log_probs", "critic.compute_log_probs", "save", "update_weights"]
+CALLS = ["train_step", "critic.train_step", "compute_log_probs", "critic.compute_values", "save", "update_weights"]
 ODD_CALLS = ["save, critic last", "save again", "actor.save", "load what is not there", "forward_backward"]
 ODD_CALLS += ["save under a name", "overwrite a name", "load a name"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(CALLS), st.integers(-1, 5).filter(bool)), max_size=25)
@@ -459,9 +460,8 @@ def test_calls_that_nobody_has_waited_for_are_answered_in_their_order(
             futures = []
             for number, (name, batch) in enumerate(actions):
                 target = group.critic if name.startswith("critic.") else group
-                start = getattr(target, f"{name.removeprefix('critic.')}_async")
                 argument = {"save": number, "update_weights": []}.get(name, abs(batch))
-                futures.append(start(argument))
+                futures.append(submit(getattr(target, name.removeprefix("critic.")), argument))
             answers.append([future.result() for future in futures])
         assert answers[0] == answers[1]
 
@@ -473,7 +473,7 @@ def test_calls_whose_batches_are_on_the_disk_are_made_again_as_others(
 ) -> None:
     struck = Scripted(losses, keep_last=3)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "KEPT_IN_STORE", 1)
+        patch.setattr(call_log, "KEPT_IN_STORE", 1)
         struck.config.run.dir = Path(folder)
         assert_made_good(actions, struck)
 
@@ -511,7 +511,7 @@ def test_batches_of_calls_that_nobody_has_waited_for_come_back_from_the_disk_too
     script = Scripted({20})
     script.config.run.dir = tmp_path
     group = supervised(script)
-    futures = [group.train_step_async(batch) for batch in range(1, 31)]
+    futures = [submit(group.train_step, batch) for batch in range(1, 31)]
     assert wait_until(lambda: script.calls == 30 and len(script.stored) <= 4) and unnamed_files(tmp_path)
     assert len([future.result() for future in futures]) == 30
     assert script.group.state == tuple(range(1, 31)) and len(group.recoveries) == 1
@@ -724,7 +724,7 @@ def test_a_reference_rank_that_is_lost_while_it_completes_a_batch_is_replaced(su
     group = supervised(script)
     group.train_step(1)
     script.group.reference_group.dies_in_forward = True
-    futures = [group.train_step_async(2), group.train_step_async(3)]
+    futures = [submit(group.train_step, 2), submit(group.train_step, 3)]
     assert len([future.result() for future in futures]) == 2
     assert script.group.state == (1, 2, 3) and len(group.recoveries) == 1
 
@@ -733,12 +733,12 @@ def test_calls_are_queued_while_one_is_planned_and_begin_on_the_ranks_that_there
     script = Scripted({2})
     group = supervised(script)
     group.train_step(1)
-    lost = group.train_step_async(2)
+    lost = submit(group.train_step, 2)
     assert wait_until(lambda: script.calls == 2)
     script.may_plan.clear()
-    queued = [group.train_step_async(3), group.compute_log_probs_async(4), group.save_async(5)]
+    queued = [submit(group.train_step, 3), submit(group.compute_log_probs, 4), submit(group.save, 5)]
     with pytest.raises(BatchError):
-        group.train_step_async("bad")
+        submit(group.train_step, "bad")
     assert lost.result() and len(group.recoveries) == 1
     assert script.group.state == (1, 2) and script.calls == 4, "two calls made again, and none that is queued"
     script.may_plan.set()
@@ -750,7 +750,7 @@ def test_calls_that_are_queued_at_a_shutdown_are_refused(supervised: Any) -> Non
     script = Scripted(set(), with_reference=True)
     group = supervised(script)
     script.may_plan.clear()
-    queued = group.train_step_async(1)
+    queued = submit(group.train_step, 1)
     group.shutdown()
     script.group.reference_group.dies_in_forward = True  # as it does when its processes are ended
     script.may_plan.set()
@@ -775,7 +775,7 @@ def test_after_a_recovery_that_failed_nothing_is_answered_from_another_state(sup
     job(group, [("train_step", 1), ("save", 0)] * 5)
     script.disk.clear()
     script.losses = {script.calls + 1}
-    pending = group.train_step_async(2)
+    pending = submit(group.train_step, 2)
     for call in (pending.result, pending.result, lambda: group.train_step(3), lambda: group.save(7)):
         with pytest.raises(CheckpointError) as caught:
             call()

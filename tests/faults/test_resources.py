@@ -244,7 +244,7 @@ def lone_rank(cluster: None, make_config: Any) -> Iterator[Any]:
 def failure(actor: Any, how: str) -> Exception:
     with pytest.raises(Exception) as caught:
         CallFuture(
-            [actor.call.remote(RankRequest("train_step", (how,)))],
+            [actor.call.remote(RankRequest("train_step", {"how": how}))],
             name="train_step",
             timeout_s=PATIENCE_S,
             first_only=True,

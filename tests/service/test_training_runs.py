@@ -10,7 +10,7 @@ import pytest
 
 from actors.service.results import Answer, Results, failure, told
 from actors.service.training_runs import TrainingRun
-from actors.workers.group_calls import AdapterCalls
+from actors.workers.group_calls import AdapterHandle
 from slimefsdp.errors import BatchError, ResourceError, StateError
 from tests.support.refusals import refused
 from tests.support.waiting import wait_until
@@ -32,7 +32,7 @@ class Calls:
 
 @pytest.fixture
 def run() -> Any:
-    made = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6, 10, 10**6))
+    made = TrainingRun("s:train:0", "s", "", 4, cast(AdapterHandle, Calls()), Results(60.0, 10**6, 10, 10**6))
     yield made
     made.close()
 
@@ -45,7 +45,7 @@ def test_requests_wait_for_those_before_them_and_are_done_once_however_often_the
     done: list[int] = []
 
     def request(number: int) -> Any:
-        def do(calls: AdapterCalls) -> Answer:
+        def do(calls: AdapterHandle) -> Answer:
             done.append(number)
             return {"number": number}
 
@@ -73,10 +73,10 @@ def test_a_number_that_was_another_requests_is_refused(run: TrainingRun, kind: A
 
 
 def test_after_a_failed_gradient_the_next_update_alone_is_refused(run: TrainingRun) -> None:
-    def fails(calls: AdapterCalls) -> Answer:
+    def fails(calls: AdapterHandle) -> Answer:
         raise BatchError("a token of none", field="data[3]")
 
-    def works(calls: AdapterCalls) -> Answer:
+    def works(calls: AdapterHandle) -> Answer:
         return {"is": "done"}
 
     sent = [
@@ -94,12 +94,12 @@ def test_after_a_failed_gradient_the_next_update_alone_is_refused(run: TrainingR
 
 
 def test_a_defect_fails_its_request_alone_and_what_waits_when_the_run_ends_is_told(run: TrainingRun) -> None:
-    def breaks(calls: AdapterCalls) -> Answer:
+    def breaks(calls: AdapterHandle) -> Answer:
         raise KeyError("of ours")
 
     begun, may_end = threading.Event(), threading.Event()
 
-    def slow(calls: AdapterCalls) -> Answer:
+    def slow(calls: AdapterHandle) -> Answer:
         begun.set()
         may_end.wait(30)
         return {"is": "done"}
@@ -172,9 +172,9 @@ def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_a
 
 
 def test_the_next_request_of_a_run_that_does_nothing_is_taken_though_those_behind_it_fill_the_room() -> None:
-    run = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6, 3, 200))
+    run = TrainingRun("s:train:0", "s", "", 4, cast(AdapterHandle, Calls()), Results(60.0, 10**6, 3, 200))
 
-    def works(calls: AdapterCalls) -> Answer:
+    def works(calls: AdapterHandle) -> Answer:
         return {"is": "done"}
 
     early = [run.submit(number, "forward", works, 50) for number in (3, 4)]

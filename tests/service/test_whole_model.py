@@ -62,9 +62,11 @@ class Group(GroupCalls):
         self._planner = BatchPlanner(config, self.role, folder.vocab_size, folder.max_sample_tokens, cost)
 
     def _start(self, request: RankRequest) -> Answered:
-        batch = () if request.check is None else (request.check(self._planner)(),)
+        planning = request.call.planning(self._planner, request.arguments)
+        if planning is not None:
+            request = request.having(batch=planning())
         with KeepFloat64():  # in whichever thread
-            return Answered(getattr(self._trainer, request.name)(*batch, *request.args))
+            return Answered(getattr(self._trainer, request.name)(**request.arguments))
 
 
 class Client:

@@ -20,7 +20,7 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
-from actors import WorkerGroup, launch_named
+from actors import WorkerGroup, launch_named, submit
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import StateError
 from tests.support.node_loss import batch_of
@@ -51,7 +51,7 @@ def launcher(address: str, folder: Path) -> None:
     group = launch_named(config_of(address, folder), NAME)
     print(group.train_step(batch_of(0))["grad_norm"].hex(), flush=True)
     group.save(1)
-    group.train_step_async(batch_of(1))
+    submit(group.train_step, batch_of(1))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -20,7 +20,7 @@ from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateE
 from slimefsdp.models.build import build_for_sampling
 from slimefsdp.models.lora import set_scale
 from slimefsdp.results import AdapterInfo
-from slimefsdp.rpc import DEFAULT_ADAPTER, UpdateSettings
+from slimefsdp.rpc import CALLS, DEFAULT_ADAPTER, UpdateSettings
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
 from slimefsdp.training.build import compute_dtype, lora_of
@@ -343,7 +343,7 @@ def sent_alone(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[s
 
 
 def planned(trainer: Trainer, batch: RolloutBatch) -> Any:
-    return trainer._prepared(batch, "log_probs", lambda planner, given: planner.for_forward(given))
+    return trainer._prepared(CALLS["compute_log_probs"], {"batch": batch, "model": "actor"})
 
 
 @pytest.mark.parametrize(("dp", "dtype"), [(1, "float32"), (2, "bfloat16")])

@@ -23,7 +23,6 @@ from tests.support.float64 import KeepFloat64
 from tests.support.plain_critic import PlainCritic, critic_batch, critic_settings, plain_targets
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
-from tests.support.rpcs import RPCS
 from tests.support.tiny_models import TinyFolder, save_tiny_model
 
 CPU = torch.device("cpu")
@@ -171,7 +170,6 @@ def test_calls_that_make_no_sense_on_a_role_are_refused(tiny_folder: TinyFolder,
         "actor's values": (BatchError, "values", True),
         "gae_lambda": (ConfigError, "gae_lambda", True),
     }
-    assert "compute_values" in RPCS
 
 
 def save_and_export(rank: int, config: RunConfig, batch: RolloutBatch, folder: Path) -> Any:

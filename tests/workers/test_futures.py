@@ -79,7 +79,7 @@ def test_one_deadline_holds_for_all_and_the_late_rank_is_named(rank_pair: list[A
 
 def test_a_timeout_that_began_earlier_ends_earlier(rank_pair: list[Any]) -> None:
     with refused(WorkerHung, "cluster.call_timeout_s", "act", 7200):
-        call(rank_pair, {}, {"seconds": HOUR}, timeout_s=2 * HOUR, began=time.monotonic() - 2 * HOUR + 0.5).result()
+        call(rank_pair, {}, {"seconds": HOUR}, timeout_s=2 * HOUR, since=time.monotonic() - 2 * HOUR + 0.5).result()
 
 
 def test_a_failure_does_not_wait_for_ranks_that_hang(rank_pair: list[Any]) -> None:

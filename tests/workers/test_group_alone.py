@@ -16,6 +16,7 @@ from actors.cluster import ray_errors
 from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers import futures, worker_group
+from actors.workers.group_calls import submit
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, StateError
@@ -53,7 +54,7 @@ BAD_CALLS: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError],
         "temperature",
     ),
     "no rewards, for a future": (
-        lambda group, batch: group.train_step_async(batch.replace(rewards=None)),
+        lambda group, batch: submit(group.train_step, batch.replace(rewards=None)),
         BatchError,
         "rewards",
     ),
@@ -97,9 +98,8 @@ class Rank:
     """Stands for a rank's process: answers at once, and writes down what it was given."""
 
     def __init__(self, events: list[Any]) -> None:
-        self.call = SimpleNamespace(remote=lambda request, role: self.took(events, request))
-        self.update_weights = SimpleNamespace(
-            remote=lambda receivers, drop, timeout_s, role, adapter: self.took(events, receivers)
+        self.call = SimpleNamespace(
+            remote=lambda request, role: self.took(events, request.arguments.get("receivers", request))
         )
 
     @staticmethod
@@ -140,31 +140,31 @@ def may_plan(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_an_async_twin_returns_before_its_batch_is_planned_and_calls_keep_their_order_and_their_arguments(
+def test_submit_returns_before_its_batch_is_planned_and_calls_keep_their_order_and_their_arguments(
     launched: Any, may_plan: threading.Event, batch: RolloutBatch
 ) -> None:
     group, given = launched()
     tokens, loop_state, tags = batch.tokens.copy(), {"cursor": [1]}, ["reference"]
     calls = [
-        group.train_step_async(batch.replace(tokens=tokens)),
-        group.save_async(3, loop_state),
-        group.sleep_async(tags),
-        group.memory_async(),
+        submit(group.train_step, batch.replace(tokens=tokens)),
+        submit(group.save, 3, loop_state),
+        submit(group.sleep, tags),
+        submit(group.memory),
     ]
     tokens[:] = 0
     loop_state["cursor"].append(2)
     tags.append("optimizer")
     with pytest.raises(BatchError):  # where it is called, though others wait
-        group.train_step_async(batch.replace(rewards=None))
+        submit(group.train_step, batch.replace(rewards=None))
     assert given == []
     may_plan.set()
     for call in calls:
         call.result()
     assert [request.name for request in given] == ["train_step", "save", "sleep", "memory"]
-    work, save, sleep = (request.args for request in given[:3])
-    assert save == (3, {"cursor": [1]}) and sleep == (("reference",),)
-    assert work[0].batch.same_as(batch)
-    assert work[0].plan.digest() == plan_training(group.config, batch, group._planner.cost).digest()
+    train_step, save, sleep = (request.arguments for request in given[:3])
+    assert (save["step"], save["loop_state"]) == (3, {"cursor": [1]}) and sleep == {"tags": ["reference"]}
+    assert train_step["batch"].batch.same_as(batch)
+    assert train_step["batch"].plan.digest() == plan_training(group.config, batch, group._planner.cost).digest()
 
 
 class Reference:
@@ -177,7 +177,7 @@ class Reference:
     def _call(self, request: Any, role: str) -> LogProbs:
         self.given.append(role)
         assert self.may_answer.wait(PATIENCE_S)
-        tokens = request.args[0].batch.num_response_tokens
+        tokens = request.arguments["batch"].batch.num_response_tokens
         return LogProbs(*np.full((2, tokens), -1.0, dtype=np.float32))
 
 
@@ -196,18 +196,18 @@ def with_reference(launched: Any) -> Callable[[threading.Event], tuple[Any, list
     return launch
 
 
-def test_an_async_twin_returns_before_a_reference_group_answers_which_is_asked_after_what_was_called_before(
+def test_submit_returns_before_a_reference_group_answers_which_is_asked_after_what_was_called_before(
     with_reference: Any, batch: RolloutBatch
 ) -> None:
     may_answer = threading.Event()
     group, given = with_reference(may_answer)
-    calls = [group.update_ref_async(), group.train_step_async(batch), group.memory_async()]
+    calls = [submit(group.update_ref), submit(group.train_step, batch), submit(group.memory)]
     calls[0].result()
     may_answer.set()
     calls[-1].result()
     assert given[:2] == [group.reference_group.receivers, "ref"]
     assert [request.name for request in given[2:]] == ["train_step", "memory"]
-    assert (given[2].args[0].batch.ref_log_probs == -1.0).all()
+    assert (given[2].arguments["batch"].batch.ref_log_probs == -1.0).all()
 
 
 def test_a_reference_group_gets_calls_in_the_order_in_which_they_and_those_of_its_actor_were_made(
@@ -217,10 +217,10 @@ def test_a_reference_group_gets_calls_in_the_order_in_which_they_and_those_of_it
     may_answer.set()
     group, given = with_reference(may_answer)
     calls = [
-        group.train_step_async(batch),  # is being planned when the others are called
-        group.update_ref_async(),
-        group.reference_group.compute_log_probs_async(batch, "ref"),
-        group.update_ref_async(),
+        submit(group.train_step, batch),  # is being planned when the others are called
+        submit(group.update_ref),
+        submit(group.reference_group.compute_log_probs, batch, "ref"),
+        submit(group.update_ref),
     ]
     may_plan.set()
     for call in calls:
@@ -239,7 +239,7 @@ def test_a_call_that_cannot_be_begun_says_so_when_it_is_waited_for_and_those_beh
         raise ResourceError("the object store is full", field=field, hint="make room")
 
     monkeypatch.setattr(worker_group, "store", store)
-    first, second = group.train_step_async(batch), group.memory_async()
+    first, second = submit(group.train_step, batch), submit(group.memory)
     second.result()
     for _ in range(2):
         with pytest.raises(ResourceError):
@@ -252,7 +252,7 @@ def test_calls_that_are_queued_when_a_group_ends_are_refused(
 ) -> None:
     monkeypatch.setattr(worker_group, "end_processes", lambda workers: None)
     group, given = launched()
-    queued = group.train_step_async(batch)
+    queued = submit(group.train_step, batch)
     group._watchdog = SimpleNamespace(kill_stopped=lambda: None)
     group.end()
     may_plan.set()
@@ -284,19 +284,6 @@ def test_a_dispatcher_begins_calls_in_the_order_in_which_threads_made_them_and_r
         dispatcher.drain(0.01)
     may_go.set()
     dispatcher.drain(PATIENCE_S)
-
-
-def test_a_handle_says_what_it_is_on_a_short_line(make_config: Any, group: Any, small_batch: RolloutBatch) -> None:
-    model = str(group.config.model.path)
-    for shown, words in (
-        (group, ("actor", f"{group.config.ranks} rank", model)),
-        (group.adapter("mine"), ("mine", model)),
-        (EnginePool(make_config()), ("embedded", model)),
-        (small_batch, (f"{small_batch.num_samples} samples", f"{small_batch.num_tokens} tokens", "rewards")),
-    ):
-        text = repr(shown)
-        assert [word for word in words if word not in text] == [] and "\n" not in text, text
-        assert len(text) - len(model) < 300
 
 
 def test_a_block_ends_what_was_launched_whatever_is_raised_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def worker_that(works: Callable[[], Any], config: Any) -> TrainWorker:
 
 
 def memory_of(worker: TrainWorker) -> Any:
-    return worker.call(RankRequest("memory", of_all_ranks=True))
+    return worker.call(RankRequest("memory"))
 
 
 def answer_during(abort: Aborts, worker: TrainWorker) -> Future[Any]:

@@ -19,7 +19,7 @@ import ray
 from actors.engines.pool import EnginePool
 from actors.workers import watchdog, worker_group
 from actors.workers.futures import CallFuture
-from actors.workers.group_calls import RankRequest
+from actors.workers.group_calls import RankRequest, submit
 from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import COST, Limits, Pulse, Waiting, Watchdog, Watched, write_stacks
 from slimefsdp import heartbeat
@@ -488,7 +488,7 @@ def well(group: Any) -> None:
 @pytest.fixture
 def measured_group(faulty_group: Any, small_batch: RolloutBatch) -> Any:
     """With both ranks well, and each activity of a step known to be quick."""
-    step = faulty_group.train_step_async(small_batch)
+    step = submit(faulty_group.train_step, small_batch)
     while True:
         try:
             step.result()
@@ -551,7 +551,7 @@ def test_the_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_i
 ) -> None:
     began, released = tmp_path / "began", tmp_path / "released"
     ray.get(measured_group.receivers[rank].inject.remote(make_fault(began, released)), timeout=PATIENCE_S)
-    future = measured_group.train_step_async(small_batch)
+    future = submit(measured_group.train_step, small_batch)
     error, now = hang_of(future)
     with pytest.raises(WorkerHung) as next_call:
         measured_group.memory()
@@ -573,7 +573,7 @@ def test_the_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_i
 def test_a_rank_in_a_collective_that_no_other_joins_is_named_with_the_collective(
     measured_group: Any, small_batch: RolloutBatch
 ) -> None:
-    request = RankRequest("train_step", check=lambda planner: planner.for_training(small_batch))
+    request = RankRequest("train_step", {"batch": small_batch})
     request = measured_group.prepared(request, measured_group.check(request))
     first, second = measured_group.receivers
     guard = Watchdog([first, second], Limits.of(measured_group.config))

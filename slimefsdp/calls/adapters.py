@@ -1,0 +1,73 @@
+"""Calls that make, delete and list the adapters on one base model."""
+
+from __future__ import annotations
+
+from slimefsdp.calls.base import Calls
+from slimefsdp.errors import ConfigError
+from slimefsdp.results import AdapterInfo
+from slimefsdp.rpc import call, check_adapter_name, check_new_adapter
+
+
+class AdapterCalls(Calls):
+    """The adapters of an actor with `lora.rank`."""
+
+    @call("actor", changes_state=True, adapter="by_name", check=check_new_adapter)
+    def create_adapter(
+        self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
+    ) -> None:
+        """Makes another adapter on the same base, with new weights, and puts it into the model.
+
+        Args:
+            rank: at most lora.rank, which is the default.
+            alpha: default: lora.alpha.
+            seed: that A is drawn from; default: run.seed.
+
+        Raises:
+            ConfigError: the run has no adapters, or a value is not in its range. StateError: the name is taken.
+            ResourceError: there is no memory for the adapter that was in the model.
+        """
+        adapters, config = self._require_adapters("create_adapter"), self._state.config
+        assert config.lora.rank is not None
+        if rank is not None and rank > config.lora.rank:
+            problem = f"rank={rank} of an adapter is more than lora.rank={config.lora.rank}, for which there is room"
+            raise ConfigError(
+                problem, field="rank", hint="choose a smaller one, or start the run with a larger lora.rank"
+            )
+        optim = config.optim
+        if rank not in (None, config.lora.rank) and (optim.name, optim.adjust_lr_fn) == ("muon", "original"):
+            raise ConfigError(
+                f"rank={rank} of an adapter, and optim.adjust_lr_fn=original has the rate of B depend on "
+                f"lora.rank={config.lora.rank}, for which there is room",
+                field="rank",
+                hint="leave it out, or start the run with optim.adjust_lr_fn=match_rms_adamw",
+            )
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.create(
+                name,
+                rank or config.lora.rank,
+                alpha or config.lora.alpha,
+                config.run.seed if seed is None else seed,
+            )
+
+    @call("actor", changes_state=True, adapter="by_name", check=check_adapter_name)
+    def delete_adapter(self, name: str) -> None:
+        """Deletes an adapter; what it saved stays on the disk.
+
+        Raises:
+            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters, or
+                nothing can have this name.
+        """
+        adapters = self._require_adapters("delete_adapter")
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.delete(name)
+
+    @call("actor", adapter="any")
+    def adapters(self) -> list[AdapterInfo]:
+        """Lists all adapters in the order in which they were made.
+
+        Raises:
+            ConfigError: the run has none.
+        """
+        return self._require_adapters("adapters").listed()

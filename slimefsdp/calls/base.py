@@ -1,0 +1,43 @@
+"""What the classes with calls have in common: where a body runs is the subclass's affair."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import ConfigError
+from slimefsdp.rpc import Arguments, Call
+from slimefsdp.training.prepare import PreparedBatch
+
+if TYPE_CHECKING:
+    from slimefsdp.training.adapters import Adapters
+    from slimefsdp.training.step import RankState
+
+
+class Calls:
+    """Base of the classes whose methods are calls.
+
+    `Trainer` runs the bodies, which use the attributes named here. A driver's handle has none of these: its `_make`
+    sends a call to the ranks.
+    """
+
+    _state: RankState
+    _adapters: Adapters | None  # None: the run has no adapters
+    _frozen_source: str  # changes when weights that are not trained may have changed
+
+    def _make(self, call: Call, arguments: Arguments) -> Any:
+        raise NotImplementedError
+
+    def _require_adapters(self, name: str) -> Adapters:
+        """
+        Raises:
+            ConfigError: the run has no adapters.
+        """
+        if self._adapters is None:
+            raise ConfigError(f"{name}() on a run without adapters", field="lora.rank", hint="set lora.rank")
+        return self._adapters
+
+
+def planned(batch: RolloutBatch) -> PreparedBatch:
+    """Returns the batch of a call as its body gets it: `_make` has checked and planned it."""
+    return cast(PreparedBatch, batch)
