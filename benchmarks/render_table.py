@@ -1,4 +1,4 @@
-"""The table of a record of `slimefsdp bench`, written between the markers of a Markdown file.
+"""The table of a record of benchmarks/train_step.py, written between the markers of a Markdown file.
 
 python benchmarks/render_table.py benchmarks/results/train_step.json README.md
 python benchmarks/render_table.py benchmarks/results/train_step.json README.md --check

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import errno
 import pickle
@@ -10,6 +9,7 @@ import threading
 
 import pytest
 import ray.cloudpickle
+import typer
 
 from actors.cli import main as cli
 from slimefsdp import errors
@@ -56,7 +56,7 @@ def test_a_copy_in_another_process_keeps_type_attributes_and_text(cls):
 def test_what_a_terminal_would_obey_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "it said \x1b]0;title\x07\x00\x9b2J\r\u202e and\tgoes on\nbelow"
     error = SlimeError(hostile, hint=f"see {hostile}")
-    assert cli._report(error) == SlimeError.exit_code
+    assert cli.report(error) == SlimeError.exit_code
     for text in (str(error), capsys.readouterr().err):
         assert "\\x1b" in text and not set("\x1b\x07\x00\x9b\r\u202e") & set(text)
     assert "\tgoes on\nbelow" in error.message
@@ -104,17 +104,24 @@ def test_exit_codes_and_codes_are_distinct_and_usable():
     assert all(0 < cls.exit_code < 126 for cls in PUBLIC)
 
 
-@pytest.mark.parametrize("cls", PUBLIC)
-def test_the_command_line_prints_a_few_lines_and_ends_with_the_types_status(cls, monkeypatch, capsys):
-    def run(options: argparse.Namespace) -> int:
-        text = "the cause\n" + "  at some place, \n" * 300
-        error = cls(text, field="mesh.dp", hint="use 4", rank=2, call="load")
-        error.others = ("rank 0: the same",)
-        error.add_note("Traceback (most recent call last): of the rank")
+def ending_with(error: Exception) -> int:
+    """The exit status of a program of one command, which ends with an error."""
+    program = typer.Typer()
+
+    @program.command()
+    def fail() -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_parsed", lambda _: argparse.Namespace(run=run, debug=False))
-    assert cli.main([]) == cls.exit_code
+    return cli.run_typer(program, "program", ["--"])
+
+
+@pytest.mark.parametrize("cls", PUBLIC)
+def test_the_command_line_prints_a_few_lines_and_ends_with_the_types_status(cls, capsys):
+    text = "the cause\n" + "  at some place, \n" * 300
+    error = cls(text, field="mesh.dp", hint="use 4", rank=2, call="load")
+    error.others = ("rank 0: the same",)
+    error.add_note("Traceback (most recent call last): of the rank")
+    assert ending_with(error) == cls.exit_code
     printed = capsys.readouterr().err
     first, where, field, hint, other = printed.splitlines()
     assert first.startswith(f"error [{cls.code}]: the cause") and len(first) < 1500 and "--debug" in first
@@ -181,10 +188,6 @@ def test_an_error_that_pickling_keeps_stays_itself(error):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_full_disk_that_nobody_has_put_into_words_is_a_resource_error_all_the_same(number, monkeypatch, capsys):
-    def run(options: argparse.Namespace) -> int:
-        raise OSError(number, "no room", "curves.png")
-
-    monkeypatch.setattr(cli, "_parsed", lambda _: argparse.Namespace(run=run, debug=False))
-    assert cli.main([]) == errors.ResourceError.exit_code
+def test_a_full_disk_that_nobody_has_put_into_words_is_a_resource_error_all_the_same(number, capsys):
+    assert ending_with(OSError(number, "no room", "curves.png")) == errors.ResourceError.exit_code
     assert "curves.png: no room" in capsys.readouterr().err

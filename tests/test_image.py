@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from actors.cli.main import _commands
+from actors.cli.main import app
 from scripts.try_image import PipLine, chain, pip_lines, steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +97,7 @@ def test_every_service_runs_what_is_in_the_image(name: str, service: dict[str, A
     assert filled["user"] in [step.rest for step in chain(filled["build"]["target"]) if step.word == "USER"]
     program, *arguments = filled["entrypoint"] + filled["command"]
     if program == "slimefsdp":
-        assert arguments[0] in _commands() and (ROOT / arguments[1]).is_file()
+        assert arguments[0] in typer.main.get_command(app).commands and (ROOT / arguments[1]).is_file()
     else:
         assert (program, arguments[1]) == ("bash", name) and (ROOT / arguments[0]).is_file()
     homes = {volume.partition(":")[2].rpartition("/")[0] for volume in filled["volumes"]}

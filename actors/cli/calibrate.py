@@ -1,4 +1,4 @@
-"""`slimefsdp calibrate`: the rates of this machine, for `slimefsdp plan --calibration` and `batch.cost_model`.
+"""`slimefsdp plan --calibrate FILE`: measures this machine's rates, for `plan --calibration` and `batch.cost_model`.
 
 Starts its ranks as processes of its own, without Ray.
 """
@@ -16,27 +16,9 @@ from actors.cluster.connect import check_cores
 from slimefsdp.batching.hardware import read_calibration, write_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.user_files import can_keep_files, path_argument
+from slimefsdp.io.user_files import can_keep_files
 
 _TIMEOUT_S = 600.0
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument(
-        "--out", type=path_argument, default="calibration.json", metavar="FILE", help="where to write them"
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes that send to each other (default: 1)"
-    )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of products; default: bfloat16 on CUDA, float32 on a CPU")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one"
-    )
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="of the sizes measured with; below 1: quicker, rougher"
-    )
 
 
 def calibrate_command(options: argparse.Namespace) -> int:
@@ -56,10 +38,12 @@ def calibrate_command(options: argparse.Namespace) -> int:
         hint="give fewer ranks",
     )
     if not 0.01 <= options.scale <= 4:
-        raise ConfigError(f"--scale={options.scale:g} is not in [0.01, 4]", field="--scale", hint="leave it out")
+        raise ConfigError(
+            f"--calibrate-scale={options.scale:g} is not in [0.01, 4]", field="--calibrate-scale", hint="leave it out"
+        )
     _check_out(options.out)
     dtype = measure(options.out, options.ranks, device=options.device, dtype=options.dtype, scale=options.scale)
-    rates = read_calibration(options.out, field="--out")
+    rates = read_calibration(options.out, field="--calibrate")
     print(
         f"{rates.source}\n"
         f"  products   {rates.matrix_tflops:,.3g} TFLOP/s in {dtype}\n"
@@ -76,14 +60,16 @@ def _check_out(out: Path) -> None:
     """What would only show after minutes of measuring."""
     if not out.absolute().parent.is_dir():
         raise ConfigError(
-            f"--out={out} is in no folder that exists", field="--out", hint="make the folder, or name another"
+            f"--calibrate={out} is in no folder that exists",
+            field="--calibrate",
+            hint="make the folder, or name another",
         )
     if out.is_dir():
-        raise ConfigError(f"--out={out} is a folder", field="--out", hint="name a file in it")
+        raise ConfigError(f"--calibrate={out} is a folder", field="--calibrate", hint="name a file in it")
     if (out.exists() and not out.is_file()) or not can_keep_files(out):
-        raise ConfigError(f"--out={out} is no plain file", field="--out", hint="name another file")
+        raise ConfigError(f"--calibrate={out} is no plain file", field="--calibrate", hint="name another file")
     if not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
-        raise ConfigError(f"--out={out} cannot be written", field="--out", hint="name another file")
+        raise ConfigError(f"--calibrate={out} cannot be written", field="--calibrate", hint="name another file")
 
 
 def measure(out: Path, ranks: int, *, device: str = "auto", dtype: str | None = None, scale: float = 1.0) -> str:
@@ -102,7 +88,7 @@ def measure(out: Path, ranks: int, *, device: str = "auto", dtype: str | None = 
         raise ConfigError(
             f"--ranks={ranks}, and torch sees {torch.cuda.device_count()} CUDA devices",
             field="--ranks",
-            hint="give fewer, or --device cpu",
+            hint="give fewer, or --calibrate-device cpu",
         )
     chosen = dtype or ("bfloat16" if place == "cuda" else "float32")
     found: Any = mp.get_context("spawn").SimpleQueue()

@@ -5,11 +5,11 @@ With settings, they are validated and the functions they name are imported; noth
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from actors.cli.environment import Environment, Package, look_around
@@ -31,7 +31,6 @@ from slimefsdp.config import RunConfig, load_config
 from slimefsdp.config.callables import load_function
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.errors import ConfigError, ResourceError, byte_text
-from slimefsdp.io.user_files import path_argument
 
 _Choices = dict[str, dict[str, str]]  # setting -> what it may be -> a line about it
 
@@ -51,14 +50,7 @@ REGISTRY: _Choices = {
 _TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.reward")  # as module:function
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("config", type=path_argument, nargs="?", help="YAML settings, to be validated")
-    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. loss.policy=gspo")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def check_command(options: argparse.Namespace) -> int:
+def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
     """Prints what was found, with settings a verdict in the end.
 
     Settings with data.train are those of `slimefsdp train`, and it must take them as they are; others are those of a
@@ -68,7 +60,7 @@ def check_command(options: argparse.Namespace) -> int:
         SlimeError: as `check_before_launch`. ResourceError: more processes than this machine takes, or, once all is
             printed, something without which nothing runs.
     """
-    config = None if options.config is None else load_config(options.config, options.overrides)
+    config = None if path is None else load_config(path, overrides)
     chosen: _Choices = {}
     refusal: str | None = None
     sets: list[RecordSet] = []
@@ -88,7 +80,7 @@ def check_command(options: argparse.Namespace) -> int:
             check_installed(config, absent)
             check_machine(config)
     found = look_around()
-    if options.json:
+    if as_json:
         packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
         record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
         if config is not None:
@@ -101,7 +93,7 @@ def check_command(options: argparse.Namespace) -> int:
         raise ResourceError(
             "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
         )
-    if config is not None and not options.json:
+    if config is not None and not as_json:
         print("\n".join(["", *(f"not here  {one}" for one in absent)]))
         lacks_data = any(one.field.startswith("data.") for one in absent)
         rewards_by = config.rollout.reward or config.rollout.environment

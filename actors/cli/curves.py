@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from slimefsdp.config import load_config
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.checksummed_files import io_reported
-from slimefsdp.io.user_files import path_argument
 from slimefsdp.monitoring.metrics_log import read_metrics
 
 _SETTINGS = "settings.yaml"
 
 
-def add_curves_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("run_dir", type=path_argument, metavar="RUN_DIR", help="run.dir of a run, at work or ended")
-
-
-def curves_command(options: argparse.Namespace) -> int:
+def curves_command(run_dir: Path) -> int:
     """Draws curves.png into the run's folder, in the place of one that is there, and prints its path.
 
     Raises:
         ConfigError: the folder is none of a run, or no step of it has ended.
         CheckpointError: metrics.jsonl is damaged, or the folder cannot be written.
     """
-    run_dir: Path = options.run_dir
     rows = read_metrics(run_dir)
     if not rows:
         problem = f"{run_dir} has no metrics: no step is finished there yet, or it is no run.dir"

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.cli.preflight import check_functions, check_installed, check_models, check_servers
+from actors.cli.ray_session import ray_session
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment_trial import try_environment, try_reward
 from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
-from actors.startup import stage
+from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.loader import apply_override, read_settings
 from slimefsdp.config.rollout import heldout_field
@@ -25,8 +26,8 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.io.atomic_dir import require_free_folder
 from slimefsdp.io.checksummed_files import io_reported, write_synced
 from slimefsdp.io.file_lock import FolderLock
-from slimefsdp.io.user_files import path_argument
 from slimefsdp.models.hf_folder import check_tokenizer
+from slimefsdp.replay import json_text
 
 if TYPE_CHECKING:
     from actors.rollout.collect import Metrics
@@ -48,46 +49,44 @@ _SECTIONS = (
 )
 
 
-def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument(
-        "model", type=_model_argument, help="Hugging Face folder, such as a run's export, or the id of one on the hub"
-    )
-    parser.add_argument(
-        "overrides", nargs="*",
-        help="dotted settings: data.heldout=FILE, or data.heldout.NAME=FILE for each of several sets, and "
-        "rollout.reward=module:function (or rollout.environment) are needed, here or in the YAML",
-    )  # fmt: skip
-    parser.add_argument(
-        "--config", type=path_argument, metavar="YAML", help="settings of a run, to evaluate as that run does"
-    )
-    parser.add_argument(
-        "--output", type=path_argument, metavar="DIR", help=f"new folder for {METRICS} and the responses"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+def eval_command(
+    model: str, overrides: Sequence[str], run_settings: Path | None, output: Path | None, *, as_json: bool
+) -> int:
+    """Evaluates a model and prints its metrics.
+
+    Args:
+        run_settings: YAML file of a run, to evaluate as that run does.
+        output: new folder for the metrics and the responses.
+
+    Raises:
+        SlimeError: what is wrong with the settings or the machine, before anything starts; or how it failed.
+    """
+    config = settings_of(model, overrides, run_settings, output)
+    with reporting():
+        config, prompts = check_before_evaluation(config)
+        with ray_session(config):
+            metrics = evaluated(config, prompts)
+    if output is not None:
+        keep_metrics(metrics, output)
+    print(json_text(metrics) if as_json else "\n".join(evaluation_lines(config, prompts, metrics)))
+    return 0
 
 
-def _model_argument(text: str) -> str:
-    """As it is written, which tells an id of the hub from a path."""
-    path_argument(text)
-    return text
-
-
-def settings_of(options: argparse.Namespace) -> RunConfig:
-    """The settings of an evaluation.
+def settings_of(model: str, overrides: Sequence[str], run_settings: Path | None, output: Path | None) -> RunConfig:
+    """Returns the settings of an evaluation; the arguments are those of `eval_command`.
 
     Raises:
         ConfigError: as `slimefsdp.load_config`; data.heldout or what rewards is not set, or an override says nothing
             about an evaluation.
     """
-    given = {} if options.config is None else read_settings(options.config)
+    given = {} if run_settings is None else read_settings(run_settings)
     if unknown := sorted(given.keys() - RunConfig.model_fields.keys()):
-        raise ConfigError(f"{unknown[0]} is not a setting", field=unknown[0], hint=f"correct it in {options.config}")
+        raise ConfigError(f"{unknown[0]} is not a setting", field=unknown[0], hint=f"correct it in {run_settings}")
     tree = {name: given[name] for name in _SECTIONS if name in given}
     for section, name in (("run", "seed"), ("model", "read")):
         if isinstance(given.get(section), dict) and name in given[section]:
             tree[section] = {name: given[section][name]}
-    for override in options.overrides:
+    for override in overrides:
         name = override.partition("=")[0].strip()
         is_taken = name.partition(".")[0] in _SECTIONS or name in ("run.seed", "model.read")
         if not is_taken or name == "evaluation.interval_steps":
@@ -97,10 +96,10 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
     config = config_from_dict(
         {
             **tree,
-            "model": {**(tree.get("model") or {}), "path": options.model},
+            "model": {**(tree.get("model") or {}), "path": model},
             "optim": {"total_updates": 1},
             "evaluation": _with_pass_at(tree.get("evaluation")),
-            "run": {**(tree.get("run") or {}), "dir": None if options.output is None else str(options.output)},
+            "run": {**(tree.get("run") or {}), "dir": None if output is None else str(output)},
         }
     )
     for field in ("data.heldout", config.rewards_by):

@@ -1,8 +1,7 @@
-"""`slimefsdp status` and `slimefsdp stop`: the named groups of a Ray cluster."""
+"""`slimefsdp groups list` and `slimefsdp groups stop`: the named groups of a Ray cluster."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -17,57 +16,41 @@ if TYPE_CHECKING:
     from actors.workers.named_group import GroupStatus
 
 
-def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `status`."""
-    parser.add_argument("name", nargs="?", help="of one group; without it, all of them")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    _add_address(parser)
+def list_command(name: str | None, address: str, *, allow_without_token: bool, as_json: bool) -> int:
+    """Prints what named groups there are, how far they are, and who is attached.
 
+    Args:
+        name: of one group; None: all of them.
 
-def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `stop`."""
-    parser.add_argument("name", help="of the group")
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="also while a program writes to it, at once; a save in the background is lost",
-    )
-    _add_address(parser)
-
-
-def _add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--address", default="auto", help="of the Ray cluster, as cluster.address (default: auto)")
-    parser.add_argument("--allow-without-token", action="store_true", help="as cluster.allow_without_token")
-
-
-def status_command(options: argparse.Namespace) -> int:
-    """What named groups there are, how far they are, and who is attached."""
-    if options.name is not None:
-        require_name(options.name, "a group")
-    join(options.address, allow_without_token=options.allow_without_token)
+    Raises:
+        ResourceError: the cluster does not answer. StateError, WorkerDied: the group that is named does not.
+    """
+    if name is not None:
+        require_name(name, "a group")
+    join(address, allow_without_token=allow_without_token)
     try:
         from actors.workers.named_group import ask, host_of, named_groups
 
-        found: list[GroupStatus | SlimeError] = []
-        names = named_groups() if options.name is None else [options.name]
-        for name in names:
+        statuses: dict[str, GroupStatus | SlimeError] = {}
+        for group in named_groups() if name is None else [name]:
             try:
-                found.append(ask(host_of(name), name, "status"))
+                statuses[group] = ask(host_of(group), group, "status")
             except SlimeError as error:
-                if options.name is not None:
+                if name is not None:
                     raise
-                found.append(error)  # the others can be shown
+                statuses[group] = error  # the others can be shown
     finally:
         disconnect()
-    if options.json:
-        shown = {}
-        for name, one in zip(names, found, strict=True):
-            shown[name] = {"error": one.message} if isinstance(one, SlimeError) else asdict(one)
-        print(json.dumps(shown, indent=2))
+    if as_json:
+        record = {
+            group: {"error": status.message} if isinstance(status, SlimeError) else asdict(status)
+            for group, status in statuses.items()
+        }
+        print(json.dumps(record, indent=2))
         return 0
-    for name, one in zip(names, found, strict=True):
-        print("\n".join([f"{name}: {one.message}"] if isinstance(one, SlimeError) else _lines(one)))
-    if not names:
+    for group, status in statuses.items():
+        print("\n".join([f"{group}: {status.message}"] if isinstance(status, SlimeError) else _lines(status)))
+    if not statuses:
         print("no named groups in this cluster")
     return 0
 
@@ -85,21 +68,28 @@ def _lines(status: GroupStatus) -> Iterator[str]:
     yield f"  readers  {', '.join(status.readers) or 'none'}"
 
 
-def stop_command(options: argparse.Namespace) -> int:
-    """Ends a named group and its processes."""
-    require_name(options.name, "a group")
-    join(options.address, allow_without_token=options.allow_without_token)
+def stop_command(name: str, address: str, *, allow_without_token: bool, force: bool) -> int:
+    """Ends a named group and its processes.
+
+    Args:
+        force: end it at once, also while a program writes to it.
+
+    Raises:
+        ResourceError: the cluster does not answer. StateError: there is no such group, or a program writes to it.
+    """
+    require_name(name, "a group")
+    join(address, allow_without_token=allow_without_token)
     try:
         import ray
 
         from actors.workers.named_group import end_host, host_of
 
-        host = host_of(options.name)
-        if options.force:
+        host = host_of(name)
+        if force:
             ray.kill(host)  # its ranks end with it
         else:
-            end_host(host, options.name, None)
+            end_host(host, name, None)
     finally:
         disconnect()
-    print(f"{options.name} has ended")
+    print(f"{name} has ended")
     return 0

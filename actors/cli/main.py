@@ -1,104 +1,75 @@
-"""The command line: `slimefsdp train`, `serve`, `eval`, `replay`, `plan`, `calibrate`, `check` and so on.
+"""The command line `slimefsdp`: nine commands, their arguments, and how an error is printed.
 
-What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
-lines and set the exit status of their class; `--debug` shows the traceback.
+A command's module is imported when the command runs, so that `--help` and shell completion are quick. An error prints
+as a few lines on stderr and sets the exit status of its class; `--debug` shows the traceback instead.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import errno
 import os
-import re
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated
+
+import typer
 
 import slimefsdp
-from actors.cli.bench import add_bench_arguments, bench_command
-from actors.cli.calibrate import add_calibrate_arguments, calibrate_command
-from actors.cli.check import add_check_arguments, check_command
-from actors.cli.convert import add_convert_arguments, convert_command
-from actors.cli.curves import add_curves_arguments, curves_command
-from actors.cli.dry_run import start_lines
-from actors.cli.evaluate import (
-    add_eval_arguments,
-    check_before_evaluation,
-    evaluated,
-    evaluation_lines,
-    keep_metrics,
-    settings_of,
+from actors.cli.arguments import (
+    Address,
+    AllowWithoutToken,
+    AsJson,
+    Config,
+    Overrides,
+    WrongValue,
+    one_of,
+    path,
+    path_as_written,
 )
-from actors.cli.groups import add_status_arguments, add_stop_arguments, status_command, stop_command
-from actors.cli.plan import add_plan_arguments, plan_command
-from actors.cli.preflight import check_before_launch, check_installed, check_models, cluster_line
-from actors.cli.serve import add_serve_arguments, checked_to_serve
-from actors.cli.torchrun import is_rank_of_torchrun, train_as_rank
-from actors.cluster.connect import check_gpus, check_machine, connect, disconnect, start_progress
-from actors.cluster.ray_log import RAY_LOG
-from actors.model_folders import with_model_folders
-from actors.signals import Interrupts
-from actors.startup import reporting, stage
-from slimefsdp.config import RunConfig, load_config
-from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, printable
-from slimefsdp.io.atomic_dir import require_free_folder
-from slimefsdp.io.user_files import path_argument
-from slimefsdp.replay import add_arguments as add_replay_arguments
-from slimefsdp.replay import json_text
+from slimefsdp.batching.hardware import DEVICES
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST = 1000  # characters of what is printed of a text
-# what it is for; what gives its parser arguments, and may return further parsers; what runs it
-_Command = tuple[
-    str,
-    Callable[[argparse.ArgumentParser], Sequence[argparse.ArgumentParser] | None],
-    Callable[[argparse.Namespace], int],
-]
+_LONGEST = 1000  # characters that are printed of one text
+# the base of all errors of the parser, which typer has no public name for
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are typed errors like all others, and options are written out."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
-
-    def error(self, message: str) -> NoReturn:
-        field, problem, near, way_out = None, message, "", ""
-        if about := re.match(r"argument ([^:]+): (.*)", message, re.DOTALL):
-            field = about[1].split("/")[-1]
-            said, _, way_out = about[2].partition("\n")
-            problem = f"{field}: {said}"
-        elif missing := re.match(r"the following arguments are required: (.*)", message):
-            field = missing[1].split(", ")[0]
-            problem = f"{field} is missing"
-        if invalid := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            close = difflib.get_close_matches(invalid[1], re.findall(r"[\w-]+", invalid[2]), n=1, cutoff=0.7)
-            near = f"did you mean {close[0]}? " if close else ""
-        raise ConfigError(problem, field=field, hint=way_out or f"{near}`{self.prog} --help` says what it takes")
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        print(f"slimefsdp {slimefsdp.__version__}")
-        parser.exit()
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, subcommand_metavar="COMMAND")
+groups = typer.Typer(help="List or stop the named groups of a Ray cluster.")
+convert = typer.Typer(
+    help="Convert models between Hugging Face, torch.distributed.checkpoint and checkpoint folders, offline.",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    shows_tracebacks = "--debug" in (sys.argv[1:] if arguments is None else arguments)
+    return run_typer(app, "slimefsdp", arguments)
+
+
+def run_typer(commands: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> int:
+    """Runs a typer program whose commands return exit statuses and raise typed errors; returns the exit status.
+
+    Args:
+        name: of the program, in its help.
+        arguments: the words of the command line; None: those of this process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    shows_tracebacks = "--debug" in words
+    words = [word for word in words if word != "--debug"]  # any command takes it, at any place
     try:
-        options = _parsed(arguments)
-        return int(options.run(options))
+        return int(typer.main.get_command(commands).main(words or ["--help"], name, standalone_mode=False) or 0)
     except SlimeError as error:
         if shows_tracebacks:
             raise
-        return _report(error)
-    except KeyboardInterrupt:
+        return report(error)
+    except _USAGE_ERROR as error:
+        if shows_tracebacks:
+            raise _as_config_error(error, words) from error
+        return report(_as_config_error(error, words))
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough; nothing may be flushed at exit either
@@ -108,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if shows_tracebacks or error.errno not in _FULL_DISK:
             raise
         problem = f"{error.filename or 'a file'}: {error.strerror}"
-        return _report(ResourceError(problem, field="run.dir", hint="make room there, or name another folder"))
+        return report(ResourceError(problem, field="run.dir", hint="make room there, or name another folder"))
 
 
-def _report(error: SlimeError) -> int:
-    """Prints the error on a few lines; returns the exit status of its class."""
+def report(error: SlimeError) -> int:
+    """Prints an error on a few lines of stderr; returns the exit status of its class."""
     print(f"error [{error.code}]: {_one_line(error.message)}", file=sys.stderr)
     if error.rank is not None or error.call is not None:
         place = f"rank {error.rank}" if error.rank is not None else "driver"
@@ -127,196 +98,372 @@ def _report(error: SlimeError) -> int:
 
 
 def _one_line(text: str) -> str:
-    """Words of other libraries may come on many lines, and values that somebody typed may have no end."""
+    """Returns a text on one line of bounded length: other libraries' messages have many, and values may be endless."""
     text = printable(text)  # another library's may have been added to an error of ours
     line = textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} .. {line[-_LONGEST // 4 :]}"
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    options, rest = _parser(next((word for word in words if not word.startswith("-")), None)).parse_known_args(words)
-    # argparse ends a list of plain arguments at the first option: settings behind `--batch FILE` come back as unknown
-    takes_settings = hasattr(options, "overrides")
-    strays = [item for item in rest if item.startswith("-") or "=" not in item or not takes_settings]
-    if strays:
-        near = difflib.get_close_matches(strays[0], options.parser._option_string_actions, n=1)
-        hint = f"{f'did you mean {near[0]}? ' if near else ''}`{options.parser.prog} --help` says what it takes"
-        if takes_settings and (meant := _settings_like(strays[0], words)):
-            hint = f"settings are written without dashes: write {' or '.join(meant)}"
-        raise ConfigError(
-            f"{strays[0]} is no argument of {options.parser.prog}",
-            field=strays[0],
-            hint=hint,
-        )
-    if takes_settings:
-        options.overrides += rest
-    return options
+def _as_config_error(error: Exception, words: Sequence[str]) -> ConfigError:
+    """Returns the typed error for what the parser refuses; it names the argument or option, and its value."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    option, command = getattr(error, "option_name", None), getattr(context, "command", None)
+    message: str = error.message  # type: ignore[attr-defined]
+    hint = (
+        getattr(error, "hint", None) or f"`{getattr(context, 'command_path', 'slimefsdp')} --help` says what it takes"
+    )
+    if parameter is not None:
+        is_option = parameter.param_type_name == "option"
+        field = parameter.opts[0] if is_option else parameter.metavar or parameter.name
+        if not message:
+            message = f"{field} is missing"
+        elif not isinstance(error, WrongValue):
+            message = f"{field}={_value_of(field, words)}: {message}"
+        return ConfigError(message, field=field, hint=hint)
+    if option is None:  # a word too many, or the name of a command that is missing or unknown
+        return ConfigError(message, field=getattr(command, "subcommand_metavar", None), hint=hint)
+    if near := [name for name in getattr(error, "possibilities", None) or () if name != "--help"]:
+        hint = f"did you mean {near[0]}?"
+    if any(one.name == "overrides" for one in getattr(command, "params", ())):
+        meant = _settings_like(option, words)
+        hint = f"settings are written without dashes: write {' or '.join(meant)}" if meant else hint
+    return ConfigError(message, field=option, hint=hint)
+
+
+def _value_of(option: str, words: Sequence[str]) -> str:
+    """Returns what follows an option on a command line, after a `=` or as the next word; ".." where nothing does."""
+    place = next((index for index, word in enumerate(words) if word.partition("=")[0] == option), len(words))
+    value = words[place].partition("=")[2] if place < len(words) else ""
+    return value or next((word for word in words[place + 1 : place + 2] if not word.startswith("--")), "..")
 
 
 def _settings_like(option: str, words: Sequence[str]) -> list[str]:
-    """The settings that may have been meant by `--steps 3`, `--run.steps=3` or the like, with their values."""
-    name, equals, value = option.lstrip("-").partition("=")
-    following = words[words.index(option) + 1 :][:1] if option in words and not equals else []
-    value = value if equals else next((word for word in following if not word.startswith("-")), "..")
-    name = name.replace("-", "_")
+    """Returns the settings that `--steps 3`, `--run.steps=3` or the like may mean, with their values."""
+    from slimefsdp.config import RunConfig
+
+    name = option.lstrip("-").replace("-", "_")
     known = [
         f"{section}.{field}"
         for section, info in RunConfig.model_fields.items()
         for field in getattr(info.annotation, "model_fields", ())
     ]
-    return [f"{one}={value}" for one in known if name in (one, one.partition(".")[2])]
+    return [f"{one}={_value_of(option, words)}" for one in known if name in (one, one.partition(".")[2])]
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser of the command line, in which every command is known and the one that was named has its arguments."""
-    parser = _Parser(prog="slimefsdp", description="FSDP2 training backend for RL post-training")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers: list[argparse.ArgumentParser] = [parser]
-    for name, (purpose, add_arguments, run) in _commands().items():
-        one = commands.add_parser(name, help=purpose)
-        one.set_defaults(run=run)
-        parsers.append(one)
-        if name == command:
-            parsers.extend(add_arguments(one) or ())
-    for each in parsers:
-        each.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-        each.set_defaults(parser=each)
-    return parser
+def _examples(*lines: str) -> str:
+    return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)])
 
 
-def _commands() -> dict[str, _Command]:
-    return {
-        "train": ("run the training loop of a YAML file", _add_train_arguments, _train),
-        "serve": ("the Tinker API over HTTP, for clients that train and sample", add_serve_arguments, _serve),
-        "status": ("the named groups of a Ray cluster", add_status_arguments, status_command),
-        "stop": ("end a named group", add_stop_arguments, stop_command),
-        "eval": ("how a model folder answers held-out prompts", add_eval_arguments, _eval),
-        "curves": ("draw a run's curves from what it has written so far", add_curves_arguments, curves_command),
-        "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),
-        "plan": ("schedule, balance, traffic and memory, without running anything", add_plan_arguments, plan_command),
-        "calibrate": (
-            "measure this machine's rates, for plan and batch.cost_model", add_calibrate_arguments, calibrate_command
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"slimefsdp {slimefsdp.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Every command takes --debug, which shows the traceback of an error.")
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train language models with reinforcement learning: FSDP2 on Ray."""
+
+
+@app.command(
+    epilog=_examples(
+        "slimefsdp train configs/sort_digits_grpo.yaml",
+        "slimefsdp train run.yaml optim.lr=1e-6 mesh.dp=2 --dry-run",
+    )
+)
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that a start checks, say what would start, and start nothing.")
+    ] = False,
+) -> int:
+    """Run the training loop of a YAML file."""
+    from actors.cli.train import dry_run_command, train_command
+
+    return (dry_run_command if dry_run else train_command)(config, overrides or ())
+
+
+@app.command(epilog=_examples("slimefsdp serve configs/tinker_sort_digits.yaml service.port=8000 lora.rank=32"))
+def serve(config: Config, overrides: Overrides = None) -> int:
+    """Serve the Tinker API over HTTP, for clients that train and sample."""
+    from actors.cli.serve import serve_command
+
+    return serve_command(config, overrides or ())
+
+
+@app.command(
+    name="eval",
+    epilog=_examples(
+        "slimefsdp eval runs/first/model --config run.yaml",
+        "slimefsdp eval Qwen/Qwen3-0.6B data.heldout=held.jsonl rollout.reward=rewards.py:score --output results",
+    ),
+)
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            parser=path_as_written, metavar="MODEL", help="Hugging Face folder, such as a run's export, or a hub id."
         ),
-        "check": (
-            "versions and devices, what there is to choose from, what settings choose",
-            add_check_arguments, check_command,
-        ),
-        "convert": (
-            "models between Hugging Face, DCP and checkpoint folders, offline", add_convert_arguments, convert_command
-        ),
-        "bench": (
-            "the train step beside other trainers, measured here; from a checkout", add_bench_arguments, bench_command
-        ),
-    }  # fmt: skip
+    ],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None, typer.Option(parser=path, metavar="YAML", help="Settings of a run, to evaluate as that run does.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(parser=path, metavar="DIR", help="New folder for metrics.json and the responses.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say how a model answers held-out prompts: data.heldout, and rollout.reward or rollout.environment, are needed."""
+    from actors.cli.evaluate import eval_command
+
+    return eval_command(model, overrides or (), config, output, as_json=as_json)
 
 
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=path_argument, help="YAML settings")
-    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. optim.lr=1e-6 mesh.dp=2")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check all that is checked before a start, say what would be started"
+@app.command(epilog=_examples("slimefsdp check", "slimefsdp check run.yaml loss.policy=gspo"))
+def check(
+    config: Annotated[Path | None, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say what this machine can run, what settings can choose, and everything that is wrong with a YAML file."""
+    from actors.cli.check import check_command
+
+    return check_command(config, overrides or (), as_json=as_json)
+
+
+@app.command(
+    epilog=_examples(
+        "slimefsdp plan run.yaml --ranks 8 --device H100",
+        "slimefsdp plan --calibrate rates.json --ranks 2",
+        "slimefsdp plan run.yaml --calibration rates.json --longest-context",
+    )
+)
+def plan(
+    config: Annotated[Path | None, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")] = None,
+    overrides: Overrides = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Tokens per sample: fixed(n), uniform(min, max), lognormal(mean, sigma, min, max), a JSON list, or a "
+            "file of RolloutBatch.save, which is planned as it would be trained. Default: a guess from the settings.",
+        ),
+    ] = None,
+    longest_context: Annotated[
+        bool,
+        typer.Option("--longest-context", help="Instead: the longest sample that fits a rank's memory, term by term."),
+    ] = False,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes to be started; needed where mesh.dp is auto.")
+    ] = None,
+    counted: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Share of tokens that are trained. Default: as a batch trains, else 1."),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            parser=one_of(DEVICES),
+            metavar="|".join(DEVICES),
+            help="Device whose stated rates and memory are taken. Default: by mesh.device.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path, metavar="FILE", help="Rates that --calibrate has measured. Default: batch.cost_model."
+        ),
+    ] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(metavar="GB", help="Memory of a rank's device, in 10^9 bytes.")
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(metavar="RATE", help="Of matrix products, instead of the device's.")
+    ] = None,
+    gbps: Annotated[float | None, typer.Option(metavar="RATE", help="Sent by a rank, in 10^9 bytes a second.")] = None,
+    as_json: AsJson = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            metavar="FILE",
+            help="Instead: measure this machine's rates with --ranks processes and write them here.",
+        ),
+    ] = None,
+    calibrate_dtype: Annotated[
+        str | None,
+        typer.Option(
+            parser=one_of(_DTYPES),
+            metavar="|".join(_DTYPES),
+            help="Of the products that --calibrate measures. Default: bfloat16 on CUDA, float32 on a CPU.",
+        ),
+    ] = None,
+    calibrate_device: Annotated[
+        str,
+        typer.Option(
+            parser=one_of(("auto", "cpu", "cuda")), metavar="auto|cpu|cuda", help="Where --calibrate measures."
+        ),
+    ] = "auto",
+    calibrate_scale: Annotated[
+        float, typer.Option(help="Of the sizes that --calibrate measures with; below 1 it is quicker and rougher.")
+    ] = 1.0,
+) -> int:
+    """Estimate schedule, balance, traffic, memory and time of a YAML file without running it; or measure the rates."""
+    from argparse import Namespace
+
+    if calibrate is not None:
+        from actors.cli.calibrate import calibrate_command
+
+        chosen = Namespace(
+            out=calibrate,
+            ranks=1 if ranks is None else ranks,
+            dtype=calibrate_dtype,
+            device=calibrate_device,
+            scale=calibrate_scale,
+        )
+        return calibrate_command(chosen)
+    if config is None:
+        raise ConfigError("CONFIG is missing", field="CONFIG", hint="name a YAML file, or --calibrate FILE")
+    from actors.cli.plan import plan_command
+
+    return plan_command(
+        Namespace(
+            config=config,
+            overrides=overrides or [],
+            lengths=lengths,
+            longest_context=longest_context,
+            ranks=ranks,
+            counted=counted,
+            device=device,
+            calibration=calibration,
+            memory_gb=memory_gb,
+            tflops=tflops,
+            gbps=gbps,
+            json=as_json,
+        )
     )
 
 
-def _train(options: argparse.Namespace) -> int:
-    config = load_config(options.config, options.overrides)
-    if options.dry_run:
-        with reporting():
-            checked = check_before_launch(config, only_looks=True)
-            cluster = cluster_line(config)
-        verdict = "once that is here" if checked.absent else "now"
-        lines = [*start_lines(checked), *([] if cluster is None else [cluster])]
-        print("\n".join([*lines, f"these settings are fine: `slimefsdp train` would start {verdict}"]))
-        return 0
-    if is_rank_of_torchrun():
-        return train_as_rank(config)
-    with ExitStack() as stack:
-        stack.enter_context(reporting())
-        checked = check_before_launch(config)
-        config, prompts = checked.config, checked.prompts
-        interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
-        _start_ray(config)
-        try:
-            from actors.loop import train
+@app.command(
+    epilog=_examples("slimefsdp replay run.yaml --batch runs/first/batches/step_00000005/batch.safetensors mesh.dp=2")
+)
+def replay(
+    config: Config,
+    batch: Annotated[Path, typer.Option(parser=path, metavar="FILE", help="File that RolloutBatch.save wrote.")],
+    overrides: Overrides = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(parser=path, metavar="DIR", help="New Hugging Face folder for the weights after the step."),
+    ] = None,
+) -> int:
+    """Run one recorded batch through train_step on Ray workers; print its metrics as JSON."""
+    from actors.cli.replay import replay_command
 
-            print(train(config, interrupts, prompts))
-        finally:
-            disconnect()
-    return 0
+    return replay_command(config, overrides or (), batch, export)
 
 
-def _start_ray(config: RunConfig) -> None:
-    """As `connect`; what Ray says goes into a file, which is named to whoever reads the terminal."""
-    path = (config.run.dir or Path(tempfile.mkdtemp(prefix="slimefsdp-"))) / RAY_LOG
-    print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
-    with stage("starting Ray" if config.cluster.address is None else "joining the cluster", start_progress):
-        connect(config, path)
+@app.command(epilog=_examples("slimefsdp curves runs/first"))
+def curves(
+    run_dir: Annotated[
+        Path, typer.Argument(parser=path, metavar="RUN_DIR", help="run.dir of a run, at work or ended.")
+    ],
+) -> int:
+    """Draw a run's curves.png from the metrics that it has written so far."""
+    from actors.cli.curves import curves_command
+
+    return curves_command(run_dir)
 
 
-def _serve(options: argparse.Namespace) -> int:
-    with ExitStack() as stack:
-        stack.enter_context(reporting())
-        config = checked_to_serve(load_config(options.config, options.overrides))
-        _start_ray(config)
-        try:
-            from actors.service.serve import serve
+@groups.command(name="list", epilog=_examples("slimefsdp groups list --address 10.0.0.1:6379"))
+def list_groups(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Of one group. Default: all of them.")] = None,
+    as_json: AsJson = False,
+    address: Address = "auto",
+    allow_without_token: AllowWithoutToken = False,
+) -> int:
+    """Say what named groups there are, how far they are, and who is attached."""
+    from actors.cli.groups import list_command
 
-            serve(config, lambda url, stop: print(f"serving {config.model.path} at {url}", flush=True))
-        finally:
-            disconnect()
-    return 0
-
-
-def _eval(options: argparse.Namespace) -> int:
-    config = settings_of(options)
-    with reporting():
-        config, prompts = check_before_evaluation(config)
-        _start_ray(config)
-        try:
-            metrics = evaluated(config, prompts)
-        finally:
-            disconnect()
-    if options.output is not None:
-        keep_metrics(metrics, options.output)
-    print(json_text(metrics) if options.json else "\n".join(evaluation_lines(config, prompts, metrics)))
-    return 0
+    return list_command(name, address, allow_without_token=allow_without_token, as_json=as_json)
 
 
-def _replay(options: argparse.Namespace) -> int:
-    with reporting():
-        config = with_model_folders(load_config(options.config, options.overrides))
-    check_models(config)
-    check_installed(config)
-    check_machine(config)
-    check_gpus(config, engines=0)
-    if not options.batch.exists():
-        raise BatchError(f"{options.batch} does not exist", field="--batch", hint="name a file of RolloutBatch.save")
-    if options.export is not None:
-        require_free_folder(options.export, field="--export")
-    from slimefsdp.data.rollout_batch import RolloutBatch
+@groups.command(name="stop", epilog=_examples("slimefsdp groups stop policy --address 10.0.0.1:6379"))
+def stop_group(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the group.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also while a program writes to it, and at once; a save in the background is lost."
+        ),
+    ] = False,
+    address: Address = "auto",
+    allow_without_token: AllowWithoutToken = False,
+) -> int:
+    """End a named group and its processes."""
+    from actors.cli.groups import stop_command
 
-    try:
-        batch = RolloutBatch.load(options.batch)
-    except BatchError as error:
-        error.field = error.field or "--batch"
-        raise
-    with reporting():
-        _start_ray(config)
-        try:
-            from actors.workers.worker_group import WorkerGroup
+    return stop_command(name, address, allow_without_token=allow_without_token, force=force)
 
-            group = WorkerGroup.launch(config)
-            metrics = group.train_step(batch)
-            if options.export is not None:
-                group.export_hf(options.export)
-            group.shutdown()
-            print(json_text(metrics))
-        finally:
-            disconnect()
-    return 0
 
+_Source = Annotated[Path, typer.Argument(parser=path, metavar="SRC", help="Folder to read.")]
+_Target = Annotated[
+    Path, typer.Argument(parser=path, metavar="DST", help="New folder, which appears whole or not at all.")
+]
+_Dtype = Annotated[
+    str | None,
+    typer.Option(
+        parser=one_of(_DTYPES), metavar="|".join(_DTYPES), help="Of the tensors written. Default: each its own."
+    ),
+]
+_LIKE = "Folder with config.json and the tokenizer; weights are not looked at."
+
+
+@convert.command(name="hf-to-dcp", epilog=_examples("slimefsdp convert hf-to-dcp model dcp"))
+def hf_to_dcp(source: _Source, target: _Target) -> int:
+    """Write a Hugging Face folder as torch.distributed.checkpoint."""
+    from actors.cli.convert import hf_to_dcp_command
+
+    return hf_to_dcp_command(source, target)
+
+
+@convert.command(name="dcp-to-hf", epilog=_examples("slimefsdp convert dcp-to-hf dcp model --like Qwen3-0.6B"))
+def dcp_to_hf(
+    source: _Source,
+    target: _Target,
+    like: Annotated[Path, typer.Option(parser=path, metavar="FOLDER", help=_LIKE)],
+    dtype: _Dtype = None,
+) -> int:
+    """Write a torch.distributed.checkpoint folder as a Hugging Face folder."""
+    from actors.cli.convert import dcp_to_hf_command
+
+    return dcp_to_hf_command(source, target, like, dtype)
+
+
+@convert.command(name="checkpoint-to-hf", epilog=_examples("slimefsdp convert checkpoint-to-hf runs/first model"))
+def checkpoint_to_hf(
+    source: Annotated[
+        Path, typer.Argument(parser=path, metavar="SRC", help="Folder of a step, or run.dir: its newest whole one.")
+    ],
+    target: _Target,
+    like: Annotated[
+        Path | None, typer.Option(parser=path, metavar="FOLDER", help=f"{_LIKE} Default: the run's model.path.")
+    ] = None,
+    dtype: _Dtype = None,
+) -> int:
+    """Write a run's checkpoint as a Hugging Face folder, or its adapters as a PEFT folder."""
+    from actors.cli.convert import checkpoint_to_hf_command
+
+    return checkpoint_to_hf_command(source, target, like, dtype)
+
+
+app.add_typer(groups, name="groups", subcommand_metavar="COMMAND")
+app.add_typer(convert, name="convert", subcommand_metavar="KIND")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,6 @@ from actors.cli.plan_table import longest_context_table, plan_table
 from actors.model_folders import models_to_look_at
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.hardware import (
-    DEVICES,
     LEAST_RATE,
     MOST_RATE,
     Rates,
@@ -27,7 +26,6 @@ from slimefsdp.batching.hardware import (
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, byte_text
-from slimefsdp.io.user_files import path_argument
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, read_model_folder
 from slimefsdp.perf_model.from_config import (
@@ -49,44 +47,6 @@ from slimefsdp.training.plan import cost_model_of, plan_training
 
 # beyond these a plan takes longer than anybody waits, and more memory than it plans for
 _MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("config", type=path_argument, help="YAML settings")
-    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.cp=8")
-    parser.add_argument(
-        "--lengths",
-        metavar="SPEC",
-        help="tokens per sample: fixed(n), uniform(min, max), lognormal(mean, sigma, min, max), or a JSON list; or a "
-        "file of RolloutBatch.save, which is planned as it would be trained; default: a guess from the settings",
-    )
-    parser.add_argument(
-        "--longest-context",
-        action="store_true",
-        help="instead: the longest sample that fits a rank's memory, term by term, under these settings and under "
-        "other ways to store activations and states",
-    )
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes to be started; needed where mesh.dp is auto")
-    parser.add_argument(
-        "--counted",
-        type=float,
-        metavar="SHARE",
-        help="of the tokens, those that are trained (default: those that a batch trains, else 1)",
-    )
-    parser.add_argument(
-        "--device", choices=DEVICES, help="whose stated rates and memory to take; default: by mesh.device"
-    )
-    parser.add_argument(
-        "--calibration",
-        type=path_argument,
-        metavar="FILE",
-        help="rates that `slimefsdp calibrate` measured; default: batch.cost_model",
-    )
-    parser.add_argument("--memory-gb", type=float, metavar="GB", help="of a rank's device, in 10^9 bytes")
-    parser.add_argument("--tflops", type=float, metavar="RATE", help="of matrix products, instead of the device's")
-    parser.add_argument("--gbps", type=float, metavar="RATE", help="10^9 bytes that a rank sends in a second")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def plan_command(options: argparse.Namespace) -> int:

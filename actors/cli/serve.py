@@ -1,26 +1,37 @@
-"""`slimefsdp serve`: a server for clients of the Tinker API; its arguments, and what is checked before it starts."""
+"""`slimefsdp serve`: a server for clients of the Tinker API, and what is checked before it starts."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from pathlib import Path
 
 from actors.cli.preflight import check_installed, check_models, check_servers
+from actors.cli.ray_session import ray_session
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
+from actors.startup import reporting
 from slimefsdp.batching.cost import ELEMENT_BYTES
-from slimefsdp.config import RunConfig
+from slimefsdp.config import RunConfig, load_config
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError, byte_text
 from slimefsdp.io.file_lock import FolderLock
-from slimefsdp.io.user_files import path_argument
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    parser.add_argument("config", type=path_argument, help="YAML settings")
-    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. service.port=8000 lora.rank=32")
+def serve_command(path: Path, overrides: Sequence[str]) -> int:
+    """Checks the settings, then serves until a signal ends it.
+
+    Raises:
+        SlimeError: what is wrong with the settings or the machine, before anything starts; or how the service failed.
+    """
+    with reporting():
+        config = checked_to_serve(load_config(path, overrides))
+        with ray_session(config):
+            from actors.service.serve import serve
+
+            serve(config, lambda url, stop: print(f"serving {config.model.path} at {url}", flush=True))
+    return 0
 
 
 def checked_to_serve(config: RunConfig) -> RunConfig:

@@ -27,8 +27,8 @@ from slimefsdp.rpc import Role, require_name
 def launch_named(config: RunConfig, name: str) -> NamedGroup:
     """Launches a supervised group that outlives this program, which is its first writer.
 
-    It is there until `shutdown()` or `slimefsdp stop`, as long as the cluster is. Its process, which reads and writes
-    `run.dir`, starts on this machine where that has room.
+    It is there until `shutdown()` or `slimefsdp groups stop`, as long as the cluster is. Its process, which reads and
+    writes `run.dir`, starts on this machine where that has room.
 
     Raises:
         StateError: there is a group of this name. ResourceError: the cluster would end with this program.
@@ -257,7 +257,7 @@ class GroupHost:
             raise self._ended(self._launch_failure)
         if group is None:
             problem = f"the group {self._name} is being launched"
-            raise StateError(problem, field="name", hint="try again when `slimefsdp status` says that it is ready")
+            raise StateError(problem, field="name", hint="try again when `slimefsdp groups list` says that it is ready")
         found = {"actor": group, "critic": group.critic, "ref": group.reference_group}[role]
         assert found is not None
         return found
@@ -266,7 +266,7 @@ class GroupHost:
         return StateError(
             f"the group {self._name} has ended by {type(failure).__name__}: {failure}",
             field="name",
-            hint=f"remove it by `slimefsdp stop {self._name}`, and launch it again",
+            hint=f"remove it by `slimefsdp groups stop {self._name}`, and launch it again",
         )
 
     def _require_going_on(self) -> None:

@@ -55,7 +55,7 @@ class Client:
 
 @dataclass(frozen=True)
 class GroupStatus:
-    """Describes a named group, as `slimefsdp status` shows it."""
+    """Describes a named group, as `slimefsdp groups list` shows it."""
 
     name: str
     state: str  # launching, ready, ending, or `ended by` an error
@@ -167,7 +167,7 @@ class NamedGroup(EndsWithBlock, GroupCalls):
         return found
 
     def status(self) -> GroupStatus:
-        """Returns what `slimefsdp status` shows of the group."""
+        """Returns what `slimefsdp groups list` shows of the group."""
         found: GroupStatus = self._membership.ask("status")
         return found
 
@@ -299,7 +299,7 @@ def _answer_of(reference: Any, group: str, call: str, within_s: float | None = N
             raise StateError(
                 f"the process of the group {group} has not answered {call} for {within_s:g} s",
                 field="name",
-                hint=f"`slimefsdp stop {group} --force` ends it where it does not come back",
+                hint=f"`slimefsdp groups stop {group} --force` ends it where it does not come back",
             )
     try:
         return ray.get(reference, timeout=_ANSWER_S)
@@ -311,7 +311,7 @@ def _answer_of(reference: Any, group: str, call: str, within_s: float | None = N
         raise StateError(
             f"the process of the group {group} cannot be reached, and whether it did {call} is not known: {error}",
             field="name",
-            hint="look at the network; `slimefsdp status` says how far the group is",
+            hint="look at the network; `slimefsdp groups list` says how far the group is",
         ) from None
     except RayActorError as error:
         said = next(iter(str(error).splitlines()), "")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A virtual environment for each peer of `slimefsdp bench`:   bash benchmarks/peers/setup.sh DIR
+# A virtual environment for each peer of benchmarks/train_step.py:   bash benchmarks/peers/setup.sh DIR
 # TORCH and TRL name other versions, PYTHON another interpreter.
 set -euo pipefail
 target=${1:?"usage: bash benchmarks/peers/setup.sh DIR"}

@@ -1,4 +1,4 @@
-"""What a device does in a second: as `slimefsdp calibrate` measured it, or as a stated guess."""
+"""What a device does in a second: as `slimefsdp plan --calibrate` measured it, or as a stated guess."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def write_calibration(path: Path, rates: Rates, details: Mapping[str, Any]) -> N
 
 
 def read_calibration(path: Path, *, field: str) -> Rates:
-    """The rates of a file of `slimefsdp calibrate`.
+    """Returns the rates of a file of `slimefsdp plan --calibrate`.
 
     Raises:
         ConfigError: under `field`; there is none, or it is of another kind.
     """
 
     def refused(problem: str) -> ConfigError:
-        hint = f"write one with `slimefsdp calibrate --out {path}`"
+        hint = f"write one with `slimefsdp plan --calibrate {path}`"
         return ConfigError(f"{path} {problem}", field=field, hint=hint)
 
     try:

@@ -16,7 +16,7 @@ from slimefsdp.algorithms.registry import (
     POLICY_LOSSES,
     TOKEN_ESTIMATORS,
 )
-from slimefsdp.config.messages import RECIPES
+from slimefsdp.config.messages import RECIPES, BrokenRule
 from slimefsdp.config.sections import (
     LARGEST,
     PathOrIdSetting,
@@ -84,7 +84,11 @@ class AdvantageSettings(Settings):
     @model_validator(mode="after")
     def check_pass_at_k(self) -> AdvantageSettings:
         if self.estimator == "pass_at_k" and self.pass_k is None:
-            raise ValueError("advantage.estimator=pass_at_k needs advantage.pass_k, which is not set; set it")
+            raise BrokenRule(
+                "advantage.estimator",
+                "advantage.estimator=pass_at_k needs advantage.pass_k, which is not set",
+                "set it",
+            )
         return self
 
 
@@ -159,11 +163,16 @@ class LossSettings(Settings):
     @model_validator(mode="after")
     def check_constant_length(self) -> LossSettings:
         if self.reduction == "constant" and self.constant_length is None:
-            raise ValueError("loss.reduction=constant divides by loss.constant_length, which is not set; set it")
+            raise BrokenRule(
+                "loss.reduction",
+                "loss.reduction=constant divides by loss.constant_length, which is not set",
+                "set it",
+            )
         if self.reduction != "constant" and self.constant_length is not None:
-            raise ValueError(
-                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}; "
-                "remove it, or set loss.reduction=constant"
+            raise BrokenRule(
+                "loss.constant_length",
+                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}",
+                "remove it, or set loss.reduction=constant",
             )
         return self
 
@@ -178,7 +187,11 @@ class LossSettings(Settings):
         }  # fmt: skip
         _refuse_unread(self, "loss", "policy", self.policy, owners)
         if self.policy == "dro" and self.dro_beta is None:
-            raise ValueError("loss.policy=dro needs loss.dro_beta, which is not set; set it")
+            raise BrokenRule(
+                "loss.policy",
+                "loss.policy=dro needs loss.dro_beta, which is not set",
+                "set it",
+            )
         return self
 
     @model_validator(mode="after")
@@ -187,23 +200,29 @@ class LossSettings(Settings):
             name for name in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target", "kl_horizon") if self._is_given(name)
         ]
         if self.kl_coefficient == 0 and given:
-            raise ValueError(
-                f"loss.{given[0]}={short_text(getattr(self, given[0]))} does nothing with loss.kl_coefficient=0; "
-                "remove it, or raise loss.kl_coefficient"
+            raise BrokenRule(
+                f"loss.{given[0]}",
+                f"loss.{given[0]}={short_text(getattr(self, given[0]))} does nothing with loss.kl_coefficient=0",
+                "remove it, or raise loss.kl_coefficient",
             )
         if self.kl_target is None and self._is_given("kl_horizon"):
-            raise ValueError(
-                f"loss.kl_horizon={self.kl_horizon} does nothing without loss.kl_target; set that, or remove it"
+            raise BrokenRule(
+                "loss.kl_horizon",
+                f"loss.kl_horizon={self.kl_horizon} does nothing without loss.kl_target",
+                "set that, or remove it",
             )
         if self.kl_unbiased and (self.kl_in == "reward" or self.kl_estimator not in ("k1", "k3", None)):
             other = "kl_in=reward" if self.kl_in == "reward" else f"kl_estimator={self.kl_estimator}"
-            raise ValueError(
-                f"loss.kl_unbiased=true corrects the gradient of k1 and k3 in the loss, not that of loss.{other}; "
-                "remove one"
+            raise BrokenRule(
+                "loss.kl_unbiased",
+                f"loss.kl_unbiased=true corrects the gradient of k1 and k3 in the loss, not that of loss.{other}",
+                "remove one",
             )
         if self.kl_in == "reward" and self.kl_estimator == "full":
-            raise ValueError(
-                "loss.kl_estimator=full is a term of the loss, not of the reward; set loss.kl_in=loss, or choose k1"
+            raise BrokenRule(
+                "loss.kl_estimator",
+                "loss.kl_estimator=full is a term of the loss, not of the reward",
+                "set loss.kl_in=loss, or choose k1",
             )
         return self
 
@@ -236,16 +255,22 @@ class CorrectionSettings(Settings):
         for name in ("low", "high"):
             value = getattr(self, name)
             if name in needed and value is None:
-                raise ValueError(f"correction.method={self.method} needs correction.{name}, which is not set; set it")
+                raise BrokenRule(
+                    "correction.method",
+                    f"correction.method={self.method} needs correction.{name}, which is not set",
+                    "set it",
+                )
             if name not in allowed and value is not None:
-                raise ValueError(
-                    f"correction.{name}={value} does nothing with correction.method={self.method}; "
-                    "remove it, or choose another method"
+                raise BrokenRule(
+                    f"correction.{name}",
+                    f"correction.{name}={value} does nothing with correction.method={self.method}",
+                    "remove it, or choose another method",
                 )
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(
-                f"correction.low={self.low} is not below correction.high={self.high}; lower it, "
-                "or raise correction.high"
+            raise BrokenRule(
+                "correction.low",
+                f"correction.low={self.low} is not below correction.high={self.high}",
+                "lower it, or raise correction.high",
             )
         return self
 
@@ -302,11 +327,16 @@ class CriticSettings(Settings):
     @model_validator(mode="after")
     def check_critic_placement(self) -> CriticSettings:
         if self.dp is not None and self.placement != "group":
-            raise ValueError(f"critic.dp={self.dp} is for a group of its own; set critic.placement=group, or remove it")
+            raise BrokenRule(
+                "critic.dp",
+                f"critic.dp={self.dp} is for a group of its own",
+                "set critic.placement=group, or remove it",
+            )
         if self.placement == "group" and "offload" in self.model_fields_set:
-            raise ValueError(
-                f"critic.offload={self.offload} is for a critic beside the policy; remove it, or set "
-                "critic.placement=colocated"
+            raise BrokenRule(
+                "critic.offload",
+                f"critic.offload={self.offload} is for a critic beside the policy",
+                "remove it, or set critic.placement=colocated",
             )
         return self
 
@@ -320,10 +350,11 @@ def _refuse_unread(
     for name, readers in owners.items():
         value: Any = getattr(settings, name)
         if chosen not in readers and value != type(settings).model_fields[name].default:
-            raise ValueError(
-                f"{section}.{name}={value} does nothing with {section}.{choice}={chosen}; remove it (its default is "
-                f"{short_text(type(settings).model_fields[name].default)}), or set {section}.{choice} to "
-                f"{' or '.join(readers)}"
+            raise BrokenRule(
+                f"{section}.{name}",
+                f"{section}.{name}={value} does nothing with {section}.{choice}={chosen}",
+                f"remove it (its default is {short_text(type(settings).model_fields[name].default)}), or set "
+                f"{section}.{choice} to {' or '.join(readers)}",
             )
 
 
@@ -358,9 +389,10 @@ class AlgorithmSettings(Settings):
         for name, value in DPO_LOSS.items():
             found = getattr(self.loss, name)
             if self.algorithm == "dpo" and found != value:
-                raise ValueError(
-                    f"loss.{name}={found} does not fit algorithm=dpo, whose loss is loss.{name}={value}; remove it, "
-                    "or set another algorithm"
+                raise BrokenRule(
+                    f"loss.{name}",
+                    f"loss.{name}={found} does not fit algorithm=dpo, whose loss is loss.{name}={value}",
+                    "remove it, or set another algorithm",
                 )
         return self
 
@@ -369,14 +401,16 @@ class AlgorithmSettings(Settings):
         given = [name for name, value in self.critic if value != type(self.critic).model_fields[name].default]
         if self.algorithm == "grpo" and given:
             field = f"critic.{given[0]}"
-            raise ValueError(
-                f"{field}={short_text(self.value_of(field))} does nothing with algorithm=grpo, which has no critic; "
-                "remove it, or set algorithm=ppo"
+            raise BrokenRule(
+                field,
+                f"{field}={short_text(self.value_of(field))} does nothing with algorithm=grpo, which has no critic",
+                "remove it, or set algorithm=ppo",
             )
         if self.algorithm == "ppo" and self.estimator != "gae" and ":" not in self.estimator:
-            raise ValueError(
-                f"advantage.estimator={self.estimator} reads no values, and algorithm=ppo trains a critic for them; "
-                "remove it, or set algorithm=grpo"
+            raise BrokenRule(
+                "advantage.estimator",
+                f"advantage.estimator={self.estimator} reads no values, and algorithm=ppo trains a critic for them",
+                "remove it, or set algorithm=grpo",
             )
         return self
 
@@ -389,9 +423,10 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="after")
     def check_kl_in_reward(self) -> Self:
         if self.has_kl_in_reward and self.estimator in ("maxrl", "pass_at_k"):
-            raise ValueError(
-                f"loss.kl_in=reward takes a KL off the rewards, and advantage.estimator={self.estimator} counts them; "
-                "set loss.kl_in=loss, or choose another estimator"
+            raise BrokenRule(
+                "loss.kl_in",
+                f"loss.kl_in=reward takes a KL off the rewards, and advantage.estimator={self.estimator} counts them",
+                "set loss.kl_in=loss, or choose another estimator",
             )
         return self
 
@@ -401,18 +436,22 @@ class AlgorithmSettings(Settings):
         has_token_rewards = self.has_kl_in_reward and self.estimator in TOKEN_ESTIMATORS
         by_token = self.estimator == "gae" or discounts or has_token_rewards
         if self.loss.policy in PER_SEQUENCE and by_token:
-            raise ValueError(
-                f"loss.policy={self.loss.policy} has one advantage for each sequence, and advantage.estimator="
-                f"{self.estimator} gives each token its own; choose gspo_token or ppo, or another estimator"
+            raise BrokenRule(
+                "loss.policy",
+                f"loss.policy={self.loss.policy} has one advantage for each sequence, and "
+                f"advantage.estimator={self.estimator} gives each token its own",
+                "choose gspo_token or ppo, or another estimator",
             )
         return self
 
     @model_validator(mode="after")
     def check_single_correction(self) -> Self:
         if self.correction.method != "none" and self.loss.old_log_probs == "rollout":
-            raise ValueError(
+            raise BrokenRule(
+                "correction.method",
                 f"correction.method={self.correction.method} corrects for the engine's log-probs, and "
-                "loss.old_log_probs=rollout measures the ratio from them already; remove one"
+                "loss.old_log_probs=rollout measures the ratio from them already",
+                "remove one",
             )
         return self
 
@@ -423,14 +462,18 @@ class AlgorithmSettings(Settings):
         changing += ["loss.kl_in"] if self.has_kl_in_reward else []
         changing += ["advantage.whiten"] if self.advantage.whiten else []
         if self.loss.policy == "dpo" and changing:
-            raise ValueError(
+            raise BrokenRule(
+                changing[0],
                 f"{changing[0]}={short_text(self.value_of(changing[0]))} changes what single tokens count, and "
-                "loss.policy=dpo compares the rewards of whole pairs; remove one"
+                "loss.policy=dpo compares the rewards of whole pairs",
+                "remove one",
             )
         if self.loss.policy == "dpo" and self.estimator not in PAIRED_ESTIMATORS and ":" not in self.estimator:
-            raise ValueError(
+            raise BrokenRule(
+                "advantage.estimator",
                 f"advantage.estimator={self.estimator} does not say which of two samples is the better one, and "
-                f"loss.policy=dpo takes it from the sign; choose {' or '.join(PAIRED_ESTIMATORS)}"
+                "loss.policy=dpo takes it from the sign",
+                f"choose {' or '.join(PAIRED_ESTIMATORS)}",
             )
         return self
 

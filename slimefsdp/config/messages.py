@@ -1,21 +1,36 @@
-"""What is wrong with the settings, in words a person can act on: pydantic's findings as one `ConfigError`.
+"""The texts of errors about settings: makes one `ConfigError` of what pydantic and our own rules have found.
 
-Takes the plain dictionaries of `ValidationError.errors()`, so it needs no pydantic itself.
+A rule about several settings raises `BrokenRule`, which carries the field and the hint. Needs no pydantic itself: it
+takes the plain dictionaries of `ValidationError.errors()`.
 """
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from slimefsdp.errors import ConfigError, short_text
 
 MAX_FINDINGS = 8
 
-Sections = Mapping[str, Mapping[str, bool]]
-"""Section ("" for the top level) -> its names -> whether one must be given."""
+Sections = Mapping[str, Mapping[str, Any]]
+"""Section ("" for the top level) -> its names -> the pydantic field (`annotation`, `is_required()`)."""
+
+
+class BrokenRule(ValueError):
+    """Settings that do not go together; a pydantic validator raises it.
+
+    Args:
+        field: the setting that is named as the wrong one.
+        problem: a sentence with that setting and its value.
+        hint: the way out.
+    """
+
+    def __init__(self, field: str, problem: str, hint: str) -> None:
+        super().__init__(problem)
+        self.field, self.problem, self.hint = field, problem, hint
+
 
 # pydantic's error type -> the rule and the way out, filled from the error's context
 _RULES = {
@@ -173,14 +188,13 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
     """The setting, what is wrong with it, and the way out."""
     field = ".".join(_name(str(part)) for part in finding["loc"])
     kind, value, context = finding["type"], short_text(finding["input"]), finding.get("ctx", {})
-    if kind == "value_error":  # rules about several settings name them themselves, and the way out after "; "
-        message, _, hint = str(context["error"]).partition("; ")
-        named = re.match(r"[a-z_]+(\.[a-z_]+)*", message)
-        return named and named[0], message, hint
+    if kind == "value_error":
+        broken: BrokenRule = context["error"]
+        return broken.field, broken.problem, broken.hint
     if not field:
         return None, f"the settings are {value}, not sections", "begin with sections such as `model:` and `optim:`"
     if kind == "missing":
-        required = [f"{field}.{name}" for name, is_required in sections.get(field, {}).items() if is_required]
+        required = [f"{field}.{name}" for name, info in sections.get(field, {}).items() if info.is_required()]
         return field, f"{field} is required and not set", f"add {' and '.join(required) or 'it'}"
     if kind == "extra_forbidden":
         *section, name = map(str, finding["loc"])
@@ -193,12 +207,21 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
     rule, hint = _RULES.get(kind, (finding["msg"], "correct the value"))
     if kind == "literal_error" and isinstance(finding["input"], str):
         written = finding["input"].lower()
-        near = difflib.get_close_matches(written, re.findall(r"'([^']*)'", context["expected"]), n=2)
+        first, second = (str(part) for part in (*finding["loc"], "")[:2])
+        info = sections.get(first, {}).get(second) or sections[""].get(first)
+        near = difflib.get_close_matches(written, _choices(getattr(info, "annotation", None)), n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else hint
         hint = RECIPES.get(written, hint) if field == "algorithm" else hint
     elif kind == "literal_error":  # verl has a section algorithm
         hint = _inner_names(finding["input"], sections) or hint
     return field, f"{field}={value} {rule.format(**context)}", hint.format(**context)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Returns the texts that a field's type allows, wherever in it there is a `Literal`."""
+    if get_origin(annotation) is Literal:
+        return [value for value in get_args(annotation) if isinstance(value, str)]
+    return [choice for inner in get_args(annotation) for choice in _choices(inner)]
 
 
 def _name(part: str) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from slimefsdp.config.messages import BrokenRule
 from slimefsdp.config.sections import (
     LARGEST,
     PathOrIdSetting,
@@ -487,30 +488,39 @@ class RolloutSettings(Settings):
         is_served = self.engine in SERVERS
         for name in ("engine_python", "engine_args", "engine_urls"):
             if getattr(self, name) and not is_served:
-                raise ValueError(
-                    f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none; remove "
-                    f"it, or set rollout.engine={' or '.join(SERVERS)}"
+                raise BrokenRule(
+                    f"rollout.{name}",
+                    f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none",
+                    f"remove it, or set rollout.engine={' or '.join(SERVERS)}",
                 )
         if self.gpus_per_engine > 1 and (self.engine_python is None or self.placement == "colocated"):
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.gpus_per_engine",
                 f"rollout.gpus_per_engine={self.gpus_per_engine} is of servers that the run starts "
-                "(rollout.engine_python) on GPUs of their own (rollout.placement=own); remove it"
+                "(rollout.engine_python) on GPUs of their own (rollout.placement=own)",
+                "remove it",
             )
         if is_served and (self.engine_python is None) == (self.engine_urls is None):
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.engine",
                 f"rollout.engine={self.engine} needs either rollout.engine_python, to start servers, or "
-                "rollout.engine_urls, where they are there already; set one of them"
+                "rollout.engine_urls, where they are there already",
+                "set one of them",
             )
         urls = [url.lower() for url in self.engine_urls or ()]
         if self.engine_urls is not None and not len(urls) == len(set(urls)) == self.engines:
-            raise ValueError(
-                f"rollout.engines={self.engines} is not the number of different rollout.engine_urls="
-                f"{list(self.engine_urls)}; set it to that"
+            raise BrokenRule(
+                "rollout.engines",
+                f"rollout.engines={self.engines} is not the number of different "
+                f"rollout.engine_urls={list(self.engine_urls)}",
+                "set it to that",
             )
         if self.engine_urls is not None and self.engine_args:
-            raise ValueError(
-                "rollout.engine_args are for servers that the run starts, and rollout.engine_urls names such as are "
-                "there already; remove one of them"
+            raise BrokenRule(
+                "rollout.engine_args",
+                "rollout.engine_args are for servers that the run starts, and rollout.engine_urls names such as "
+                "are there already",
+                "remove one of them",
             )
         return self
 
@@ -518,15 +528,17 @@ class RolloutSettings(Settings):
     def check_server_arguments(self) -> RolloutSettings:
         for argument in self.engine_args:
             if argument.partition("=")[0] in _SPREADS:
-                raise ValueError(
-                    f"rollout.engine_args={argument} spreads a server over GPUs that are not reserved for it; set "
-                    "rollout.gpus_per_engine, which adds the argument"
+                raise BrokenRule(
+                    "rollout.engine_args",
+                    f"rollout.engine_args={argument} spreads a server over GPUs that are not reserved for it",
+                    "set rollout.gpus_per_engine, which adds the argument",
                 )
         low, high = temperatures_of(self.engine)
         if not low <= self.temperature <= high:
-            raise ValueError(
-                f"rollout.temperature={self.temperature:g}: {self.engine} samples from {low:g} to {high:g}; set one of "
-                "these, or rollout.engine=embedded"
+            raise BrokenRule(
+                "rollout.temperature",
+                f"rollout.temperature={self.temperature:g}: {self.engine} samples from {low:g} to {high:g}",
+                "set one of these, or rollout.engine=embedded",
             )
         return self
 
@@ -536,10 +548,11 @@ class RolloutSettings(Settings):
         for name in ("top_p", "top_k", "min_p"):
             value = getattr(self, name)
             if self.engine in SERVERS and value != type(self).model_fields[name].default:
-                raise ValueError(
+                raise BrokenRule(
+                    f"rollout.{name}",
                     f"rollout.{name}={value} leaves rollout.engine={self.engine} without log-probs over all tokens, "
-                    f"which training reads; remove it, set evaluation.{name} where evaluations are meant, or set "
-                    "rollout.engine=embedded"
+                    "which training reads",
+                    f"remove it, set evaluation.{name} where evaluations are meant, or set rollout.engine=embedded",
                 )
         return self
 
@@ -549,28 +562,34 @@ class RolloutSettings(Settings):
         if server is None:
             return self
         if self.weight_checksums and not server.compares_checksums:
-            raise ValueError(
-                f"rollout.weight_checksums does nothing with rollout.engine={self.engine}, which compares none; remove "
-                "it"
+            raise BrokenRule(
+                "rollout.weight_checksums",
+                f"rollout.weight_checksums does nothing with rollout.engine={self.engine}, which compares none",
+                "remove it",
             )
         if self.transport not in server.transports:
-            raise ValueError(
-                f"rollout.engine={self.engine} takes no weights by rollout.weight_transport={self.weight_transport}; "
-                f"set it to {' or '.join(server.transports)}"
+            raise BrokenRule(
+                "rollout.engine",
+                f"rollout.engine={self.engine} takes no weights by rollout.weight_transport={self.weight_transport}",
+                f"set it to {' or '.join(server.transports)}",
             )
         return self
 
     @model_validator(mode="after")
     def check_staleness(self) -> RolloutSettings:
         if self.max_staleness and self.sync_interval_steps > 1:
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.sync_interval_steps",
                 f"rollout.sync_interval_steps={self.sync_interval_steps} makes samples older than "
-                f"rollout.max_staleness={self.max_staleness} says; set one of them to its default"
+                f"rollout.max_staleness={self.max_staleness} says",
+                "set one of them to its default",
             )
         if self.on_update != "wait" and not self.max_staleness:
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.on_update",
                 f"rollout.on_update={self.on_update} does nothing under rollout.max_staleness=0, where no sample is "
-                "being drawn when new weights come; remove it, or raise that"
+                "being drawn when new weights come",
+                "remove it, or raise that",
             )
         return self
 
@@ -579,52 +598,63 @@ class RolloutSettings(Settings):
         if self.placement != "colocated":
             return self
         if self.max_staleness:
-            raise ValueError(
-                f"rollout.max_staleness={self.max_staleness} samples beside training, and rollout.placement=colocated "
-                "has engines and trainer take turns; set one of them to its default"
+            raise BrokenRule(
+                "rollout.max_staleness",
+                f"rollout.max_staleness={self.max_staleness} samples beside training, and "
+                "rollout.placement=colocated has engines and trainer take turns",
+                "set one of them to its default",
             )
         if self.sync_interval_steps > 1:
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.sync_interval_steps",
                 f"rollout.sync_interval_steps={self.sync_interval_steps} keeps weights in the engines that are no "
-                "longer the policy's, and under rollout.placement=colocated engines lose theirs in each step; set one "
-                "of them to its default"
+                "longer the policy's, and under rollout.placement=colocated engines lose theirs in each step",
+                "set one of them to its default",
             )
         if self.engine_urls is not None:
-            raise ValueError(
-                "rollout.engine_urls names servers that are wherever they are, and rollout.placement=colocated starts "
-                "engines in the places of ranks; set rollout.engine_python, or rollout.placement=own"
+            raise BrokenRule(
+                "rollout.engine_urls",
+                "rollout.engine_urls names servers that are wherever they are, and rollout.placement=colocated "
+                "starts engines in the places of ranks",
+                "set rollout.engine_python, or rollout.placement=own",
             )
         return self
 
     @model_validator(mode="after")
     def check_filter_rounds(self) -> RolloutSettings:
         if self.max_rounds > 1 and self.filter is None:
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.max_rounds",
                 f"rollout.max_rounds={self.max_rounds} draws again what a filter dropped, and rollout.filter is not "
-                "set; remove it, or set rollout.filter=mixed_groups"
+                "set",
+                "remove it, or set rollout.filter=mixed_groups",
             )
         return self
 
     @model_validator(mode="after")
     def check_filter_group_size(self) -> RolloutSettings:
         if self.filter == "mixed_groups" and self.samples_per_prompt == 1:
-            raise ValueError(
-                "rollout.filter=mixed_groups drops every group of rollout.samples_per_prompt=1; raise that, "
-                "or remove it"
+            raise BrokenRule(
+                "rollout.filter",
+                "rollout.filter=mixed_groups drops every group of rollout.samples_per_prompt=1",
+                "raise that, or remove it",
             )
         return self
 
     @model_validator(mode="after")
     def check_overlong_buffer(self) -> RolloutSettings:
         if self.overlong_buffer_tokens is None and self.overlong_penalty != 1:
-            raise ValueError(
-                f"rollout.overlong_penalty={self.overlong_penalty} does nothing without "
-                "rollout.overlong_buffer_tokens; set that, or remove it"
+            raise BrokenRule(
+                "rollout.overlong_penalty",
+                f"rollout.overlong_penalty={self.overlong_penalty} does nothing without rollout.overlong_buffer_tokens",
+                "set that, or remove it",
             )
         if self.overlong_buffer_tokens is not None and self.overlong_buffer_tokens > self.max_new_tokens:
-            raise ValueError(
+            raise BrokenRule(
+                "rollout.overlong_buffer_tokens",
                 f"rollout.overlong_buffer_tokens={self.overlong_buffer_tokens} is more than a response of "
-                f"rollout.max_new_tokens={self.max_new_tokens} has; lower it, or raise that"
+                f"rollout.max_new_tokens={self.max_new_tokens} has",
+                "lower it, or raise that",
             )
         return self
 
@@ -632,22 +662,26 @@ class RolloutSettings(Settings):
     def check_curriculum(self) -> RolloutSettings:
         first_steps = [stage.from_step for stage in self.curriculum]
         if first_steps and (first_steps[0] != 1 or first_steps != sorted(set(first_steps))):
-            raise ValueError(
-                f"rollout.curriculum has stages from the steps {short_text(first_steps)}; begin with from_step=1, and "
-                "let each later stage begin after the one before"
+            raise BrokenRule(
+                "rollout.curriculum",
+                f"rollout.curriculum has stages from the steps {short_text(first_steps)}",
+                "begin with from_step=1, and let each later stage begin after the one before",
             )
         for stage in self.curriculum:
             most = stage.max_new_tokens
             if most is not None and most > self.max_new_tokens:
-                raise ValueError(
+                raise BrokenRule(
+                    "rollout.curriculum",
                     f"rollout.curriculum allows max_new_tokens={most} from step {stage.from_step} on, which is more "
-                    f"than rollout.max_new_tokens={self.max_new_tokens}, for which packs and engines have room; lower "
-                    "it, or raise that"
+                    f"than rollout.max_new_tokens={self.max_new_tokens}, for which packs and engines have room",
+                    "lower it, or raise that",
                 )
             if most is not None and most < (self.overlong_buffer_tokens or 0):
-                raise ValueError(
+                raise BrokenRule(
+                    "rollout.curriculum",
                     f"rollout.curriculum allows max_new_tokens={most} from step {stage.from_step} on, which is less "
-                    f"than rollout.overlong_buffer_tokens={self.overlong_buffer_tokens}; raise it, or lower that"
+                    f"than rollout.overlong_buffer_tokens={self.overlong_buffer_tokens}",
+                    "raise it, or lower that",
                 )
         return self
 
@@ -709,16 +743,19 @@ class EvaluationSettings(Settings):
     @model_validator(mode="after")
     def check_draws_responses(self) -> EvaluationSettings:
         if not self.samples_per_prompt and not self.greedy:
-            raise ValueError(
-                "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true; set that, or sample "
-                "at least 1"
+            raise BrokenRule(
+                "evaluation.samples_per_prompt",
+                "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true",
+                "set that, or sample at least 1",
             )
         for name in ("temperature", "top_p", "top_k", "min_p"):
             value = getattr(self, name)
             if not self.samples_per_prompt and value is not None:
-                raise ValueError(
+                raise BrokenRule(
+                    f"evaluation.{name}",
                     f"evaluation.{name}={value:g} says nothing about greedy responses, and "
-                    "evaluation.samples_per_prompt=0 draws no others; remove it, or sample at least 1"
+                    "evaluation.samples_per_prompt=0 draws no others",
+                    "remove it, or sample at least 1",
                 )
         return self
 
@@ -726,9 +763,10 @@ class EvaluationSettings(Settings):
     def check_pass_at(self) -> EvaluationSettings:
         most = max(self.pass_at, default=0)
         if most > (self.samples_per_prompt or 1):  # of greedy responses alone there is one
-            raise ValueError(
+            raise BrokenRule(
+                "evaluation.pass_at",
                 f"evaluation.pass_at={list(self.pass_at)} needs {most} responses to each prompt, and "
-                f"evaluation.samples_per_prompt is {self.samples_per_prompt}; set evaluation.samples_per_prompt={most} "
-                "or more, or lower evaluation.pass_at"
+                f"evaluation.samples_per_prompt is {self.samples_per_prompt}",
+                f"set evaluation.samples_per_prompt={most} or more, or lower evaluation.pass_at",
             )
         return self

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from slimefsdp.config.loader import IN_A_FILE
+from slimefsdp.config.messages import BrokenRule
 from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.hub import reads_like_id
 from slimefsdp.io.user_files import NoPath, path_of, possible
@@ -266,16 +267,20 @@ class RunSettings(Settings):
         for name in ("wandb_name", "wandb_group"):
             value = getattr(self, name)
             if value is not None and self.wandb_project is None:
-                raise ValueError(
-                    f"run.{name}={short_text(value)} does nothing without run.wandb_project; set that, or remove it"
+                raise BrokenRule(
+                    f"run.{name}",
+                    f"run.{name}={short_text(value)} does nothing without run.wandb_project",
+                    "set that, or remove it",
                 )
         return self
 
     @model_validator(mode="after")
     def check_export_dtype(self) -> RunSettings:
         if self.export_dtype != "auto" and self.export_dir is None:
-            raise ValueError(
-                f"run.export_dtype={self.export_dtype} does nothing without run.export_dir; set that, or remove it"
+            raise BrokenRule(
+                "run.export_dtype",
+                f"run.export_dtype={self.export_dtype} does nothing without run.export_dir",
+                "set that, or remove it",
             )
         return self
 
@@ -319,28 +324,32 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def check_checkpoint_every_n_layers(self) -> ModelSettings:
         if self.activation_checkpointing == "none" and self.checkpoint_every_n_layers != 1:
-            raise ValueError(
+            raise BrokenRule(
+                "model.checkpoint_every_n_layers",
                 f"model.checkpoint_every_n_layers={self.checkpoint_every_n_layers} does nothing with "
-                "model.activation_checkpointing=none; remove it, or choose full or selective"
+                "model.activation_checkpointing=none",
+                "remove it, or choose full or selective",
             )
         return self
 
     @model_validator(mode="after")
     def offload_activations_requires_full_recomputation(self) -> ModelSettings:
         if self.offload_activations and self.activation_checkpointing != "full":
-            raise ValueError(
-                f"model.offload_activations=true moves the inputs of recomputed layers, and "
-                f"model.activation_checkpointing={self.activation_checkpointing} keeps more than these; set that to "
-                "full, or remove model.offload_activations"
+            raise BrokenRule(
+                "model.offload_activations",
+                "model.offload_activations=true moves the inputs of recomputed layers, and "
+                f"model.activation_checkpointing={self.activation_checkpointing} keeps more than these",
+                "set that to full, or remove model.offload_activations",
             )
         return self
 
     @model_validator(mode="after")
     def check_compile_with_checkpointing(self) -> ModelSettings:
         if self.compile and self.activation_checkpointing == "selective":
-            raise ValueError(
-                "model.activation_checkpointing=selective cannot see inside the layers of model.compile=true; "
-                "use full or none, or remove model.compile"
+            raise BrokenRule(
+                "model.activation_checkpointing",
+                "model.activation_checkpointing=selective cannot see inside the layers of model.compile=true",
+                "use full or none, or remove model.compile",
             )
         return self
 
@@ -386,7 +395,11 @@ class LoraSettings(Settings):
             value = getattr(self, name)
             if not self.are_trained and value != type(self).model_fields[name].default:
                 shown = short_text(list(value) if name == "targets" else value)
-                raise ValueError(f"lora.{name}={shown} does nothing without lora.rank; set that, or remove it")
+                raise BrokenRule(
+                    f"lora.{name}",
+                    f"lora.{name}={shown} does nothing without lora.rank",
+                    "set that, or remove it",
+                )
         return self
 
 
@@ -469,9 +482,11 @@ class PrecisionSettings(Settings):
     @model_validator(mode="after")
     def check_reduce_dtype(self) -> PrecisionSettings:
         if self.reduce_dtype == "float16" and self.compute_dtype != "float16":
-            raise ValueError(
-                f"precision.reduce_dtype=float16 overflows without a loss scale, and precision.compute_dtype="
-                f"{self.compute_dtype} has none; set precision.compute_dtype=float16, or reduce in bfloat16"
+            raise BrokenRule(
+                "precision.reduce_dtype",
+                "precision.reduce_dtype=float16 overflows without a loss scale, and "
+                f"precision.compute_dtype={self.compute_dtype} has none",
+                "set precision.compute_dtype=float16, or reduce in bfloat16",
             )
         return self
 
@@ -480,9 +495,11 @@ class PrecisionSettings(Settings):
         for name in ("loss_scale_init", "loss_scale_growth_interval"):
             value = getattr(self, name)
             if self.compute_dtype != "float16" and value != type(self).model_fields[name].default:
-                raise ValueError(
+                raise BrokenRule(
+                    f"precision.{name}",
                     f"precision.{name}={value} does nothing with precision.compute_dtype={self.compute_dtype}, "
-                    "whose range needs no loss scale; remove it, or set precision.compute_dtype=float16"
+                    "whose range needs no loss scale",
+                    "remove it, or set precision.compute_dtype=float16",
                 )
         return self
 
@@ -526,18 +543,21 @@ class FsdpSettings(Settings):
     @model_validator(mode="after")
     def check_offload_threads(self) -> FsdpSettings:
         if self.offload_threads is not None and not self.cpu_offload:
-            raise ValueError(
-                f"fsdp.offload_threads={self.offload_threads} does nothing without fsdp.cpu_offload; "
-                "set that, or remove it"
+            raise BrokenRule(
+                "fsdp.offload_threads",
+                f"fsdp.offload_threads={self.offload_threads} does nothing without fsdp.cpu_offload",
+                "set that, or remove it",
             )
         return self
 
     @model_validator(mode="after")
     def check_fsdp_wrapping(self) -> FsdpSettings:
         if self.wrap_layers is not None and self.wrap_min_parameters is not None:
-            raise ValueError(
+            raise BrokenRule(
+                "fsdp.wrap_min_parameters",
                 f"fsdp.wrap_min_parameters={self.wrap_min_parameters} chooses units, and so does "
-                f"fsdp.wrap_layers={list(self.wrap_layers)}; remove one"
+                f"fsdp.wrap_layers={list(self.wrap_layers)}",
+                "remove one",
             )
         return self
 
@@ -552,8 +572,8 @@ class BatchSettings(Settings):
     max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
     cost_model: PathSetting | None = Field(
         None,
-        description="file of `slimefsdp calibrate`, the same on every machine: packs and ranks are balanced by what it "
-        "measured of attention and of sending; null: by the model's dimensions",
+        description="file of `slimefsdp plan --calibrate`, the same on every machine: packs and ranks are balanced by "
+        "what it measured of attention and of sending; null: by the model's dimensions",
     )
     share_prefixes: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -619,32 +639,38 @@ class OptimSettings(Settings):
     @model_validator(mode="after")
     def check_warmup(self) -> OptimSettings:
         if self.warmup_ratio is not None and self.warmup_updates:
-            raise ValueError(
-                f"optim.warmup_ratio={self.warmup_ratio:g} and optim.warmup_updates={self.warmup_updates} both say how "
-                "long the warm-up is; remove one"
+            raise BrokenRule(
+                "optim.warmup_ratio",
+                f"optim.warmup_ratio={self.warmup_ratio:g} and optim.warmup_updates={self.warmup_updates} both say "
+                "how long the warm-up is",
+                "remove one",
             )
         if self.total_updates is not None and self.warmup_updates >= self.total_updates:
-            raise ValueError(
+            raise BrokenRule(
+                "optim.warmup_updates",
                 f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
-                f"optim.total_updates={self.total_updates}; lower the first or raise the second"
+                f"optim.total_updates={self.total_updates}",
+                "lower the first or raise the second",
             )
         return self
 
     @model_validator(mode="after")
     def check_fused_optimizer(self) -> OptimSettings:
         if self.name == "sgd" and self.implementation == "fused":
-            raise ValueError(
-                "optim.implementation=fused has no kernel for the sharded parameters of optim.name=sgd; "
-                "use foreach, or adamw"
+            raise BrokenRule(
+                "optim.implementation",
+                "optim.implementation=fused has no kernel for the sharded parameters of optim.name=sgd",
+                "use foreach, or adamw",
             )
         return self
 
     @model_validator(mode="after")
     def check_state_dtype(self) -> OptimSettings:
         if self.state_dtype != "auto" and self.name != "adamw":
-            raise ValueError(
-                f"optim.state_dtype={self.state_dtype} is for the moments of AdamW, and optim.name={self.name}; "
-                "remove it, or set optim.name=adamw"
+            raise BrokenRule(
+                "optim.state_dtype",
+                f"optim.state_dtype={self.state_dtype} is for the moments of AdamW, and optim.name={self.name}",
+                "remove it, or set optim.name=adamw",
             )
         return self
 
@@ -654,18 +680,20 @@ class OptimSettings(Settings):
         # not what was written out: settings that were printed whole are read again
         given = [name for name in of_muon if getattr(self, name) != type(self).model_fields[name].default]
         if self.name != "muon" and given:
-            raise ValueError(
-                f"optim.{given[0]}={getattr(self, given[0])} is Muon's, and optim.name={self.name}; "
-                "remove it, or set optim.name=muon"
+            raise BrokenRule(
+                f"optim.{given[0]}",
+                f"optim.{given[0]}={getattr(self, given[0])} is Muon's, and optim.name={self.name}",
+                "remove it, or set optim.name=muon",
             )
         return self
 
     @model_validator(mode="after")
     def check_schedule_floor(self) -> OptimSettings:
         if self.schedule == "constant" and "min_lr_ratio" in self.model_fields_set:
-            raise ValueError(
-                f"optim.min_lr_ratio={self.min_lr_ratio} does nothing with optim.schedule=constant; "
-                "remove it or choose linear or cosine"
+            raise BrokenRule(
+                "optim.min_lr_ratio",
+                f"optim.min_lr_ratio={self.min_lr_ratio} does nothing with optim.schedule=constant",
+                "remove it or choose linear or cosine",
             )
         return self
 
@@ -757,7 +785,11 @@ class ProfileSettings(Settings):
     def profile_options_require_updates(self) -> ProfileSettings:
         for name in ("memory", "record_shapes", "with_stack"):
             if getattr(self, name) and self.updates is None:
-                raise ValueError(f"profile.{name}=true does nothing without profile.updates; set that, or remove it")
+                raise BrokenRule(
+                    f"profile.{name}",
+                    f"profile.{name}=true does nothing without profile.updates",
+                    "set that, or remove it",
+                )
         return self
 
 
@@ -806,7 +838,9 @@ class ClusterSettings(Settings):
     @model_validator(mode="after")
     def check_allow_without_token(self) -> ClusterSettings:
         if self.allow_without_token and self.address is None:
-            raise ValueError(
-                "cluster.allow_without_token=true does nothing without cluster.address; set that, or remove it"
+            raise BrokenRule(
+                "cluster.allow_without_token",
+                "cluster.allow_without_token=true does nothing without cluster.address",
+                "set that, or remove it",
             )
         return self

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
 from slimefsdp.config.loader import apply_override, find_code_beside, read_settings, with_base
-from slimefsdp.config.messages import config_error
+from slimefsdp.config.messages import BrokenRule, Sections, config_error
 from slimefsdp.config.rollout import (
     ENGINES,
     SERVERS,
@@ -89,16 +89,18 @@ class RunConfig(AlgorithmSettings):
             return self
         read = _READ_WITHOUT_ROLLOUTS[self.algorithm]
         unread = [
-            f"{section}.{name}={short_text(self.value_of(f'{section}.{name}'))}"
+            f"{section}.{name}"
             for section in _OF_ROLLOUTS
             for name in sorted(getattr(self, section).model_fields_set)
             if f"{section}.{name}" not in read and f"{section}.*" not in read
         ]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
-            raise ValueError(
-                f"{', '.join(unread)} {verb} not read under algorithm={self.algorithm}; remove {what} or set {what} to "
-                "null, or set algorithm=grpo"
+            shown = [f"{field}={short_text(self.value_of(field))}" for field in unread]
+            raise BrokenRule(
+                unread[0],
+                f"{', '.join(shown)} {verb} not read under algorithm={self.algorithm}",
+                f"remove {what} or set {what} to null, or set algorithm=grpo",
             )
         return self
 
@@ -108,23 +110,28 @@ class RunConfig(AlgorithmSettings):
         if rollout.environment is None:
             for name in _changed(self.environment, type(self.environment).model_fields):
                 field = f"environment.{name}"
-                raise ValueError(
-                    f"{field}={short_text(self.value_of(field))} is of rollout.environment, which is not set; set it, "
-                    "or remove this"
+                raise BrokenRule(
+                    field,
+                    f"{field}={short_text(self.value_of(field))} is of rollout.environment, which is not set",
+                    "set it, or remove this",
                 )
             return self
         of_rewards = [name for name in type(rollout).model_fields if name.startswith("reward")]
         for name in _changed(rollout, (*of_rewards, "overlong_buffer_tokens")):
-            raise ValueError(
+            raise BrokenRule(
+                f"rollout.{name}",
                 f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
-                f"rollout.environment={rollout.environment} gives the rewards; remove rollout.{name}, or give it to "
-                "the environment under environment.arguments"
+                f"rollout.environment={rollout.environment} gives the rewards",
+                f"remove rollout.{name}, or give it to the environment under environment.arguments",
             )
         most = self.environment.max_tokens
         if most is not None and not rollout.max_new_tokens < most <= self.max_pack_tokens:
-            raise ValueError(
-                f"environment.max_tokens={most} must be more than rollout.max_new_tokens={rollout.max_new_tokens} and "
-                f"at most {self.max_pack_tokens}, which a pack holds (batch.max_tokens_per_rank x mesh.cp); set it so"
+            raise BrokenRule(
+                "environment.max_tokens",
+                f"environment.max_tokens={most} must be more than "
+                f"rollout.max_new_tokens={rollout.max_new_tokens} and at most {self.max_pack_tokens}, which a pack "
+                "holds (batch.max_tokens_per_rank x mesh.cp)",
+                "set it so",
             )
         return self
 
@@ -149,9 +156,10 @@ class RunConfig(AlgorithmSettings):
         engine, value = self.rollout.engine, self.evaluation.temperature
         low, high = temperatures_of(engine)
         if value is not None and not low <= value <= high:
-            raise ValueError(
-                f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}; set one of these, or "
-                "rollout.engine=embedded"
+            raise BrokenRule(
+                "evaluation.temperature",
+                f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}",
+                "set one of these, or rollout.engine=embedded",
             )
         return self
 
@@ -173,15 +181,18 @@ class RunConfig(AlgorithmSettings):
         given = "rank" if self.lora.path is None else "path"
         setting = f"lora.{given}={getattr(self.lora, given)}"
         if self.model.frozen:
-            raise ValueError(
-                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of {setting} "
-                "freeze whole; remove one of them"
+            raise BrokenRule(
+                "model.frozen",
+                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of "
+                f"{setting} freeze whole",
+                "remove one of them",
             )
         for name in _changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
-            raise ValueError(
+            raise BrokenRule(
+                f"reference.{name}",
                 f"reference.{name}={getattr(self.reference, name)} is for a reference with weights of its own, and "
-                f"with {setting} it is the policy without its adapters; remove it, or set "
-                "reference.path"
+                f"with {setting} it is the policy without its adapters",
+                "remove it, or set reference.path",
             )
         return self
 
@@ -193,21 +204,25 @@ class RunConfig(AlgorithmSettings):
         if self.optim.name != "muon" or self.lora.rank is None or self.algorithm == "ppo":
             return self
         if set(targets) <= {"head", "lm_head"}:
-            raise ValueError(
+            raise BrokenRule(
+                "optim.name",
                 f"optim.name=muon updates matrices of the decoder layers, and lora.targets={list(targets)} has "
-                "adapters on none; set optim.name=adamw, or add others to lora.targets"
+                "adapters on none",
+                "set optim.name=adamw, or add others to lora.targets",
             )
         if adamw_lr is not None and set(targets) <= {"attention", "mlp", "all-linear", "experts"}:
-            raise ValueError(
+            raise BrokenRule(
+                "optim.adamw_lr",
                 f"optim.adamw_lr={adamw_lr} is for what AdamW updates beside Muon, and adapters of "
-                f"lora.targets={list(targets)} are matrices of the decoder layers, which Muon updates; remove it"
+                f"lora.targets={list(targets)} are matrices of the decoder layers, which Muon updates",
+                "remove it",
             )
         return self
 
     @model_validator(mode="after")
     def check_engines_take_adapters(self) -> RunConfig:
         if found := self._why_no_engine_takes_adapters():
-            raise ValueError("; ".join(found))
+            raise BrokenRule("lora.sync", *found)
         return self
 
     def _why_no_engine_takes_adapters(self) -> tuple[str, str] | None:
@@ -257,9 +272,11 @@ class RunConfig(AlgorithmSettings):
     def check_dpo_update_size(self) -> RunConfig:
         per_update = self.batch.samples_per_update
         if self.loss.policy == "dpo" and per_update is not None and per_update % 2:
-            raise ValueError(
-                f"batch.samples_per_update={per_update} is odd, and loss.policy=dpo keeps the two samples of a pair in "
-                "one update; make it even"
+            raise BrokenRule(
+                "batch.samples_per_update",
+                f"batch.samples_per_update={per_update} is odd, and loss.policy=dpo keeps the two samples of a pair "
+                "in one update",
+                "make it even",
             )
         return self
 
@@ -267,46 +284,53 @@ class RunConfig(AlgorithmSettings):
     def check_attention_kernel(self) -> RunConfig:
         is_ring_package = self.attention.strategy == "ring_flash_attn" and self.mesh.cp > 1
         if self.attention.kernel == "flash_attn_3" and is_ring_package:
-            raise ValueError(
+            raise BrokenRule(
+                "attention.kernel",
                 f"attention.kernel=flash_attn_3 and mesh.cp={self.mesh.cp} with attention.strategy=ring_flash_attn, "
-                "which computes by the flash-attn package whatever the kernel; set attention.strategy=auto, or "
-                "remove attention.kernel"
+                "which computes by the flash-attn package whatever the kernel",
+                "set attention.strategy=auto, or remove attention.kernel",
             )
         return self
 
     @model_validator(mode="after")
     def check_full_kl_reference(self) -> RunConfig:
         if self.loss.kl_estimator == "full" and self.reference.placement == "group":
-            raise ValueError(
-                "loss.kl_estimator=full reads the hidden states of the reference, and reference.placement=group keeps "
-                "them elsewhere; set reference.placement=colocated, or choose k3"
+            raise BrokenRule(
+                "loss.kl_estimator",
+                "loss.kl_estimator=full reads the hidden states of the reference, and reference.placement=group "
+                "keeps them elsewhere",
+                "set reference.placement=colocated, or choose k3",
             )
         return self
 
     @model_validator(mode="after")
     def check_reference_group_size(self) -> RunConfig:
         if self.reference.dp is not None and self.reference.placement != "group":
-            raise ValueError(
-                f"reference.dp={self.reference.dp} is for a group of its own; set reference.placement=group, "
-                "or remove it"
+            raise BrokenRule(
+                "reference.dp",
+                f"reference.dp={self.reference.dp} is for a group of its own",
+                "set reference.placement=group, or remove it",
             )
         return self
 
     @model_validator(mode="after")
     def check_reference_offload_requires_colocated(self) -> RunConfig:
         if self.reference.placement == "group" and "offload" in self.reference.model_fields_set:
-            raise ValueError(
-                f"reference.offload={self.reference.offload} is for a reference beside the policy; remove it, "
-                "or set reference.placement=colocated"
+            raise BrokenRule(
+                "reference.offload",
+                f"reference.offload={self.reference.offload} is for a reference beside the policy",
+                "remove it, or set reference.placement=colocated",
             )
         return self
 
     @model_validator(mode="after")
     def check_reference_update_is_read(self) -> RunConfig:
         if self.reference.update_interval_steps is not None and not self.needs_reference:
-            raise ValueError(
+            raise BrokenRule(
+                "reference.update_interval_steps",
                 f"reference.update_interval_steps={self.reference.update_interval_steps} updates a model that "
-                "loss.kl_coefficient=0 never asks; remove it, or raise loss.kl_coefficient"
+                "loss.kl_coefficient=0 never asks",
+                "remove it, or raise loss.kl_coefficient",
             )
         return self
 
@@ -314,26 +338,31 @@ class RunConfig(AlgorithmSettings):
     def check_reference_update_interval(self) -> RunConfig:
         updates, saves = self.reference.update_interval_steps, self.checkpoint.interval_steps
         if self.reference.placement == "group" and updates is not None and saves is not None and saves % updates:
-            raise ValueError(
+            raise BrokenRule(
+                "checkpoint.interval_steps",
                 f"checkpoint.interval_steps={saves} is no multiple of reference.update_interval_steps={updates}: no "
-                "checkpoint holds the reference of a group of its own, which equals the policy at its updates; "
-                "make it a multiple, or set reference.placement=colocated"
+                "checkpoint holds the reference of a group of its own, which equals the policy at its updates",
+                "make it a multiple, or set reference.placement=colocated",
             )
         return self
 
     @model_validator(mode="after")
     def check_disk_transport_has_a_folder(self) -> RunConfig:
         if self.rollout.transport == "disk" and self.run.dir is None:
-            raise ValueError(
-                "rollout.weight_transport=disk writes below run.dir, which is not set; set it, or use broadcast"
+            raise BrokenRule(
+                "rollout.weight_transport",
+                "rollout.weight_transport=disk writes below run.dir, which is not set",
+                "set it, or use broadcast",
             )
         return self
 
     @model_validator(mode="after")
     def check_gpus_of_engines(self) -> RunConfig:
         if self.rollout.gpus_per_engine > 1 and self.mesh.device == "cpu":
-            raise ValueError(
-                f"rollout.gpus_per_engine={self.rollout.gpus_per_engine} does nothing under mesh.device=cpu; remove it"
+            raise BrokenRule(
+                "rollout.gpus_per_engine",
+                f"rollout.gpus_per_engine={self.rollout.gpus_per_engine} does nothing under mesh.device=cpu",
+                "remove it",
             )
         return self
 
@@ -341,16 +370,18 @@ class RunConfig(AlgorithmSettings):
     def check_sync_interval(self) -> RunConfig:
         syncs, saves = self.rollout.sync_interval_steps, self.checkpoint.interval_steps
         if saves is not None and saves % syncs:
-            raise ValueError(
+            raise BrokenRule(
+                "checkpoint.interval_steps",
                 f"checkpoint.interval_steps={saves} is no multiple of rollout.sync_interval_steps={syncs}: a "
-                "resumed run begins with engines of the checkpoint's weights; make it a multiple"
+                "resumed run begins with engines of the checkpoint's weights",
+                "make it a multiple",
             )
         return self
 
     @model_validator(mode="after")
     def check_colocated_engine_count(self) -> RunConfig:
         if self.mesh.dp != "auto" and (problem := self._surplus_engines()):
-            raise ValueError("; ".join(problem))
+            raise BrokenRule("rollout.engines", *problem)
         return self
 
     def _surplus_engines(self) -> tuple[str, str] | None:
@@ -366,21 +397,27 @@ class RunConfig(AlgorithmSettings):
     @model_validator(mode="after")
     def check_cpu_offload_reference(self) -> RunConfig:
         if self.fsdp.cpu_offload and self.reference.offload == "none":
-            raise ValueError(
-                "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host; remove one"
+            raise BrokenRule(
+                "reference.offload",
+                "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host",
+                "remove one",
             )
         if self.fsdp.cpu_offload and self.reference.offload == "swap":
-            raise ValueError(
-                "reference.offload=swap moves to the host what fsdp.cpu_offload=true keeps there; remove one"
+            raise BrokenRule(
+                "reference.offload",
+                "reference.offload=swap moves to the host what fsdp.cpu_offload=true keeps there",
+                "remove one",
             )
         return self
 
     @model_validator(mode="after")
     def check_swapped_reference(self) -> RunConfig:
         if self.reference.offload == "swap" and self.kl_estimator == "full":
-            raise ValueError(
+            raise BrokenRule(
+                "reference.offload",
                 "reference.offload=swap takes the policy off the device while the reference computes, and "
-                "loss.kl_estimator=full needs both at once; set reference.offload=sleep, or another loss.kl_estimator"
+                "loss.kl_estimator=full needs both at once",
+                "set reference.offload=sleep, or another loss.kl_estimator",
             )
         return self
 
@@ -388,9 +425,10 @@ class RunConfig(AlgorithmSettings):
     def check_auto_dp_with_groups(self) -> RunConfig:
         for name, group in (("reference", self.reference), ("critic", self.critic)):
             if self.mesh.dp == "auto" and group.placement == "group" and group.dp is None:
-                raise ValueError(
-                    f"mesh.dp=auto cannot share the cluster with {name}.placement=group of the same size; "
-                    f"set {name}.dp, or mesh.dp"
+                raise BrokenRule(
+                    "mesh.dp",
+                    f"mesh.dp=auto cannot share the cluster with {name}.placement=group of the same size",
+                    f"set {name}.dp, or mesh.dp",
                 )
         return self
 
@@ -405,18 +443,21 @@ class RunConfig(AlgorithmSettings):
             fields.append("data.overlong_prompts")
         for field in fields + (of_files if self.has_rollouts else []):
             readers = "algorithm=sft or dpo" if field in of_files else "algorithm=sft"
-            raise ValueError(
-                f"{field}={short_text(self.value_of(field))} is of {readers}, and algorithm={self.algorithm}; "
-                f"remove it, or set {readers}"
+            raise BrokenRule(
+                field,
+                f"{field}={short_text(self.value_of(field))} is of {readers}, and algorithm={self.algorithm}",
+                f"remove it, or set {readers}",
             )
         return self
 
     @model_validator(mode="after")
     def check_prompt_template(self) -> RunConfig:
         if self.data.prompt_template is not None and self.data.prompt_column != "prompt":
-            raise ValueError(
+            raise BrokenRule(
+                "data.prompt_column",
                 f"data.prompt_column={short_text(self.data.prompt_column)} and data.prompt_template both say where "
-                "prompts come from; remove one of them"
+                "prompts come from",
+                "remove one of them",
             )
         return self
 
@@ -426,9 +467,10 @@ class RunConfig(AlgorithmSettings):
         ratio = self.optim.warmup_ratio
         if (self.optim.schedule != "constant" or ratio) and not has_end:
             given = f"optim.warmup_ratio={ratio:g}" if ratio else f"optim.schedule={self.optim.schedule}"
-            raise ValueError(
-                f"{given} is of a schedule that ends nowhere; set optim.total_updates, run.steps or, under sft, "
-                "run.epochs"
+            raise BrokenRule(
+                given.partition("=")[0],
+                f"{given} is of a schedule that ends nowhere",
+                "set optim.total_updates, run.steps or, under sft, run.epochs",
             )
         return self
 
@@ -437,18 +479,20 @@ class RunConfig(AlgorithmSettings):
         total, own = self.total_updates, self.optim.total_updates
         if total is not None and self.warmup_updates >= total:
             of = f"the {total} of run.steps={self.run.steps}" if own is None else f"optim.total_updates={own}"
-            raise ValueError(
-                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}; lower the "
-                "first or raise the second"
+            raise BrokenRule(
+                "optim.warmup_updates",
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}",
+                "lower the first or raise the second",
             )
         return self
 
     @model_validator(mode="after")
     def check_max_failed_steps(self) -> RunConfig:
         if _changed(self.rollout, ["max_failed_steps"]) and not self.skips_failures:
-            raise ValueError(
-                f"rollout.max_failed_steps={self.rollout.max_failed_steps} is for failures that are skipped; set "
-                "rollout.reward_failure=skip, or environment.failure=skip, or remove it"
+            raise BrokenRule(
+                "rollout.max_failed_steps",
+                f"rollout.max_failed_steps={self.rollout.max_failed_steps} is for failures that are skipped",
+                "set rollout.reward_failure=skip, or environment.failure=skip, or remove it",
             )
         return self
 
@@ -462,9 +506,11 @@ class RunConfig(AlgorithmSettings):
                 ways += (
                     f", or raise batch.samples_per_update={per_update}, of {self.samples_per_step} samples in a step"
                 )
-            raise ValueError(
-                f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates "
-                f"({steps} x {self.updates_per_step} updates each); {ways}"
+            raise BrokenRule(
+                "optim.total_updates",
+                f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates ({steps} x "
+                f"{self.updates_per_step} updates each)",
+                f"{ways}",
             )
         return self
 
@@ -474,9 +520,11 @@ class RunConfig(AlgorithmSettings):
         rates = {"optim.lr": self.optim.lr, "optim.adamw_lr": self.optim.adamw_lr, "critic.lr": self.critic.lr}
         for field, rate in rates.items():
             if rate is not None and rate > 1 and self.optim.name != "sgd":
-                raise ValueError(
+                raise BrokenRule(
+                    field,
                     f"{field}={rate:g} is more than 1, and each update of optim.name={self.optim.name} moves every "
-                    "parameter by about that; lower it to a rate such as 1e-6, or set optim.name=sgd"
+                    "parameter by about that",
+                    "lower it to a rate such as 1e-6, or set optim.name=sgd",
                 )
         return self
 
@@ -486,9 +534,17 @@ class RunConfig(AlgorithmSettings):
         total = self.total_updates
         if chosen is not None and total is not None and max(chosen) > total:
             named = "the updates of run.steps" if self.optim.total_updates is None else "optim.total_updates"
-            raise ValueError(f"profile.updates={list(chosen)} goes beyond {named}={total}; choose earlier ones")
+            raise BrokenRule(
+                "profile.updates",
+                f"profile.updates={list(chosen)} goes beyond {named}={total}",
+                "choose earlier ones",
+            )
         if chosen is not None and self.run.dir is None:
-            raise ValueError(f"profile.updates={list(chosen)} has no folder to be written to; set run.dir")
+            raise BrokenRule(
+                "profile.updates",
+                f"profile.updates={list(chosen)} has no folder to be written to",
+                "set run.dir",
+            )
         return self
 
     @property
@@ -773,13 +829,10 @@ def config_from_dict(tree: dict[str, Any]) -> RunConfig:
     raise config_error(findings, _known_settings())
 
 
-def _known_settings() -> dict[str, dict[str, bool]]:
-    """Section ("" for the top level) -> its names -> whether one must be given."""
+def _known_settings() -> Sections:
+    """Returns section ("" for the top level) -> its names -> their fields."""
     models: dict[str, type[BaseModel]] = {"": RunConfig}
     for name, info in RunConfig.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             models[name] = info.annotation
-    return {
-        section: {name: info.is_required() for name, info in model.model_fields.items()}
-        for section, model in models.items()
-    }
+    return {section: model.model_fields for section, model in models.items()}

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-import slimefsdp
 from actors.cli import main as cli
+from actors.cli import ray_session
 from tests.support.runs import startable
 from tests.support.vllm_server import ProtocolServer
 
@@ -24,19 +24,13 @@ def config(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     def refused(*_: Any) -> NoReturn:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(cli, "connect", refused)
+    monkeypatch.setattr(ray_session, "connect", refused)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(startable(example, tmp_path)))
     return tmp_path / "c.yaml"
 
 
 def everything(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out.split() == ["slimefsdp", slimefsdp.__version__]
 
 
 @pytest.mark.parametrize(

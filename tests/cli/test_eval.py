@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
+from actors.cli import ray_session
 from actors.cli.evaluate import check_before_evaluation, settings_of
 from slimefsdp.errors import CheckpointError, ConfigError, EngineError, ModelError
 from tests.support.refusals import refused
@@ -134,7 +135,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     asked: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     left_out: str, more: list[str], kind: type[ConfigError], named: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(cli, "connect", None)
+    monkeypatch.setattr(ray_session, "connect", None)
     words = [word for word in asked if not left_out or not word.startswith(left_out)]
     assert cli.main([*words, *more]) == kind.exit_code
     assert named in capsys.readouterr().err
@@ -149,10 +150,10 @@ def test_a_section_that_is_misspelt_is_refused(
 
 
 def test_two_evaluations_do_not_write_into_one_folder(asked: list[str], tmp_path: Path) -> None:
-    options = cli._parsed([*asked, "--output", str(tmp_path / "output")])
-    check_before_evaluation(settings_of(options))
+    config = settings_of(asked[1], asked[2:], None, tmp_path / "output")
+    check_before_evaluation(config)
     with refused(CheckpointError, "--output", tmp_path / "output"):
-        check_before_evaluation(settings_of(options))
+        check_before_evaluation(config)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
+from actors.cli import ray_session
 from actors.cli.model_trial import build_models
 from actors.rollout.tokenizer import encode_records
 from slimefsdp.errors import ConfigError, ModelError
@@ -56,7 +57,7 @@ def test_a_generation_config_that_no_engine_can_use_is_named(example: Path, tmp_
 def test_every_command_looks_before_it_starts_anything(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    monkeypatch.setattr(cli, "connect", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(ray_session, "connect", lambda *_: pytest.fail("Ray was started"))
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump(startable(example, tmp_path)))
     assert cli.main([words[0], str(config), *words[1:], "lora.rank=8", "lora.targets=[q_proj, nope]"]) == 2

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
-from actors.cli import preflight
+from actors.cli import preflight, ray_session
 from actors.cluster import connect
 from slimefsdp.config import load_config
 from slimefsdp.config.launch import check_ready_to_train
@@ -44,7 +44,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module, name in ((preflight, "has_nvidia_driver"), (connect, "has_nvidia_driver")):
         monkeypatch.setattr(module, name, lambda: False)
     monkeypatch.setattr(connect, "gpus_here", lambda: None)
-    monkeypatch.setattr(cli, "connect", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(ray_session, "connect", lambda *_: pytest.fail("Ray was started"))
     return tmp_path
 
 

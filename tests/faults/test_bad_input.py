@@ -564,7 +564,7 @@ def test_after_all_of_it_the_ranks_hold_the_same_bits_and_have_learned(world: Wo
         (["train", "CONFIG", "optim.lr=fast"], 2, "optim.lr"),
         (["plan", "CONFIG", "--memory-gb", "1e300"], 2, "--memory-gb"),
         (["plan", "CONFIG", "model.path=nowhere"], 4, "model.path"),
-        (["calibrate", "--out", ""], 2, "--out"),
+        (["plan", "--calibrate", ""], 2, "--calibrate"),
     ],
 )
 def test_the_command_line_prints_three_lines_within_two_seconds_of_the_processor(
