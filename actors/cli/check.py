@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.cli.environment import Environment, Package, look_around
-from actors.cli.preflight import (
-    absent_from_machine,
-    check_before_launch,
-    check_functions,
-    check_installed,
-    check_models,
-)
-from actors.cluster.connect import check_machine
-from actors.model_folders import NotHere, models_to_look_at
+from actors.cli.preflight import check_before_launch
+from actors.model_folders import NotHere
 from actors.rollout.filters import FILTERS
 from actors.rollout.record_sets import RecordSet
 from actors.rollout.rewards import exact_match, final_number, sorted_digits
@@ -66,19 +59,11 @@ def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool)
     sets: list[RecordSet] = []
     absent: list[NotHere] = []
     if config is not None:
+        with reporting():
+            checked = check_before_launch(config, only_looks=True, is_own_loop=config.data.train is None)
+        sets, absent = checked.sets, checked.absent
         chosen = chosen_functions(config)
-        if config.data.train is not None:
-            with reporting():
-                checked = check_before_launch(config, only_looks=True)
-            sets, absent = checked.sets, checked.absent
-        else:
-            refusal, absent = _refusal_of_train(config), absent_from_machine(config)
-            with reporting():
-                config, models = models_to_look_at(config)
-            absent += models
-            check_models(config, absent)
-            check_installed(config, absent)
-            check_machine(config)
+        refusal = _refusal_of_train(config) if config.data.train is None else None
     found = look_around()
     if as_json:
         packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
@@ -126,11 +111,7 @@ def _refusal_of_train(config: RunConfig) -> str | None:
 
 
 def chosen_functions(config: RunConfig) -> _Choices:
-    """Setting -> the function it chooses, with its line of `REGISTRY` or, for one of the user's own, where it stands.
-
-    Raises:
-        ConfigError: a function of the user's own cannot be imported.
-    """
+    """Returns setting -> the function it chooses, with its line of `REGISTRY` or, for a user's own, its place."""
     names: dict[str, str] = {"loss.reduction": config.loss.reduction}
     if config.algorithm != "sft":
         names["loss.policy"] = config.loss.policy
@@ -146,7 +127,6 @@ def chosen_functions(config: RunConfig) -> _Choices:
             names["rollout.reward"] = config.rollout.reward
         if config.rollout.environment is not None:
             names["rollout.environment"] = config.rollout.environment
-    check_functions(config)
     return {
         setting: {name: REGISTRY.get(setting, {}).get(name) or _place(name, setting)} for setting, name in names.items()
     }

@@ -11,6 +11,9 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from slimefsdp.config.sections import ClusterSettings
 
 _DISTRIBUTION = "slimefsdp"
@@ -92,16 +95,10 @@ def supported_packages() -> list[Package]:
 
 
 def is_within(version: str, supported: str) -> bool:
-    """Whether a version such as `2.13.0+cpu` keeps to bounds such as `>=2.11,<3`.
+    """Returns whether a version such as `2.13.0+cpu` keeps to bounds such as `>=2.11,<3`.
 
-    Builds of GPU vendors, such as `2.11.0a0+nv25.10`, count as the release that they lead to. Without the package
-    `packaging`, which is itself one of those looked for, every version passes.
+    Builds of GPU vendors, such as `2.11.0a0+nv25.10`, count as the release that they lead to.
     """
-    try:
-        from packaging.specifiers import SpecifierSet
-        from packaging.version import InvalidVersion, Version
-    except ModuleNotFoundError:
-        return True
     try:
         return Version(version).base_version in SpecifierSet(supported)
     except InvalidVersion:

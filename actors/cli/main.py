@@ -59,8 +59,15 @@ def run_typer(commands: typer.Typer, name: str, arguments: Sequence[str] | None 
     words = list(sys.argv[1:] if arguments is None else arguments)
     shows_tracebacks = "--debug" in words
     words = [word for word in words if word != "--debug"]  # any command takes it, at any place
+    command = typer.main.get_command(commands)
+    if f"_{name.upper()}_COMPLETE" in os.environ:
+        command.main(prog_name=name)  # answers the shell, and ends this process
     try:
-        return int(typer.main.get_command(commands).main(words or ["--help"], name, standalone_mode=False) or 0)
+        # without `main`, which turns Ctrl-C and a closed pipe into exit statuses of its own
+        with command.make_context(name, words or ["--help"]) as context:
+            return int(command.invoke(context) or 0)
+    except typer.Exit as end:
+        return end.exit_code
     except SlimeError as error:
         if shows_tracebacks:
             raise
@@ -117,7 +124,9 @@ def _as_config_error(error: Exception, words: Sequence[str]) -> ConfigError:
         field = parameter.opts[0] if is_option else parameter.metavar or parameter.name
         if not message:
             message = f"{field} is missing"
-        elif not isinstance(error, WrongValue):
+        elif isinstance(error, WrongValue):
+            message = f"{field}: {message}"
+        else:
             message = f"{field}={_value_of(field, words)}: {message}"
         return ConfigError(message, field=field, hint=hint)
     if option is None:  # a word too many, or the name of a command that is missing or unknown

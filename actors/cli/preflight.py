@@ -1,4 +1,4 @@
-"""What `slimefsdp train` checks before it starts anything: all that can be known to fail by looking."""
+"""Would this run? All that can be known to fail by looking, for `train`, its `--dry-run` and `check`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +47,7 @@ from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.distributed.compiler import require_compiler
-from slimefsdp.errors import ConfigError, ResourceError, short_repr
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError, short_repr
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
@@ -87,42 +88,132 @@ class Checked:
     absent: list[NotHere]
 
 
-def check_before_launch(config: RunConfig, *, only_looks: bool = False, has_ranks: bool = False) -> Checked:
-    """All that can be known to fail without starting anything.
+class Problems:
+    """Collects what is wrong, so that all of it can be told at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[SlimeError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keeps a typed error that the block raises; the rest of the block is skipped then."""
+        try:
+            yield
+        except SlimeError as error:
+            self._errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raises the first error with the texts of the others in its `others`; returns where there is none."""
+        if self._errors:
+            first, *rest = self._errors
+            first.others = (*first.others, *(text for error in rest for text in str(error).split("\n  also ")))
+            raise first
+
+
+def check_before_launch(
+    config: RunConfig, *, only_looks: bool = False, has_ranks: bool = False, is_own_loop: bool = False
+) -> Checked:
+    """Finds all that can be known to fail without starting anything: the one answer to "would this run?".
+
+    What takes seconds (building models without weights, the lengths of all prompts, the trial of an environment and of
+    a reward) is done only where nothing else is wrong.
 
     Args:
-        only_looks: run.dir is not locked, weights are not downloaded, nothing is written; and what is not on this
-            machine yet, but will be by the time of a start, is listed. Otherwise its absence is an error.
-        has_ranks: they are running already, on whatever machines; False: this machine, or a cluster, is to start them.
+        only_looks: for `check` and `train --dry-run`. run.dir is not locked, weights are not downloaded, nothing is
+            written; and what is not on this machine yet, but will be by the time of a start, is listed. Otherwise its
+            absence is an error.
+        has_ranks: the ranks are running already, on whatever machines; False: this machine, or a cluster, starts them.
+        is_own_loop: the settings are for a loop of the user's own: what `train` needs, data and run.dir are left out.
 
     Raises:
-        SlimeError: of the class that fits: settings, model folder, data files, functions of the user's own, machine.
+        SlimeError: the first problem, of the class that fits (settings, model folder, data files, functions of the
+            user's own, machine); `others` has all further ones.
     """
+    problems = Problems()
+    prompts = Prompts([], {})
+    absent = absent_from_machine(config) if only_looks else []
     with stage("checking settings and data", is_short=True):
-        check_ready_to_train(config)
-        absent = absent_from_machine(config) if only_looks else []
-        check_installed(config, absent)
-        if only_looks:
-            config, models = models_to_look_at(config)
-            config, data = data_to_look_at(config)
-            absent += models + data
-        else:
-            for field, named in config.data.sources.items():
-                require_reader(DataSource.of(named), field)
-            config = with_data_commits(with_model_folders(config))
-        prompts = _checked_but_lengths(config, absent, takes_folder=not only_looks, has_ranks=has_ranks)
-    has_data = not _is_absent(absent, "data.")
-    if has_data and not is_shape(config.model.path):  # which has no tokenizer
-        prompts = without_overlong(config, prompts)  # last: it takes seconds
-        config = with_steps_left(config, prompts)
-        try_environment(config, prompts)
-    if not _is_absent(absent, "data.train"):
-        try_reward(config, prompts)
-    sets = record_sets(config.data, prompts.heldout, prompts.train) if has_data else []
+        if not is_own_loop:
+            with problems.collected():
+                check_ready_to_train(config)
+        has_records = not (is_own_loop or problems)
+        with problems.collected():
+            check_installed(config, absent)
+        with problems.collected():
+            if only_looks or problems:  # a model is not downloaded for settings that are refused
+                config, models = models_to_look_at(config)
+                absent += models
+            else:
+                config = with_model_folders(config)
+            check_models(config, absent, builds=False)
+            if not (is_own_loop or is_shape(config.model.path)):  # a shape has no tokenizer
+                check_tokenizer(config.model.path)
+        if has_records:
+            with problems.collected():
+                config, prompts = _records(config, absent, only_looks=only_looks)
+            with problems.collected():
+                _check_folders(config)
+        if config.batch.cost_model is not None:
+            with problems.collected():
+                read_calibration(config.batch.cost_model, field="batch.cost_model")
+        with problems.collected():
+            check_functions(config)
+        with problems.collected():
+            check_servers(config, absent)
+        if not has_ranks:
+            with problems.collected():
+                check_machine(config)
+                if not is_own_loop:
+                    check_gpus(config, engines=gpus_of_engines(config))
+    problems.raise_all()
+    if not only_looks:
+        assert config.run.dir is not None
+        FolderLock(config.run.dir).acquire()  # held until this process ends: no other may begin while Ray starts
+        _check_leftovers(config)
+    with problems.collected():
+        try_models(config)
+    if is_own_loop:
+        problems.raise_all()
+        return Checked(config, prompts, [], absent)
+    sets: list[RecordSet] = []
+    with problems.collected():
+        if not _is_absent(absent, "data."):
+            if not is_shape(config.model.path):
+                prompts = without_overlong(config, prompts)
+                config = with_steps_left(config, prompts)
+                try_environment(config, prompts)
+            sets = record_sets(config.data, prompts.heldout, prompts.train)
+        if not _is_absent(absent, "data.train"):
+            try_reward(config, prompts)
     warn_of_shared_prompts(sets)
     if only_looks:
-        _check_leftovers(config)  # who only looks is told of everything else that is wrong first
+        with problems.collected():
+            _check_leftovers(config)
+    problems.raise_all()
     return Checked(config, prompts, sets, absent)
+
+
+def _records(config: RunConfig, absent: list[NotHere], *, only_looks: bool) -> tuple[RunConfig, Prompts]:
+    """Reads the records that the settings name; returns the settings with commits of data sets, too.
+
+    Args:
+        absent: where data sets that are not here yet are added, if this only looks.
+    """
+    if only_looks:
+        config, data = data_to_look_at(config)
+        absent += data
+    else:
+        for field, named in config.data.sources.items():
+            require_reader(DataSource.of(named), field)
+        config = with_data_commits(config)
+    if not _is_absent(absent, "data."):
+        return config, read_prompts(config)
+    present = [field for field in config.data.sources if not _is_absent(absent, field)]
+    found = {field: read_set(config, field) for field in present}
+    return config, Prompts(found.get("data.train", []), {})
 
 
 def _is_absent(absent: Iterable[NotHere], field: str) -> bool:
@@ -140,32 +231,6 @@ def absent_from_machine(config: RunConfig) -> list[NotHere]:
     if python is not None and (command := made_by(python)) is not None:
         absent.append(NotHere("rollout.engine_python", str(python), f"`{command}` makes it"))
     return absent
-
-
-def _checked_but_lengths(
-    config: RunConfig, absent: Sequence[NotHere], *, takes_folder: bool, has_ranks: bool
-) -> Prompts:
-    check_models(config, absent)
-    if not is_shape(config.model.path):
-        check_tokenizer(config.model.path)
-    if _is_absent(absent, "data."):
-        present = [field for field in config.data.sources if not _is_absent(absent, field)]
-        found = {field: read_set(config, field) for field in present}
-        prompts = Prompts(found.get("data.train", []), {})
-    else:
-        prompts = read_prompts(config)
-    if config.batch.cost_model is not None:
-        read_calibration(config.batch.cost_model, field="batch.cost_model")
-    check_functions(config)
-    check_servers(config, absent)
-    if not has_ranks:
-        check_machine(config)
-        check_gpus(config, engines=gpus_of_engines(config))
-    try:
-        _check_folders(config, takes_folder=takes_folder)
-    except OSError as error:
-        raise _unusable(error) from None
-    return prompts
 
 
 def cluster_line(config: RunConfig) -> str | None:
@@ -303,7 +368,15 @@ def _check_can_be_made(folder: Path, field: str) -> None:
     raise ConfigError(f"{field}={folder} {problem}", field=field, hint="choose another folder")
 
 
-def _check_folders(config: RunConfig, *, takes_folder: bool) -> None:
+def _check_folders(config: RunConfig) -> None:
+    """Refuses folders that cannot take a run's files, or in which another process runs."""
+    try:
+        _check_folders_named(config)
+    except OSError as error:
+        raise _unusable(error) from None
+
+
+def _check_folders_named(config: RunConfig) -> None:
     run_dir, export_dir = config.run.dir, config.run.export_dir
     assert run_dir is not None
     _check_can_be_made(run_dir, "run.dir")
@@ -323,13 +396,8 @@ def _check_folders(config: RunConfig, *, takes_folder: bool) -> None:
             field="run.steps",
             hint="raise run.steps, or begin another run",
         )
-    if takes_folder:
-        FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
-    else:
-        FolderLock(run_dir).require_free()
+    FolderLock(run_dir).require_free()
     refuse_unless_plain(run_dir / _METRICS)
-    if takes_folder:
-        _check_leftovers(config)
     if export_dir is not None and export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
         raise ConfigError(
             f"run.export_dir={export_dir} would hold run.dir={run_dir}",
@@ -366,11 +434,12 @@ def _unusable(error: OSError) -> ConfigError:
     )
 
 
-def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
+def check_models(config: RunConfig, absent: Sequence[NotHere] = (), *, builds: bool = True) -> None:
     """Whether the model folders of all roles can be loaded, adapters be of the policy, and attention be shared.
 
     Args:
         absent: models whose weights are not looked at.
+        builds: also does what `try_models` does, which may take seconds.
 
     Raises:
         ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh, or attention.kernel
@@ -391,7 +460,8 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         if field == "model.path" and folder.has_weights and config.lora.path is not None:
             shapes = {name: entry.shape for name, entry in folder.tensors.items()}
             read_peft_folder(config.lora.path).check_base(shapes, folder.path)
-    try_models(config)
+    if builds:
+        try_models(config)
 
 
 def check_functions(config: RunConfig) -> None:

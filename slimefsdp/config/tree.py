@@ -510,7 +510,7 @@ class RunConfig(AlgorithmSettings):
                 "optim.total_updates",
                 f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates ({steps} x "
                 f"{self.updates_per_step} updates each)",
-                f"{ways}",
+                ways,
             )
         return self
 

@@ -178,7 +178,7 @@ PATHS = [  # where a command line names a file or folder, PATH
 ]  # fmt: skip
 
 LINES: list[Case] = [
-    ("trian c.yaml", 2, "COMMAND"), ("--fast", 2, "--fast"), ("train", 2, "CONFIG"), ("train c.yaml --dry", 2, "--dry"),
+    ("train own.yaml --dry-run", 2, "run.dir"), ("trian c.yaml", 2, "COMMAND"), ("--fast", 2, "--fast"), ("train", 2, "CONFIG"), ("train c.yaml --dry", 2, "--dry"),
     ("train c.yaml mesh.dp 2", 2, None), ("train c.yaml --mesh.dp=2", 2, "--mesh.dp"), ("train c.yaml --mesh.dp 2", 2, "--mesh.dp"),
     ("train mesh.dp=2", 2, None), (f"train c.yaml --{'x' * 5000}", 2, None),
     ("plan", 2, "CONFIG"), ("plan c.yaml --ranks", 2, "--ranks"), ("plan c.yaml --ranks x", 2, "--ranks"), ("plan c.yaml --ranks 7", 2, "--ranks"),
@@ -210,7 +210,7 @@ LINES: list[Case] = [
     ("replay c.yaml --batch batch.safetensors --export checkout", 5, "--export"),
     *((line.replace("PATH", "$NO_SUCH_VARIABLE/x"), 2, field) for line, field in PATHS),
     *((line.replace("PATH", "x" * 300), 2, field) for line, field in PATHS),
-    ("groups", 2, "COMMAND"), ("groups stop", 2, "NAME"), ("groups list a b c", 2, None), ("curves nowhere", 2, "RUN_DIR"),
+    ("groups", 2, "COMMAND"), ("groups stop", 2, "NAME"), ("groups list a b c", 2, None), ("curves nowhere", 2, "run.dir"),
 ]  # fmt: skip
 
 

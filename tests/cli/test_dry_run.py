@@ -13,6 +13,7 @@ import yaml
 
 from actors.cli import main as cli
 from actors.cli import ray_session
+from slimefsdp.errors import ModelError
 from tests.support.runs import startable
 from tests.support.vllm_server import ProtocolServer
 
@@ -110,21 +111,26 @@ def test_held_out_sets_are_listed_and_prompts_that_they_share_are_told(
     ]  # fmt: skip
 
 
-def test_a_dry_run_and_the_verdict_of_check_are_those_of_train(
+def test_train_its_dry_run_and_check_list_the_same_problems_and_write_nothing(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    commands = {
-        "train": ["train", str(config)],
-        "dry run": ["train", str(config), "--dry-run"],
-        "check": ["check", str(config)],
-        "check --json": ["check", str(config), "--json"],
-    }
+    train, check = ["train", str(config)], ["check", str(config)]
+    wrong = ["model.path=nowhere", "data.train=nowhere.jsonl", "rollout.reward=no_module:f", "mesh.dp=100000"]
     before = everything(config.parent)
-    for override, status in (("data.train=nowhere.jsonl", 2), ("model.path=nowhere", 4), ("mesh.dp=100000", 6)):
-        found = {name: cli.main([*words, override]) for name, words in commands.items()}
-        assert set(found.values()) == {status}, (override, found)
-    for name in ("dry run", "check", "check --json"):
-        assert cli.main(commands[name]) == 0, name
+    answers = set()
+    for words in (train, [*train, "--dry-run"], check, [*check, "--json"]):
+        assert cli.main([*words, *wrong]) == ModelError.exit_code
+        said = capsys.readouterr()
+        assert said.out == ""
+        answers.add(tuple(line for line in said.err.splitlines() if not line.startswith("[")))
+    (lines,) = answers
+    assert lines[0].startswith("error [model]") and "  field: model.path" in lines
+    others = [line for line in lines if line.startswith("  also:")]
+    assert len(others) == 3
+    for field, line in zip(("data.train", "rollout.reward", "mesh.dp"), others, strict=True):
+        assert field in line
+    for words in ([*train, "--dry-run"], check, [*check, "--json"]):
+        assert cli.main(words) == 0, words
     assert everything(config.parent) == before
 
 
