@@ -1,7 +1,7 @@
 """What a step costs the driver, and what it costs a rank beside its model, from 8 to 1,024 ranks: simulated.
 
     python benchmarks/driver_scaling.py --json benchmarks/results/driver_scaling.json
-    python benchmarks/driver_scaling.py --render docs/performance.md
+    python benchmarks/driver_scaling.py --render docs/benchmarks.md
 
 The batch, its check, its plan and its bytes are real, for a mesh of so many data ranks; only the ranks are not there.
 What a call costs is measured on a small group of Ray actors that do nothing, and what agreement costs on a few gloo

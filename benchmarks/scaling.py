@@ -1,7 +1,7 @@
 """Sharding levels on 1, 2, 4 and 8 ranks, and what offload, recomputation and prefetch cost and save.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
-    python benchmarks/scaling.py --render docs/performance.md     # its tables from benchmarks/results/scaling.json
+    python benchmarks/scaling.py --render docs/benchmarks.md     # its tables from benchmarks/results/scaling.json
 
 Ranks are single-threaded processes with gloo on one machine, so beyond its cores they share them: samples per
 CPU-second of all ranks together say what a level costs in work, samples per second what this machine makes of it.
