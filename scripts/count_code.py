@@ -1,11 +1,16 @@
-"""How much of the product one step of `slimefsdp train` walks through, and how the product is laid out, of checkouts.
+"""Counts how large the code is, and how much of it a reader meets on the way of one training step.
 
-    python scripts/count_files.py CHECKOUT [CHECKOUT ...] [--json FILE]
+    python scripts/count_code.py CHECKOUT [CHECKOUT ...] [--json FILE] [--static]
 
-Of each checkout: the distinct files of `slimefsdp/` and `actors/` in which a function ran between the start of the
-command and its first optimiser step, in all processes together, and inside one rank between the beginning of
-`train_step` and that step. What runs while a module is imported does not count. Besides: lines of product and tests,
-the ten longest files, modules that lie loose in the two packages, and circles of imports.
+Two numbers come from a run of one step of `slimefsdp train` (left out with --static):
+
+- files until the first optimiser step: files of `slimefsdp/` and `actors/` in which a function ran, in all processes
+  together. What runs while a module is imported does not count.
+- files, stays and returns in a rank: the functions of one rank from the beginning of `train_step` to that step, each at
+  its first call. A stay is a run of such functions in one file; a return is a stay in a file that was left before.
+
+All other numbers are counted in the source: lines, files, classes and functions beyond the limits of
+docs/contributing.md, settings, commands, words of the documents, and circles of imports.
 """
 
 from __future__ import annotations
@@ -14,20 +19,23 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("slimefsdp", "actors")
+MAX_FILE_LINES, MAX_CLASS_LINES, MAX_PARAMETERS = 500, 350, 8
 # imported by every Python process that finds it on its path
 TRACER = """
 import os, sys, threading, time
 
 ROOT, LOG = os.environ["COUNT_FILES_OF"], os.environ["COUNT_FILES_INTO"]
-seen, in_step, state = set(), set(), {"step": False, "stopped": False}
+seen, in_step, functions, state = set(), set(), set(), {"step": None, "stopped": False}  # step: the thread of train_step
 
 def note(kind, name):
     with open(os.path.join(LOG, str(os.getpid())), "a") as file:
@@ -49,14 +57,17 @@ def profile(frame, event, argument):
     name = code.co_filename[len(ROOT):]
     if not name.startswith(("slimefsdp/", "actors/")):
         return
-    is_call = name in ("slimefsdp/trainer.py", "slimefsdp/calls/training.py")  # the first of earlier commits
-    if is_call and code.co_name == "train_step" and not state["step"]:
-        state["step"] = True
+    if name == "slimefsdp/trainer.py" and code.co_name == "train_step" and not state["step"]:
+        state["step"] = threading.get_ident()
     is_update = state["step"] and code.co_name == "update_shards"  # optimizer.step() by a function of the project's own
-    if name in seen and (not state["step"] or name in in_step) and not is_update:
+    is_new = state["step"] == threading.get_ident() and code not in functions
+    if name in seen and not is_new and not is_update:
         return
     if is_import(frame):
         return
+    if is_new:
+        functions.add(code)
+        note("function", name)
     if name not in seen:
         seen.add(name)
         note("entered", name)
@@ -70,7 +81,7 @@ def stepping(*_):
     note("optimizer", "-")
     sys.setprofile(None)
     threading.setprofile(None)
-    state.update(step=False, stopped=True)
+    state.update(step=None, stopped=True)
 
 def at_optimizer():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -151,11 +162,14 @@ def walked(checkout: Path) -> dict[str, Any]:
     ranks = {pid: float(time) for pid, lines in logs.items() for time, kind, _ in lines if kind == "optimizer"}
     until = min(ranks.values())
     first = min(ranks, key=ranks.__getitem__)
+    functions = [name for _, kind, name in logs[first] if kind == "function"]
+    stays = [name for name, _ in groupby(functions)]
     before = [(pid, kind, name) for pid, lines in logs.items() for time, kind, name in lines if float(time) <= until]
     return {
         "processes": len(logs),
         "until_first_step": sorted({name for _, kind, name in before if kind == "entered"}),
         "inside_a_rank": sorted({name for pid, kind, name in before if kind == "in_step" and pid == first}),
+        "stays_in_a_rank": stays,
     }
 
 
@@ -176,8 +190,48 @@ def layout(checkout: Path) -> dict[str, Any]:
             package: sum(1 for path in (checkout / package).glob("*.py") if path.stem != "__init__")
             for package in PACKAGES
         },
+        **beyond_limits(checkout, product),
+        "settings": number_of_settings(checkout),
+        "words_of_documents": sum(len(path.read_text().split()) for path in documents(checkout)),
         "import_circles": circles({path: set(imports(checkout, path)) for path in product}),
     }
+
+
+def beyond_limits(checkout: Path, product: dict[str, int]) -> dict[str, list[str]]:
+    """Files, classes and functions that are larger than docs/contributing.md allows."""
+    classes, functions = [], []
+    for path in product:
+        if path.endswith("_pb2.py"):
+            continue
+        for node in ast.walk(ast.parse((checkout / path).read_text())):
+            if isinstance(node, ast.ClassDef) and (size := (node.end_lineno or 0) - node.lineno + 1) > MAX_CLASS_LINES:
+                classes.append(f"{path}:{node.name} ({size})")
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
+                if len(names) > MAX_PARAMETERS:
+                    functions.append(f"{path}:{node.name} ({len(names)})")
+    return {
+        "long_files": [f"{path} ({lines})" for path, lines in sorted(product.items()) if lines > MAX_FILE_LINES],
+        "long_classes": sorted(classes),
+        "many_parameters": sorted(functions),
+    }
+
+
+def number_of_settings(checkout: Path) -> int:
+    """Settings of docs/settings.md, which lists every one in a row of a table."""
+    text = (checkout / "docs" / "settings.md").read_text()
+    return len(set(re.findall(r"^\| `([a-z_]+\.[a-z_0-9]+|[a-z_]+)`", text, re.MULTILINE)))
+
+
+def documents(checkout: Path) -> list[Path]:
+    """README, docs/ and the pages of configs/ and benchmarks/."""
+    return [
+        checkout / "README.md",
+        *(checkout / "docs").glob("*.md"),
+        *(checkout / "configs").glob("*.md"),
+        *(checkout / "benchmarks").rglob("*.md"),
+    ]
 
 
 def imports(checkout: Path, path: str) -> Iterator[str]:
@@ -235,24 +289,45 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(found)
 
 
+def summary(found: dict[str, Any]) -> dict[str, int]:
+    """The counts of a checkout under their names in docs/contributing.md."""
+    counts = {
+        "lines of product": found["product_lines"],
+        "lines of tests": found["test_lines"],
+        "files of product": found["product_files"],
+        "settings": found["settings"],
+        f"files above {MAX_FILE_LINES} lines": len(found["long_files"]),
+        f"classes above {MAX_CLASS_LINES} lines": len(found["long_classes"]),
+        f"functions with more than {MAX_PARAMETERS} parameters": len(found["many_parameters"]),
+        "words of documents": found["words_of_documents"],
+        "circles of imports": len(found["import_circles"]),
+    }
+    if "until_first_step" in found:
+        stays = found["stays_in_a_rank"]
+        counts |= {
+            "files until the first optimiser step": len(found["until_first_step"]),
+            "files in a rank": len(found["inside_a_rank"]),
+            "stays in a rank": len(stays),
+            "returns in a rank": len(stays) - len(set(stays)),
+        }
+    return counts
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--json", type=Path, help="write all names here, too")
+    parser.add_argument("--static", action="store_true", help="run nothing")
     options = parser.parse_args()
     record = {}
     for checkout in (path.resolve() for path in options.checkouts):
         commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-        found = {"commit": commit.stdout.strip(), **walked(checkout), **layout(checkout)}
+        found = {"commit": commit.stdout.strip(), **({} if options.static else walked(checkout)), **layout(checkout)}
         record[found["commit"] or str(checkout)] = found
-        print(
-            f"{found['commit'][:12]}: {len(found['until_first_step'])} files until the first optimiser step, "
-            f"{len(found['inside_a_rank'])} inside a rank; {found['product_lines']:,} lines of product, "
-            f"{found['test_lines']:,} of tests; loose modules {found['loose_modules']}; "
-            f"{len(found['import_circles'])} circles of imports",
-            flush=True,
-        )
+        print(f"{found['commit'][:12] or checkout}")
+        for name, value in summary(found).items():
+            print(f"  {name:<44} {value:>8,}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
