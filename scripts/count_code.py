@@ -35,7 +35,7 @@ TRACER = """
 import os, sys, threading, time
 
 ROOT, LOG = os.environ["COUNT_FILES_OF"], os.environ["COUNT_FILES_INTO"]
-seen, in_step, functions, state = set(), set(), set(), {"step": None, "stopped": False}  # step: the thread of train_step
+seen, in_step, functions, state = set(), set(), set(), {"step": None, "stopped": False}
 
 def note(kind, name):
     with open(os.path.join(LOG, str(os.getpid())), "a") as file:
