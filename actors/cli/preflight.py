@@ -22,7 +22,6 @@ from actors.cluster.connect import (
     require_answer,
 )
 from actors.engines.server_client import ServerClient
-from actors.engines.server_launch import is_on_cpu
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment_trial import try_environment, try_reward
@@ -490,6 +489,12 @@ def check_functions(config: RunConfig) -> None:
         engine_class(config)
 
 
+def _is_on_cpu(config: RunConfig) -> bool:
+    from actors.engines.server_launch import is_on_cpu  # takes ray, which nothing else here does
+
+    return is_on_cpu(config)
+
+
 def check_servers(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     """Whether engines' servers could be started, or are there; on another cluster its nodes alone could tell.
 
@@ -507,7 +512,7 @@ def check_servers(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         raise ConfigError(f"rollout.engine_python={python} is no program", field="rollout.engine_python", hint=hint)
     if config.cluster.address is not None:
         return
-    if config.rollout.gpus_per_engine > 1 and is_on_cpu(config):
+    if config.rollout.gpus_per_engine > 1 and _is_on_cpu(config):
         raise ConfigError(
             f"rollout.gpus_per_engine={config.rollout.gpus_per_engine}: there is no GPU here",
             field="rollout.gpus_per_engine", hint="remove it, or run where there are some",
