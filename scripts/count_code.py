@@ -35,6 +35,7 @@ TRACER = """
 import os, sys, threading, time
 
 ROOT, LOG = os.environ["COUNT_FILES_OF"], os.environ["COUNT_FILES_INTO"]
+STEPS = ("slimefsdp/trainer.py", "slimefsdp/calls/training.py")  
 seen, in_step, functions, state = set(), set(), set(), {"step": None, "stopped": False}
 
 def note(kind, name):
@@ -57,7 +58,7 @@ def profile(frame, event, argument):
     name = code.co_filename[len(ROOT):]
     if not name.startswith(("slimefsdp/", "actors/")):
         return
-    if name == "slimefsdp/trainer.py" and code.co_name == "train_step" and not state["step"]:
+    if name in STEPS and code.co_name == "train_step" and not state["step"]:
         state["step"] = threading.get_ident()
     is_update = state["step"] and code.co_name == "update_shards"  # optimizer.step() by a function of the project's own
     is_new = state["step"] == threading.get_ident() and code not in functions
