@@ -352,7 +352,7 @@ WAITS_WITHOUT = {
     "actors/engines/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/engines/child_server.py: server.wait()": "it was killed",
     "actors/service/app.py: one.fetched.wait()": "in a timeout",
-    "actors/service/service.py: run.is_made.wait()": "for the calls that make it, which have a deadline",
+    "actors/service/run_table.py: run.is_made.wait()": "for the calls that make it, which have a deadline",
     "actors/service/samplers.py: self._idle.wait()": "for a sample in the engine, which ends at max_tokens",
     "actors/service/training_runs.py: self._queue.get()": "of a thread that has nothing else to do; or not empty",
     "actors/service/training_runs.py: self._thread.join()": "it is at a call of the group, which has a deadline",
