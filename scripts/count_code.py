@@ -35,7 +35,7 @@ TRACER = """
 import os, sys, threading, time
 
 ROOT, LOG = os.environ["COUNT_FILES_OF"], os.environ["COUNT_FILES_INTO"]
-STEPS = ("slimefsdp/trainer.py", "slimefsdp/calls/training.py")  
+STEPS = ("slimefsdp/trainer.py", "slimefsdp/calls/training.py")
 seen, in_step, functions, state = set(), set(), set(), {"step": None, "stopped": False}
 
 def note(kind, name):
