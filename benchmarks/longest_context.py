@@ -16,17 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from slimefsdp.estimate.hardware import HEADROOM
+from slimefsdp.estimate.memory import LayerActivations, MicroBatches, head_activations
+from slimefsdp.estimate.recommend import LongestContext, longest_contexts, memory_of_context
+from slimefsdp.estimate.setup import TrainingSetup
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.perf_model.activations import HeadActivations, LayerActivations
-from slimefsdp.perf_model.longest_context import (
-    LongestContext,
-    attention_workspace,
-    longest_contexts,
-    memory_of_context,
-)
-from slimefsdp.perf_model.memory import ByteSizes, Computing
-from slimefsdp.perf_model.simulate import MeshShape
-from slimefsdp.perf_model.step_time import HEADROOM, ColocatedModels
 
 # Qwen3-8B, as its config.json says
 MODEL = ModelSpec(
@@ -34,29 +28,17 @@ MODEL = ModelSpec(
 )
 DEVICE_BYTES = 80 * 10**9
 GOAL = 128 * 1024
-ONE = MeshShape(1, 1, 1)
-TRAINED = {
-    "adapters of rank 16": Computing(recompute="full", is_optimizer_fused=True, trained_share=0.0, lora_rank=16),
-    "all parameters": Computing(recompute="full", is_optimizer_fused=True),
-}
+ALL = TrainingSetup(MODEL, recompute="full", is_optimizer_fused=True)
+TRAINED = {"adapters of rank 16": replace(ALL, trained_share=0.0, lora_rank=16), "all parameters": ALL}
 BEGIN, END = "<!-- longest_context -->\n", "<!-- /longest_context -->"
-
-
-def contexts(computing: Computing) -> list[LongestContext]:
-    """Of every way to store; the first is `full`, which comes again, and is left out."""
-    found = longest_contexts(
-        MODEL, "full",
-        mesh=ONE, sizes=ByteSizes(), computing=computing, beside=ColocatedModels(), memory_bytes=DEVICE_BYTES,
-    )  # fmt: skip
-    return list({one.settings: one for one in found}.values())
 
 
 def longest_table() -> str:
     """The longest context of every way to store, and what is full there."""
     terms = ("weights", "gradients", "optimiser", "gathered", "activations", "buffers", "total", "on the host")
     lines = [f"| trained | stored | tokens | {' | '.join(terms)} |", "|---" * (len(terms) + 3) + "|"]
-    for name, computing in TRAINED.items():
-        for one in contexts(computing):
+    for name, setup in TRAINED.items():
+        for one in longest_contexts(setup, DEVICE_BYTES):
             held = one.memory
             sizes = (
                 held.parameters, held.gradients, held.optimizer, held.unsharded, held.activations,
@@ -70,27 +52,21 @@ def longest_table() -> str:
 
 def stored(one: LongestContext) -> str:
     """A way to store in words."""
-    words = {"none": "all activations", "full": "inputs of layers"}[one.recompute]
-    words += " on the host" if one.offload_activations else ""
-    return words + (", states on the host" if one.cpu_offload else "")
+    words = {"none": "all activations", "full": "inputs of layers"}[one.setup.recompute]
+    words += " on the host" if one.setup.offload_activations else ""
+    return words + (", states on the host" if one.setup.cpu_offload else "")
 
 
 def terms_table() -> str:
     """What adapters of rank 16 take at the goal's length, each term by itself, and the fullest moment."""
-    computing, sizes = TRAINED["adapters of rank 16"], ByteSizes()
-    adapters = computing.adapters_of(MODEL)
-    layer = LayerActivations.of_model(MODEL, compute=sizes.compute, wide=sizes.wide, adapters=adapters)
-    head = HeadActivations.of_model(
-        MODEL, compute=sizes.compute, wide=sizes.wide, tokens=GOAL, rows=GOAL, is_frozen=True, on_cpu=False
-    )
+    setup = TRAINED["adapters of rank 16"]
+    layer, head = LayerActivations.of(setup), head_activations(setup, MicroBatches(GOAL, rows=GOAL))
 
     def held(offload: bool) -> int:
-        how = replace(computing, offload_activations=offload)
-        return memory_of_context(
-            MODEL, "full", GOAL, mesh=ONE, sizes=sizes, computing=how, beside=ColocatedModels()
-        ).total
+        return memory_of_context(replace(setup, offload_activations=offload), GOAL).total
 
-    at_rest = memory_of_context(MODEL, "full", 1, mesh=ONE, sizes=sizes, computing=computing, beside=ColocatedModels())
+    at_rest = memory_of_context(setup, 1)
+    workspace = LongestContext(setup, GOAL, at_rest).attention_workspace
     rows = [
         ("weights in bf16, adapters in float32", at_rest.parameters, "always"),
         ("gradients and optimiser states of adapters", at_rest.gradients + at_rest.optimizer, "always"),
@@ -104,7 +80,7 @@ def terms_table() -> str:
         ("the head: logits of a chunk, gradients of rows", max(head.forward, head.backward), "in the head"),
         (
             "attention's own workspace",
-            attention_workspace(MODEL, GOAL, 1),
+            workspace,
             "in a layer's backward, of the tenth left free",
         ),
         ("left free: allocator, CUDA context, workspaces", round(DEVICE_BYTES * (1 - HEADROOM)), "always"),

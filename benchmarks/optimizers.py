@@ -37,10 +37,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from benchmarks.record import write_record
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.estimate.memory import memory_at_rest
+from slimefsdp.estimate.setup import MeshShape, setup_of
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.optim.optimizer_step import OptimizerStep, gradient_health
-from slimefsdp.perf_model.from_config import byte_sizes_of
-from slimefsdp.perf_model.memory import memory_per_rank
 from slimefsdp.trainer import Trainer
 from tests.support.optimizers import optimizer_of
 from tests.support.rank_pool import RankPool
@@ -117,8 +117,8 @@ def updates(rank: int, folder: Path, rounds: int) -> list[dict[str, Any]]:
             "optimizer": name,
             "parameters": sum(p.numel() for _, p in trainer.policy.trained_weights()),
             "bytes": trainer.memory().optimizer,
-            "planned_bytes": memory_per_rank(
-                spec, "full", shard_ranks=dist.get_world_size(), sizes=byte_sizes_of(trainer.config)
+            "planned_bytes": memory_at_rest(
+                setup_of(trainer.config, spec, MeshShape(dp=dist.get_world_size()), on_cpu=True)
             ).optimizer,
             "cpu_s": seconds[name][1:],
         }

@@ -30,21 +30,16 @@ import torch.distributed as dist
 
 from benchmarks.record import write_record
 from slimefsdp.attention.select import AttentionShape, choose_strategy
-from slimefsdp.batching.hardware import Rates, guessed_rates
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.estimate.calibrate import measure_rates
+from slimefsdp.estimate.hardware import Rates, guessed_rates
+from slimefsdp.estimate.recommend import Candidate
+from slimefsdp.estimate.schedule import measure_schedule
+from slimefsdp.estimate.setup import MeshShape, setup_of
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.perf_model.calibrate import measure_rates
-from slimefsdp.perf_model.from_config import (
-    byte_sizes_of,
-    colocated_models_of,
-    computing_of,
-    simulate_settings,
-    workload_of,
-)
-from slimefsdp.perf_model.step_time import Candidate, Workload, candidate
 from slimefsdp.trainer import Trainer
-from slimefsdp.training.plan import plan_training
+from slimefsdp.training.plan import cost_model_of, plan_training
 from tests.support.rank_pool import RankPool
 
 WHAT = (
@@ -200,24 +195,23 @@ def described(case: Case) -> str:
     return f"{case.model}, {case.tokens} tokens, {case.ranks} ranks{long} {settings}".strip()
 
 
-def predicted(case: Case, folder: Path, rates: Rates) -> tuple[Workload, Candidate]:
-    """The estimate that `slimefsdp plan` would give."""
+def predicted(case: Case, folder: Path, rates: Rates) -> Candidate:
+    """Returns the estimate that `slimefsdp plan` would give."""
     config = config_from_dict(case.tree(folder))
-    model = json.loads((Path(config.model.path) / "config.json").read_text())
-    model_spec = ModelSpec.from_config(model)
-    computing = computing_of(config, model_spec, on_cpu=DEVICE.type == "cpu")
-    choice = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model_spec), config.mesh.cp)
-    batch = case.batch(model_spec.vocab)
-    found = simulate_settings(config, model_spec, choice, batch, computing=computing, plan_batch=plan_training)
-    beside = colocated_models_of(config, model_spec, model_spec)
-    again = computing.recomputed_share(model_spec.layers)
-    work = workload_of(model_spec, found, byte_sizes_of(config), beside, again)
-    return work, candidate(work, rates, config.fsdp.sharding, computing)
+    described = json.loads((Path(config.model.path) / "config.json").read_text())
+    model, on_cpu = ModelSpec.from_config(described), DEVICE.type == "cpu"
+    mesh = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
+    setup = setup_of(config, model, mesh, on_cpu=on_cpu, reference=model, critic=model)
+    strategy = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model), mesh.cp).traffic
+    batch, cost = case.batch(model.vocab), cost_model_of(config, described)
+    plan, counted = plan_training(config, batch, cost), int(batch.mask.sum()) / batch.num_tokens
+    schedule = measure_schedule(plan, batch.lengths, setup, strategy=strategy, cost=cost, counted_share=counted)
+    return Candidate.of(setup, schedule, rates)
 
 
 def memory_row(pool: RankPool, case: Case, folder: Path) -> dict[str, Any]:
     """One case's peak, measured and predicted."""
-    _, one = predicted(case, folder, guessed_rates("CPU", 4))
+    one = predicted(case, folder, guessed_rates("CPU", 4))
     measured = max(pool.run(case.ranks, measure_peak, case, folder))
     held = one.memory
     parts = ("parameters", "gradients", "optimizer", "unsharded", "activations", "head", "buffers", "others")
@@ -266,7 +260,7 @@ def ranking_row(pool: RankPool, name: str, first: Case, second: Case, folder: Pa
     answers = pool.run(first.ranks, measure_pair, first, second, folder, rounds)
     rates: Rates = answers[0][0]
     seconds = np.array([answer[1] for answer in answers]).max(axis=0)  # [rounds, 2] of the slower rank
-    estimates = [predicted(case, folder, rates)[1].seconds.total for case in (first, second)]
+    estimates = [predicted(case, folder, rates).seconds.total for case in (first, second)]
     tokens = [sum(case.lengths) for case in (first, second)]
     measured = float(np.median((seconds[:, 1] / tokens[1]) / (seconds[:, 0] / tokens[0])))
     expected = (estimates[1] / tokens[1]) / (estimates[0] / tokens[0])

@@ -24,9 +24,10 @@ from benchmarks.record import environment
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.cp_sharding import hybrid_layout, layout_time, sent_rows, zigzag_layout
 from slimefsdp.batching.plan import PackLimits, plan_batch
+from slimefsdp.estimate.lengths import sample_lengths
+from slimefsdp.estimate.schedule import measure_schedule
+from slimefsdp.estimate.setup import MeshShape, TrainingSetup
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.perf_model.lengths import sample_lengths
-from slimefsdp.perf_model.simulate import MeshShape, simulate
 
 SEEDS = 20
 RANKS, CAP = 1024, 16_384  # of planning at scale
@@ -54,7 +55,10 @@ def balance(lengths: str, max_tokens_per_rank: int, model_spec: ModelSpec) -> di
     figures: list[dict[str, float]] = []
     for seed in range(SEEDS):
         drawn = sample_lengths(lengths, SAMPLES, seed=seed)
-        imbalance = simulate(drawn, model_spec, MESH, max_tokens_per_rank=max_tokens_per_rank).imbalance
+        cost = CostModel.of_model(model_spec)
+        plan = plan_batch(drawn, PackLimits(MESH.dp, max_tokens_per_rank * MESH.cp, MESH.cp, cost))
+        setup = TrainingSetup(model_spec, MESH)
+        imbalance = measure_schedule(plan, drawn, setup, strategy="ring", cost=cost).imbalance
         figures.append(
             {
                 "cp_tokens": imbalance.cp.tokens,

@@ -38,7 +38,7 @@ PARTS: dict[str, tuple[str, set[str]]] = {
     "batches": ("import slimefsdp.data.rollout_batch", RAY),
     "judging a batch": ("import slimefsdp.training.advantages", RAY),
     "planning": ("import slimefsdp.training.prepare", RAY),
-    "simulating": ("import slimefsdp.perf_model.simulate", {*RAY, "pydantic"}),
+    "estimating": ("import slimefsdp.estimate.recommend", RAY),
     "reading a model folder": ("import slimefsdp.models.hf_folder", ANY),
     "settings": (
         "import slimefsdp; slimefsdp.load_config(settings, ['optim.lr=1e-3'])",

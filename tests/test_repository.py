@@ -37,7 +37,7 @@ ROOMS = {
     "slimefsdp": (
         *("errors", "heartbeat", "io", "model_spec", "data", "results", "rpc"),
         *("distributed", "batching", "algorithms", "attention", "models", "sampling", "optim", "weight_sync"),
-        *("config", "checkpoint", "convert", "perf_model", "monitoring"),
+        *("config", "checkpoint", "convert", "estimate", "monitoring"),
         *("training", "calls", "trainer", "replay"),
     ),
     "actors": (
@@ -57,7 +57,7 @@ ROOMS = {
     ),
 }
 # below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings
-CONFIG_READERS = ("config", "perf_model", "training", "calls", "trainer", "replay")
+CONFIG_READERS = ("config", "estimate", "training", "calls", "trainer", "replay")
 # what a driver decides about a batch, in a process without torch
 DECIDED_ON_THE_DRIVER = tuple(f"slimefsdp/training/{name}.py" for name in ("advantages", "plan", "prepare"))
 MAX_LOOSE_MODULES = 8

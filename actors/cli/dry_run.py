@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from actors.cli.plan import setup_of_folders
 from actors.cli.preflight import Checked
 from actors.cluster.connect import check_machine, has_nvidia_driver, processes_needed
 from actors.rollout.record_sets import RecordSet
@@ -12,13 +13,9 @@ from actors.run_dir import RunFolder
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import byte_text
+from slimefsdp.estimate.memory import MicroBatches, training_memory
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.perf_model.from_config import byte_sizes_of, colocated_models_of, computing_of, with_chosen_sharding
-from slimefsdp.perf_model.memory import MicroBatches, step_memory
-from slimefsdp.perf_model.simulate import MeshShape
-from slimefsdp.perf_model.step_time import bytes_beside
-from slimefsdp.rpc import Role
 
 
 def start_lines(checked: Checked) -> list[str]:
@@ -38,7 +35,8 @@ def start_lines(checked: Checked) -> list[str]:
         copies = config.mesh.dp_replicate * config.mesh.cp
         config = config.with_ranks(max(1, (os.cpu_count() or 1) // copies) * copies)
         check_machine(config)
-    model_spec = _model_spec(config, "actor")
+    folder = read_model_folder(config.model.path, with_weights=False)
+    model_spec = ModelSpec.from_config(folder.config)
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model_spec), config.mesh.cp)
     per_step = config.updates_per_step
     begins = 0 if steps is None else _first_step(config, steps)
@@ -113,11 +111,6 @@ def _first_step(config: RunConfig, last: int) -> int:
     return max(step for step in RunFolder(config.run.dir).checkpoint_steps if step <= last)
 
 
-def _model_spec(config: RunConfig, role: Role) -> ModelSpec:
-    path, field = config.folder_of(role)
-    return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
-
-
 def _ranks_line(config: RunConfig, *, on_cpu: bool) -> str:
     where = "cluster " + config.cluster.address if config.cluster.address else "CPU" if on_cpu else "CUDA"
     if config.mesh.dp == "auto":
@@ -130,26 +123,11 @@ def _ranks_line(config: RunConfig, *, on_cpu: bool) -> str:
 
 
 def _memory_line(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> str:
-    """Of a rank in a micro-batch as large as the settings allow."""
-    assert config.mesh.dp != "auto"
-    shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
-    beside = colocated_models_of(config, _model_spec(config, "ref"), _model_spec(config, "critic"))
-    chosen = with_chosen_sharding(config, model_spec, shape, beside=beside, memory_bytes=None, on_cpu=on_cpu)
-    assert chosen.fsdp.sharding != "auto"
-    sizes, computing = byte_sizes_of(config), computing_of(config, model_spec, on_cpu=on_cpu)
-    tokens, shard_ranks = config.batch.max_tokens_per_rank, config.mesh.dp * config.mesh.cp
+    """Returns the memory of a rank in a micro-batch as large as the settings allow."""
+    setup, tokens = setup_of_folders(config, model_spec, on_cpu=on_cpu), config.batch.max_tokens_per_rank
     per_update = math.ceil(config.samples_per_step / config.data_ranks / config.updates_per_step)
-    held = step_memory(
-        model_spec,
-        chosen.fsdp.sharding,
-        MicroBatches(tokens, rows=tokens, count=min(2, per_update)),
-        shard_ranks=shard_ranks,
-        copies=config.mesh.dp_replicate,
-        sizes=sizes,
-        computing=computing,
-    )
-    others = bytes_beside(beside, chosen.fsdp.sharding, shard_ranks=shard_ranks, sizes=sizes, computing=computing)
+    held = training_memory(setup, MicroBatches(tokens, rows=tokens, count=min(2, per_update)))
     return (
-        f"memory    {byte_text(held.total + others)} of a rank in a micro-batch of {tokens:,} tokens, by an estimate "
-        f"(fsdp.sharding={chosen.fsdp.sharding})"
+        f"memory    {byte_text(held.total)} of a rank in a micro-batch of {tokens:,} tokens, by an estimate "
+        f"(fsdp.sharding={setup.sharding})"
     )

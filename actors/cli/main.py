@@ -28,8 +28,8 @@ from actors.cli.arguments import (
     path,
     path_as_written,
 )
-from slimefsdp.batching.hardware import DEVICES
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable
+from slimefsdp.estimate.hardware import DEVICES
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST = 1000  # characters that are printed of one text
@@ -249,12 +249,12 @@ def check(
 @app.command(
     epilog=_examples(
         "slimefsdp plan run.yaml --ranks 8 --device H100",
-        "slimefsdp plan --calibrate rates.json --ranks 2",
+        "slimefsdp plan run.yaml --calibrate rates.json",
         "slimefsdp plan run.yaml --calibration rates.json --longest-context",
     )
 )
 def plan(
-    config: Annotated[Path | None, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")] = None,
+    config: Config,
     overrides: Overrides = None,
     lengths: Annotated[
         str | None,
@@ -283,6 +283,15 @@ def plan(
             help="Device whose stated rates and memory are taken. Default: by mesh.device.",
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            parser=path,
+            metavar="FILE",
+            help="First measure this machine's rates with the mesh's ranks, or as many as it has GPUs; write them to "
+            "FILE, for --calibration and batch.cost_model, and plan with them.",
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -297,48 +306,10 @@ def plan(
     ] = None,
     gbps: Annotated[float | None, typer.Option(metavar="RATE", help="Sent by a rank, in 10^9 bytes a second.")] = None,
     as_json: AsJson = False,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path,
-            metavar="FILE",
-            help="Instead: measure this machine's rates with --ranks processes and write them here.",
-        ),
-    ] = None,
-    calibrate_dtype: Annotated[
-        str | None,
-        typer.Option(
-            parser=one_of(_DTYPES),
-            metavar="|".join(_DTYPES),
-            help="Of the products that --calibrate measures. Default: bfloat16 on CUDA, float32 on a CPU.",
-        ),
-    ] = None,
-    calibrate_device: Annotated[
-        str,
-        typer.Option(
-            parser=one_of(("auto", "cpu", "cuda")), metavar="auto|cpu|cuda", help="Where --calibrate measures."
-        ),
-    ] = "auto",
-    calibrate_scale: Annotated[
-        float, typer.Option(help="Of the sizes that --calibrate measures with; below 1 it is quicker and rougher.")
-    ] = 1.0,
 ) -> int:
-    """Estimate schedule, balance, traffic, memory and time of a YAML file without running it; or measure the rates."""
+    """Estimate schedule, balance, traffic, memory and time of a YAML file without running it."""
     from argparse import Namespace
 
-    if calibrate is not None:
-        from actors.cli.calibrate import calibrate_command
-
-        chosen = Namespace(
-            out=calibrate,
-            ranks=1 if ranks is None else ranks,
-            dtype=calibrate_dtype,
-            device=calibrate_device,
-            scale=calibrate_scale,
-        )
-        return calibrate_command(chosen)
-    if config is None:
-        raise ConfigError("CONFIG is missing", field="CONFIG", hint="name a YAML file, or --calibrate FILE")
     from actors.cli.plan import plan_command
 
     return plan_command(
@@ -350,6 +321,7 @@ def plan(
             ranks=ranks,
             counted=counted,
             device=device,
+            calibrate=calibrate,
             calibration=calibration,
             memory_gb=memory_gb,
             tflops=tflops,

@@ -42,11 +42,11 @@ from actors.rollout.user_code import checked_code
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
-from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError, short_repr
+from slimefsdp.estimate.hardware import read_calibration
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec

@@ -18,7 +18,7 @@ The gradient norms of a model's cases with as many tokens must agree but for rou
 they do, and the exit status is 1 where they do not. At the time limit the program ends, whatever it is doing, with the
 record of what it has measured and exit status 1.
 
-MFU is model FLOPs (`perf_model/flops.py`) over the matrix rate that this script measures on the device first, and over
+MFU is model FLOPs (`estimate/flops.py`) over the matrix rate that this script measures on the device first, and over
 the rate that its maker states. What does not fit is reported as out of memory, what the time limit leaves as not run, a
 peer that is not installed as absent. --compile, --head-chunk-mib, --sharding and --profile change or watch slimefsdp's
 steps alone.
@@ -58,6 +58,8 @@ from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
 from slimefsdp.distributed.mesh import Mesh, build_mesh, start_process_group_from_environment
+from slimefsdp.estimate.flops import training_flops
+from slimefsdp.estimate.hardware import peak_tflops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import decoder
 from slimefsdp.models.build import build_model, materialise
@@ -66,7 +68,6 @@ from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.optim.optimizer import undecayed_names
 from slimefsdp.optim.optimizer_step import OptimizerStep
-from slimefsdp.perf_model.flops import peak_tflops, training_flops
 from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients
 from tests.support.optimizers import optimizer_of
 

@@ -254,10 +254,9 @@ def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh
     """
     if config.fsdp.sharding != "auto":
         return config
-    # called here alone, so that a Trainer with a level of its own needs no performance model
-    from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
-    from slimefsdp.perf_model.simulate import MeshShape
-    from slimefsdp.perf_model.step_time import ColocatedModels
+    # imported here, so that a Trainer with a level of its own needs no estimate
+    from slimefsdp.estimate.setup import MeshShape, setup_of
+    from slimefsdp.estimate.traffic import choose_sharding
 
     recorded_level: list[str | None] = []
     run_on_first(lambda: recorded_level.append(_recorded_sharding(config, role, mesh)), mesh.group)
@@ -266,16 +265,18 @@ def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh
         return config.with_sharding(recorded)
     free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.group)
+    if (model := model_spec_of(folder.config)) is None:  # nothing can be estimated of a model of unknown sizes
+        return config.with_sharding("full")
     shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
-    policy = model_spec_of(folder.config)
     # a reference and a critic are loaded after the policy, and taken to be as large
-    others = colocated_models_of(config, policy, policy) if role == "actor" else ColocatedModels()
-    return with_chosen_sharding(config, policy, shape, beside=others, memory_bytes=int(free), on_cpu=on_cpu)
+    other = model if role == "actor" else None
+    setup = setup_of(config, model, shape, on_cpu=on_cpu, reference=other, critic=other)
+    return config.with_sharding(choose_sharding(setup, config.batch.max_tokens_per_rank, int(free)))
 
 
 def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
     """Returns the level in the checkpoint that this run resumes from, if the mesh is the same; else None."""
-    from slimefsdp.perf_model.from_config import AUTO_LEVELS
+    from slimefsdp.estimate.traffic import AUTO_LEVELS
 
     if not config.checkpoint.resume or config.run.dir is None or role == "ref":
         return None

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from slimefsdp.batching.plan import Plan
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.estimate.flops import training_flops
+from slimefsdp.estimate.hardware import peak_tflops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.lora import adapted_matrices
-from slimefsdp.perf_model.flops import peak_tflops, training_flops
 
 
 class MetricSums:

@@ -17,12 +17,12 @@ from slimefsdp.algorithms.reduction import sample_weights
 from slimefsdp.algorithms.registry import PAIRWISE, TRAINS_WITHOUT_ADVANTAGE, LossName
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
-from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.batching.plan import MIN_GAIN, PackLimits, Plan, PrefixSharing, UpdateCut, plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
+from slimefsdp.estimate.hardware import read_calibration
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.training.advantages import (
     has_variance,

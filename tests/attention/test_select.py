@@ -18,10 +18,11 @@ from slimefsdp.attention.call_plan import AttentionParams
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.errors import ConfigError
+from slimefsdp.estimate.setup import ByteSizes
+from slimefsdp.estimate.traffic import attention_comm_bytes
 from slimefsdp.model_spec import ModelSpec, has_attention_softcap
 from slimefsdp.models.build import build_policy
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.perf_model.simulate import attention_comm_bytes
 from tests.support.refusals import refused
 from tests.support.tiny_models import ARCHITECTURES, TinyFolder
 
@@ -52,8 +53,8 @@ def test_auto_chooses_by_windows_heads_and_bytes_and_says_why(
     assert choice.name == name and because in choice.reason
 
 
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 4), (8, 8)])
-def test_where_fewer_bytes_are_the_reason_a_sequence_that_all_ranks_share_takes_fewer(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("compute", [2, 4, 8])
+def test_where_fewer_bytes_are_the_reason_a_sequence_that_all_ranks_share_takes_fewer(compute: int) -> None:
     chosen = 0
     for kv_heads, per_key, cp in product(range(1, 17), range(1, 13), (2, 3, 4, 6, 7, 8, 12, 14, 16, 24, 32)):
         heads = kv_heads * per_key
@@ -63,16 +64,10 @@ def test_where_fewer_bytes_are_the_reason_a_sequence_that_all_ranks_share_takes_
             assert heads % cp or cp <= per_key + 1
             continue
         chosen += 1
-        compute, wide = sizes
+        model = ModelSpec(64, 1, heads, kv_heads, 16, 64, 97)
         ulysses, ring = (
-            sum(
-                attention_comm_bytes(
-                    layout, name, heads=heads, kv_heads=kv_heads, head_dim=16, bytes_per_element=compute,
-                    grad_bytes_per_element=wide,
-                )
-            )
-            for name in ("ulysses", "ring")
-        )  # fmt: skip
+            sum(attention_comm_bytes(layout, name, model, ByteSizes(compute=compute))) for name in ("ulysses", "ring")
+        )
         assert ulysses < ring, (heads, kv_heads, cp)
     assert chosen > 50
 

@@ -173,7 +173,7 @@ SETTINGS: list[tuple[str, int, str | None]] = [
 PATHS = [  # where a command line names a file or folder, PATH
     ("train PATH", "CONFIG"), ("check PATH", "CONFIG"), ("plan c.yaml --calibration PATH", "--calibration"),
     ("plan c.yaml --lengths PATH", "--lengths"), ("replay c.yaml --batch PATH", "--batch"),
-    ("replay c.yaml --batch batch.safetensors --export PATH", "--export"), ("plan --calibrate PATH", "--calibrate"),
+    ("replay c.yaml --batch batch.safetensors --export PATH", "--export"), ("plan c.yaml --calibrate PATH", "--calibrate"),
     ("convert hf-to-dcp PATH out", "SRC"), ("convert hf-to-dcp empty PATH", "DST"), ("convert dcp-to-hf empty out --like PATH", "--like"),
 ]  # fmt: skip
 
@@ -191,10 +191,11 @@ LINES: list[Case] = [
     ("plan c.yaml --memory-gb 0.001", 6, "--memory-gb"), ("plan c.yaml --device TPU", 2, "--device"),
     ("plan c.yaml --calibration rates.json", 2, "--calibration"), ("plan c.yaml model.path=nowhere", 4, "model.path"),
     ("plan c.yaml rollout.prompts_per_step=1000000000000", 2, "rollout.prompts_per_step"),
-    ("plan --calibrate r.json --ranks 0", 2, "--ranks"), ("plan --calibrate r.json --calibrate-device cpu --ranks 10000", 6, "--ranks"), ("plan --calibrate r.json --calibrate-scale nan", 2, "--calibrate-scale"),
-    ("plan --calibrate nowhere/x.json", 2, "--calibrate"), ("plan --calibrate empty", 2, "--calibrate"), ("plan --calibrate pipe", 2, "--calibrate"),
-    ("plan --calibrate /proc/x", 2, "--calibrate"), ("plan --calibrate r.json --calibrate-device cuda", 2, "mesh.device"),
-    ("plan --calibrate r.json --calibrate-dtype int8", 2, "--calibrate-dtype"),
+    ("plan c.yaml --calibrate nowhere/x.json", 2, "--calibrate"), ("plan c.yaml --calibrate empty", 2, "--calibrate"),
+    ("plan c.yaml --calibrate text.txt/x", 2, "--calibrate"), ("plan c.yaml --calibrate r.json mesh.device=cuda", 2, "mesh.device"),
+    ("plan c.yaml --calibrate pipe", 2, "--calibrate"), ("plan c.yaml --calibrate /proc/x", 2, "--calibrate"),
+    ("plan c.yaml --calibrate a.json --calibration rates.json", 2, "--calibrate"),
+    ("plan c.yaml --calibrate r.json mesh.device=cpu mesh.dp=1000", 6, "--calibrate"),
     ("check missing.yaml", 2, None), ("check c.yaml mesh.pd=2", 2, "mesh.pd"), ("check c.yaml model.path=nowhere", 4, "model.path"),
     ("check c.yaml data.train=broken.jsonl", 2, "data.train"), ("check c.yaml run.dir=earlier", 2, "run.dir"),
     ("check own.yaml rollout.reward=json:no_such", 2, "rollout.reward"), ("check own.yaml rollout.engine=actors.rollout.filters:FILTERS", 2, "rollout.engine"),

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 
 import slimefsdp
 from actors.cli import main as cli
-from slimefsdp.batching.hardware import Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ModelError, ResourceError
+from slimefsdp.estimate.hardware import Rates, write_calibration
 from tests.support.runs import startable
 from tests.support.waiting import PATIENCE_S
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.cli.main import main
-from slimefsdp.batching.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError, byte_text
+from slimefsdp.estimate.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
 from tests.support.refusals import assert_refusal
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -249,3 +249,16 @@ def test_ways_to_recompute_are_told_apart_in_the_longest_context(
     assert ways[0] == " ".join(given) and len(set(ways)) == len(ways)
     assert main(command) == 0
     assert "recompute full/2 *" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_calibration_of_this_machine_is_written_and_planned_with(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config.parent / "measured.json"
+    given = ["mesh.device=cpu", "precision.compute_dtype=float32", "--json"]
+    assert main(["plan", str(config), "--calibrate", str(file), *given]) == 0
+    measured = json.loads(capsys.readouterr().out)["estimate"]["rates"]
+    assert "2 ranks" in measured["source"] and measured["dtype"] == "float32" and measured["comm_gbps"] > 0
+    assert main(["plan", str(config), "--calibration", str(file), *given]) == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["rates"] == measured

@@ -336,9 +336,7 @@ COMMANDS: dict[str, Case] = {
     "plan balanced by nothing": (
         command("plan", "CONFIG", "batch.cost_model=FOLDER/no.json"), ConfigError, "batch.cost_model"
     ),
-    "calibrate into a folder": (command("calibrate", "--out", "FOLDER"), ConfigError, "--out"),
-    "calibrate into nothing": (command("calibrate", "--out", ""), ConfigError, "--out"),
-    "calibrate no rank": (command("calibrate", "--ranks", "0"), ConfigError, "--ranks"),
+    "calibrate into a folder": (command("plan", "CONFIG", "--calibrate", "FOLDER"), ConfigError, "--calibrate"),
     "convert nothing": (command("convert", "hf-to-dcp", "FOLDER/no", "FOLDER/out"), CheckpointError, "SRC"),
 }  # fmt: skip
 BATCHES: dict[str, Case] = {
@@ -564,7 +562,7 @@ def test_after_all_of_it_the_ranks_hold_the_same_bits_and_have_learned(world: Wo
         (["train", "CONFIG", "optim.lr=fast"], 2, "optim.lr"),
         (["plan", "CONFIG", "--memory-gb", "1e300"], 2, "--memory-gb"),
         (["plan", "CONFIG", "model.path=nowhere"], 4, "model.path"),
-        (["plan", "--calibrate", ""], 2, "--calibrate"),
+        (["plan", "CONFIG", "--calibrate", ""], 2, "--calibrate"),
     ],
 )
 def test_the_command_line_prints_three_lines_within_two_seconds_of_the_processor(

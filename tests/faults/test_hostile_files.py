@@ -35,7 +35,6 @@ from actors.rollout.prompts import read_jsonl
 from actors.run_dir import RunFolder
 from slimefsdp.attention.hf_interface import ATTENTION_NAME
 from slimefsdp.attention.select import AttentionShape, choose_strategy
-from slimefsdp.batching.hardware import Rates, read_calibration, write_calibration
 from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.shards import SavedShards, ShardedTensor, write_shard
 from slimefsdp.checkpoint.store import LATEST, CheckpointStore
@@ -44,12 +43,13 @@ from slimefsdp.convert.dcp import read_saved
 from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
+from slimefsdp.estimate.hardware import Rates, read_calibration, write_calibration
+from slimefsdp.estimate.lengths import sample_lengths
 from slimefsdp.io.file_lock import LOCK, FolderLock
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.build import build_for_sampling, build_policy
 from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, SUPPORTED_MODELS, check_architecture, read_model_folder
 from slimefsdp.monitoring.metrics_log import METRICS_FILE, MetricsLog, read_metrics
-from slimefsdp.perf_model.lengths import sample_lengths
 from tests.support.tiny_models import save_tiny_model
 
 CANARY = "code_was_run"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from actors.run_dir import settings_text
 from slimefsdp.config import config_from_dict, load_config
 from slimefsdp.errors import ConfigError
+from slimefsdp.estimate.lengths import sample_lengths
 from slimefsdp.io.user_files import NoPath, parse_json, path_argument, path_of
-from slimefsdp.perf_model.lengths import sample_lengths
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from slimefsdp.batching.cost import CostModel
-from slimefsdp.batching.hardware import Rates, write_calibration
 from slimefsdp.batching.plan import Plan
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.estimate.hardware import Rates, write_calibration
 from slimefsdp.training.plan import (
     batch_metrics,
     cost_model_of,

@@ -10,8 +10,9 @@ import pytest
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.estimate.flops import training_flops
+from slimefsdp.estimate.hardware import peak_tflops
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.perf_model.flops import peak_tflops, training_flops
 from slimefsdp.rpc import Role
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.metrics import Throughput

@@ -348,7 +348,7 @@ WAITS = {
 }
 SAYS_HOW_LONG = {"timeout", "timeout_s", "timeout_seconds", "blocking"}
 WAITS_WITHOUT = {
-    "actors/cli/calibrate.py: found.get()": "all who could put something there have ended",
+    "slimefsdp/estimate/calibrate.py: results.get()": "all who could put something there have ended",
     "actors/engines/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/engines/child_server.py: server.wait()": "it was killed",
     "actors/service/app.py: one.fetched.wait()": "in a timeout",

@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.batching.packing import LocalShare
 from slimefsdp.distributed.activation_checkpointing import recompute_layers
+from slimefsdp.estimate.flops import executed_flops, forward_flops, training_flops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 from slimefsdp.models.lora import Lora, add_adapters
-from slimefsdp.perf_model.flops import executed_flops, forward_flops, training_flops
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 TOKENS = 10
@@ -74,12 +74,15 @@ def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute
     products = sum(count for operation, count in found.items() if operation.startswith(("aten.mm", "aten.addmm")))
     adapters = 0 if rank is None else model_spec.adapters(rank, ["attention", "mlp"]).parameters
     expected = executed_flops(
-        model_spec,
-        np.array([9, 4]),
-        counted_rows=6,
-        recomputed_layers=model_spec.layers if recompute else 0,
-        trained_share=1.0 if rank is None else 0.0,
-        adapter_parameters=adapters,
+        training_flops(
+            model_spec,
+            np.array([9, 4]),
+            counted_rows=6,
+            trained_share=1.0 if rank is None else 0.0,
+            adapter_parameters=adapters,
+        ),
+        forward_flops(model_spec, np.array([9, 4]), counted_rows=6, adapter_parameters=adapters),
+        recomputed_layers=1.0 if recompute else 0.0,
     )
     assert expected.layers + expected.head == products
 
@@ -94,7 +97,8 @@ def test_a_head_computes_the_logits_of_all_its_chunks_but_the_last_again(rows_pe
             HeadInputs(hidden, weight), targets, with_entropy=True, chunk_bytes=rows_per_chunk * 50 * 4 * 2
         )
         log_probs.sum().backward()
-    expected = executed_flops(model_spec, np.array([12]), counted_rows=12, recomputed_head=again)
+    needed, forward = (of(model_spec, np.array([12]), counted_rows=12) for of in (training_flops, forward_flops))
+    expected = executed_flops(needed, forward, recomputed_head=again)
     assert expected.head == sum(counted(flops).values())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from slimefsdp.data.rollout_batch import RolloutBatch, write_fields
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.perf_model.lengths import read_samples, sample_lengths
+from slimefsdp.estimate.lengths import read_samples, sample_lengths
 from tests.support.refusals import refused
 
 

@@ -1,4 +1,4 @@
-"""Samples from a word or a file, for planning: a saved batch, or lengths where there is none."""
+"""Samples to plan with: a saved batch, a list of lengths in a file, or lengths drawn from a named distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.io.user_files import NoPath, parse_json, path_of, read_plain
 
-MAX_LENGTH = 2**40  # sums of a million of them still fit int64
+MAX_LENGTH = 2**40  # a million of them still add up in int64
 
 _MAX_BYTES = 100_000_000  # ten million lengths
 _HINT = (
@@ -20,17 +20,17 @@ _HINT = (
 
 
 def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray:
-    """The lengths of `read_samples`, int64 [num_samples], or [as many as the file has]."""
+    """Returns the lengths of `read_samples`, int64 [num_samples], or [as many as the file has]."""
     samples = read_samples(text, num_samples, seed=seed, field=field)
     return samples.lengths if isinstance(samples, RolloutBatch) else samples
 
 
 def read_samples(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray | RolloutBatch:
-    """The batch that a file holds, or lengths in tokens: int64 [num_samples], or [as many as the file has].
+    """Returns the batch of a file, or lengths in tokens: int64 [num_samples], or [as many as the file has].
 
     Args:
-        text: a distribution, or the path of a saved RolloutBatch or of a JSON list. In lognormal(mean, sigma, min, max)
-            mean is that of the distribution before it is cut off at min and max, in tokens.
+        text: a distribution, or the path of a saved RolloutBatch or of a JSON list. The mean of
+            lognormal(mean, sigma, min, max) is that of the distribution before it is cut off at min and max.
         seed: of the draws.
 
     Raises:
@@ -64,24 +64,20 @@ def _are_bounds(low: float, high: float) -> bool:
 def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
     try:
         path = path_of(text)
+        is_file = path.is_file()
     except NoPath as error:
         raise ConfigError(f"{field}={text!r} {error.rule}", field=field, hint=error.hint) from None
-    try:
-        is_file = path.is_file()
     except OSError:  # a name that is too long
         is_file = False
     if not is_file:
         raise ConfigError(f"{field}={text!r} is neither a distribution nor a file", field=field, hint=_HINT)
-    if path.suffix == ".json":
-        try:
-            values = parse_json(read_plain(path, _MAX_BYTES))
-        except (OSError, ValueError) as error:
-            raise BatchError(f"{path} cannot be read as JSON: {error}", field=field, hint=_HINT) from None
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(type(n) is int and 1 <= n < MAX_LENGTH for n in values)
-        ):
-            raise BatchError(f"{path} is not a list of lengths in tokens", field=field, hint=_HINT)
-        return np.array(values, dtype=np.int64)
-    return RolloutBatch.load(path)
+    if path.suffix != ".json":
+        return RolloutBatch.load(path)
+    try:
+        values = parse_json(read_plain(path, _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise BatchError(f"{path} cannot be read as JSON: {error}", field=field, hint=_HINT) from None
+    are_lengths = isinstance(values, list) and values and all(type(n) is int and 1 <= n < MAX_LENGTH for n in values)
+    if not are_lengths:
+        raise BatchError(f"{path} is not a list of lengths in tokens", field=field, hint=_HINT)
+    return np.array(values, dtype=np.int64)

@@ -1,38 +1,81 @@
 """The rates of this machine, measured: products, attention, memory, and what ranks send each other.
 
-Every figure is the best of several rounds, so that whatever else the machine does takes no part in it.
+Every figure is the best of several rounds, so that other work on the machine does not count. The ranks are processes
+of their own, without Ray.
 """
 
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from slimefsdp.attention.call_plan import AttentionParams
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import Choice
-from slimefsdp.batching.hardware import Rates
+from slimefsdp.distributed.mesh import start_process_group
+from slimefsdp.estimate.hardware import Rates
 
+_TIMEOUT_S = 600.0
 _ROUNDS = 5
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 4, 64
 _FORWARDS = 3.5  # of attention: its own, and in backward queries with keys again and the gradients of both products
 
 
+def calibrate(device_type: str, dtype: str, ranks: int, *, scale: float = 1.0) -> tuple[Rates, dict[str, Any]]:
+    """Starts `ranks` processes on this machine and returns what `measure_rates` finds in them.
+
+    Args:
+        device_type: cpu or cuda; on CUDA each rank has a device.
+        dtype: of products and attention, such as bfloat16.
+    """
+    results: Any = mp.get_context("spawn").SimpleQueue()
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # rank 0 gets it open: nobody else can take its port
+        mp.spawn(_rank, (ranks, listener, device_type, dtype, scale, results), nprocs=ranks)  # raises a rank's error
+    found: tuple[Rates, dict[str, Any]] = results.get()
+    return found
+
+
+def _rank(
+    rank: int, ranks: int, listener: socket.socket, device_type: str, dtype: str, scale: float, results: Any
+) -> None:
+    # torch 2.13 renames collectives that 2.11 has under their old names alone
+    warnings.simplefilter("ignore", FutureWarning)
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cpu":
+        torch.set_num_threads(1)  # as a worker computes
+    port = listener.getsockname()[1]
+    if rank > 0:
+        listener.close()
+    start_process_group(
+        device, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=_TIMEOUT_S,
+        listener=listener if rank == 0 else None,
+    )  # fmt: skip
+    found = measure_rates(device, getattr(torch, dtype), dist.group.WORLD, scale=scale)
+    if rank == 0:
+        results.put(found)  # a few kilobytes, which the pipe holds until somebody reads them
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def measure_rates(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, scale: float = 1.0
 ) -> tuple[Rates, dict[str, Any]]:
-    """Collective: rates of this rank's device, and the figures behind them; the same on every rank, of the slowest.
+    """Collective: returns the rates of the slowest rank, the same on every rank, and this rank's measurements.
 
     Args:
         dtype: of products and attention.
-        group: whose ranks send; None, or one rank: copies on the device stand in for what is sent.
-        scale: of the sizes that are measured with; below 1 for a quick look.
+        group: the ranks that send; for None or one rank, copies on the device stand in for what is sent.
+        scale: multiplies the sizes that are measured with; below 1 is quicker and rougher.
     """
     on_cuda = device.type == "cuda"
     sizes = [max(64, round(n * scale)) for n in ((2048, 4096, 8192) if on_cuda else (512, 1024, 2048))]
@@ -44,28 +87,21 @@ def measure_rates(
     host = _copy_gbps(size, torch.device("cpu"), device) / 2 if on_cuda else memory
     ranks = 1 if group is None else dist.get_world_size(group)
     sent = _comm_gbps(size // 4, device, group) if group is not None and ranks > 1 else {"copies": memory}
-    figures = [
-        max(products.values()),
-        max(attention.values()),
-        memory,
-        statistics.harmonic_mean(list(sent.values())),
-        host,
-    ]
+    comm = statistics.harmonic_mean(list(sent.values()))
+    best = [max(products.values()), max(attention.values()), memory, comm, host]
+    figures = torch.tensor(best, dtype=torch.float64, device=device)
     if group is not None and ranks > 1:  # a step waits for its slowest rank
-        slowest = torch.tensor(figures, dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MIN, group)
-        figures = slowest.tolist()
+        dist.all_reduce(figures, dist.ReduceOp.MIN, group)
     name = torch.cuda.get_device_name(device) if on_cuda else f"CPU, {torch.get_num_threads()} threads a rank"
-    details = {
+    source = f"a calibration of {name}, {ranks} ranks"
+    rates = Rates(source, *figures.tolist())
+    return replace(rates, dtype=str(dtype).removeprefix("torch.")), {
         "matrix_tflops_by_size": products,
         "attention_tflops_by_tokens": attention,
         "comm_gbps_by_collective": sent,
         "ranks": ranks,
         "device": name,
     }
-    source, named = f"a calibration of {name}, {ranks} ranks", str(dtype).removeprefix("torch.")
-    matrix_tflops, attention_tflops, memory_gbps, comm_gbps, host_gbps = figures
-    return Rates(source, matrix_tflops, attention_tflops, memory_gbps, comm_gbps, host_gbps, named), details
 
 
 def _product_tflops(n: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -75,7 +111,7 @@ def _product_tflops(n: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention_tflops(tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Of one causal sequence, forward and backward, on the path that training takes."""
+    """Returns the rate of one causal sequence, forward and backward, on the path that training takes."""
     attention = Attention(Choice("local", "one rank"))
     attend = attention.for_pack(attention.layout([0, tokens]), device)
     q, k, v = (
@@ -93,15 +129,14 @@ def _attention_tflops(tokens: int, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _copy_gbps(size: int, source: torch.device, target: torch.device) -> float:
-    """10^9 bytes read and written in a second."""
-    pinned = source.type != target.type
-    first = torch.ones(size // 4, device=source, pin_memory=pinned)
+    """Returns 10^9 bytes read and written in a second."""
+    first = torch.ones(size // 4, device=source, pin_memory=source.type != target.type)
     second = torch.empty(size // 4, device=target)
     return 2 * size / _best_seconds(lambda: second.copy_(first), target) / 1e9
 
 
 def _comm_gbps(size: int, device: torch.device, group: dist.ProcessGroup) -> dict[str, float]:
-    """10^9 bytes that a rank sends in a second, by collective; of ring collectives."""
+    """Returns 10^9 bytes that a rank sends in a second in each collective, taken to be a ring."""
     ranks = dist.get_world_size(group)
     shard = torch.ones(max(1, size // 4 // ranks), device=device)
     whole = torch.ones(shard.numel() * ranks, device=device)
@@ -119,9 +154,9 @@ def _comm_gbps(size: int, device: torch.device, group: dist.ProcessGroup) -> dic
 
 
 def _best_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Of several rounds; the same number of rounds on every rank."""
+    """Returns the best of several rounds; every rank takes the same number of rounds."""
     best = math.inf
-    for _ in range(_ROUNDS + 1):  # the first one is warm-up, and cannot be the best by much
+    for _ in range(_ROUNDS + 1):  # the first one is a warm-up
         start = time.perf_counter()
         action()
         if device.type == "cuda":

@@ -1,0 +1,253 @@
+"""What a plan of packs asks of the ranks of a mesh: tokens, balance, attention's messages and operations.
+
+Plans and layouts are the ones that training uses, so counts are exact; balance of time is the planner's estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from slimefsdp.attention.select import AttentionShape, serving_strategies
+from slimefsdp.batching.cost import STRATEGIES, CostModel, Strategy
+from slimefsdp.batching.cp_sharding import Layout, hybrid_layout, layout_time, tokens_of, work_of, zigzag_layout
+from slimefsdp.batching.plan import Plan
+from slimefsdp.batching.prefix_tree import Forest, forest_of
+from slimefsdp.estimate.flops import Flops, forward_flops, training_flops
+from slimefsdp.estimate.memory import MicroBatches
+from slimefsdp.estimate.setup import TrainingSetup
+from slimefsdp.estimate.traffic import attention_comm_bytes
+
+_PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts attention's pairs alone, n^2 / 2 of them
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSchedule:
+    """One optimiser update."""
+
+    samples: int
+    tokens: int  # of the samples; a shared prefix is counted in each of them
+    micro_batches: int  # of every data rank
+
+
+@dataclass(frozen=True, slots=True)
+class CpImbalance:
+    """The fullest cp rank over the mean one; 1 is ideal. Summed over packs, since ranks wait for each other in each."""
+
+    tokens: float
+    pairs: float  # of attention
+    work: float  # estimated time of matrices and attention
+    worst_tokens: float  # in the worst pack
+    worst_work: float
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    """The slowest rank over the mean one; 1 is ideal."""
+
+    data_ranks: float  # estimated time, summed over updates
+    micro_batches: float  # the same, if data ranks wait for each other after every micro-batch
+    cp: CpImbalance
+    zigzag: CpImbalance  # if every sequence were cut
+
+
+@dataclass(frozen=True, slots=True)
+class CommBytes:
+    """Bytes that attention sends in one layer during an update, over all ranks; the mean of the updates."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The updates of a plan on the ranks of a mesh."""
+
+    strategy: Strategy
+    samples: int
+    tokens: int  # of the samples; a shared prefix is counted in each of them
+    longest: int
+    computed_tokens: int  # a prefix that samples of a pack share is counted once, here and in all that follows
+    updates: tuple[UpdateSchedule, ...]
+    tokens_per_rank: tuple[int, float, int]  # fewest, mean, most; over the whole step
+    largest: MicroBatches  # the largest micro-batch of a rank, and the most micro-batches of an update
+    imbalance: Imbalance
+    comm: dict[Strategy, tuple[float, float] | None]  # as CommBytes, without recomputation; None: heads do not divide
+    needed_flops: Flops  # of an update, over all ranks: forward and backward, nothing twice; the mean of the updates
+    forward_flops: Flops
+
+    @property
+    def micro_batches_per_update(self) -> float:
+        """Micro-batches of a data rank in the mean update."""
+        return sum(update.micro_batches for update in self.updates) / len(self.updates)
+
+    def comm_bytes(self, strategy: Strategy, setup: TrainingSetup) -> CommBytes | None:
+        """Returns what a strategy sends where the setup's recomputed layers send their forward again."""
+        if (once := self.comm[strategy]) is None:
+            return None
+        return CommBytes(round(once[0] * (1 + setup.recomputed_share)), round(once[1]))
+
+    def attention_bytes_per_rank(self, setup: TrainingSetup) -> int:
+        """Returns what attention sends in an update, in all layers of the mean rank, under the strategy in use."""
+        sent = self.comm_bytes(self.strategy, setup)
+        assert sent is not None
+        return sent.total * setup.model.layers // setup.mesh.ranks
+
+
+def measure_schedule(
+    plan: Plan,
+    lengths: np.ndarray,
+    setup: TrainingSetup,
+    *,
+    strategy: Strategy,
+    cost: CostModel,
+    counted_share: float = 1.0,
+) -> Schedule:
+    """Returns what a plan of at least one update asks of the ranks of the setup's mesh.
+
+    Args:
+        lengths: int64 [B], tokens of each sample.
+        strategy: how cp ranks exchange keys and values.
+        cost: what the plan was balanced by.
+        counted_share: share of the tokens whose log-probs are asked for.
+
+    Raises:
+        ConfigError: the strategy cannot divide the model's heads over cp ranks.
+    """
+    model, num_updates = setup.model, len(plan.updates)
+    lengths_of_updates = [lengths[plan.samples_of(update)] for update in range(num_updates)]
+    tokens = sum(int(of_update.sum()) for of_update in lengths_of_updates)
+    micro_batches = [len(update[0]) for update in plan.updates]
+    packs = list(_packs_of(plan, lengths))
+    imbalance, tokens_per_rank, most_tokens = _balance(plan, packs, setup.mesh.cp, cost)
+    nodes = np.concatenate([np.diff(pack.offsets) for pack in packs])
+    depths = np.concatenate([pack.depths for pack in packs])
+    computed_tokens = int(nodes.sum())
+    counted_share = min(1.0, counted_share * tokens / computed_tokens)
+    counted_rows = round(computed_tokens * counted_share)
+    adapters = setup.adapter_parameters
+    needed = training_flops(
+        model, nodes, counted_rows=counted_rows, depths=depths,
+        trained_share=setup.trained_share, adapter_parameters=adapters,
+    )  # fmt: skip
+    forward = forward_flops(model, nodes, counted_rows=counted_rows, depths=depths, adapter_parameters=adapters)
+    return Schedule(
+        strategy=strategy,
+        samples=sum(map(len, lengths_of_updates)),
+        tokens=tokens,
+        longest=max(int(of_update.max()) for of_update in lengths_of_updates),
+        computed_tokens=computed_tokens,
+        updates=tuple(
+            UpdateSchedule(len(of_update), int(of_update.sum()), count)
+            for of_update, count in zip(lengths_of_updates, micro_batches, strict=True)
+        ),
+        tokens_per_rank=tokens_per_rank,
+        largest=MicroBatches(most_tokens, max(1, round(most_tokens * counted_share)), max(micro_batches)),
+        imbalance=imbalance,
+        comm={
+            name: _comm_bytes(packs, setup, name, num_updates)
+            # asked for all the same, the strategy in use raises its error
+            if name != "ulysses" or model.heads % setup.mesh.cp == 0 or strategy == name
+            else None
+            for name in STRATEGIES
+        },
+        needed_flops=needed.over(num_updates),
+        forward_flops=forward.over(num_updates),
+    )
+
+
+def lightest_strategy(schedule: Schedule, setup: TrainingSetup, attention: AttentionShape) -> Strategy:
+    """Returns the strategy that sends least for these samples, forward and backward, of those that serve the model."""
+    sent = {
+        name: comm.total
+        for name in serving_strategies(attention, setup.mesh.cp)
+        if (comm := schedule.comm_bytes(name, setup)) is not None
+    }
+    # of equals, the one in use
+    return min(sent, key=lambda name: (sent[name], name != schedule.strategy))
+
+
+class _Pack(NamedTuple):
+    """The samples of one micro-batch of one data rank, or the nodes that samples with shared prefixes consist of."""
+
+    update: int
+    data_rank: int
+    step: int
+    offsets: list[int]  # [nodes + 1], first 0
+    forest: Forest | None  # None: no prefix is shared
+
+    @property
+    def depths(self) -> np.ndarray:
+        """Tokens that precede every node in its samples, int64 [nodes]."""
+        return np.zeros(len(self.offsets) - 1, np.int64) if self.forest is None else np.array(self.forest.depths)
+
+
+def _packs_of(plan: Plan, lengths: np.ndarray) -> Iterator[_Pack]:
+    """Yields the packs that hold samples; a rank without one in a micro-batch computes a dummy of one token."""
+    for index, update in enumerate(plan.updates):
+        for data_rank, of_rank in enumerate(update):
+            for step, samples in enumerate(of_rank):
+                if not len(samples):
+                    continue
+                nodes, forest = lengths[samples], None
+                if plan.shared is not None:
+                    ordered, shared = plan.shared.among(samples)
+                    forest, _, nodes, _ = forest_of(lengths[ordered], shared)
+                yield _Pack(index, data_rank, step, [0, *accumulate(nodes.tolist())], forest)
+
+
+def _balance(plan: Plan, packs: list[_Pack], cp: int, cost: CostModel) -> tuple[Imbalance, tuple[int, float, int], int]:
+    """Lays out every pack. Returns imbalances, (fewest, mean, most) tokens of a rank, and the most at once."""
+    times = [np.zeros((len(update), len(update[0]))) for update in plan.updates]  # [data ranks, micro-batches] each
+    per_rank = np.zeros((len(plan.updates[0]), cp), dtype=np.int64)
+    hybrid, zigzag = np.empty((2, len(packs), 3, cp))
+    for index, pack in enumerate(packs):
+        layout = hybrid_layout(pack.offsets, cp, cost, pack.forest)
+        times[pack.update][pack.data_rank, pack.step] = layout_time(layout, pack.offsets, cost, pack.forest)
+        per_rank[pack.data_rank] += tokens_of(layout)
+        hybrid[index] = _loads(layout, pack, cost)
+        zigzag[index] = _loads(zigzag_layout(pack.offsets, cp), pack, cost)
+    mean = sum(of_update.sum(axis=1).mean() for of_update in times)
+    imbalance = Imbalance(
+        data_ranks=float(sum(of_update.sum(axis=1).max() for of_update in times) / mean),
+        micro_batches=float(sum(of_update.max(axis=0).sum() for of_update in times) / mean),
+        cp=_cp_imbalance(hybrid),
+        zigzag=_cp_imbalance(zigzag),
+    )
+    return imbalance, (int(per_rank.min()), float(per_rank.mean()), int(per_rank.max())), int(hybrid[:, 0].max())
+
+
+def _loads(layout: Layout, pack: _Pack, cost: CostModel) -> np.ndarray:
+    """Returns tokens, pairs and work of every cp rank, [3, cp]."""
+    pairs, work = (work_of(layout, pack.offsets, model, pack.forest) for model in (_PAIRS, cost.of_owner()))
+    if cost.splits_heads:  # heads divide pairs evenly, whoever owns the tokens
+        pairs = np.full(len(layout), pairs.mean())
+    return np.array([tokens_of(layout), pairs, work])
+
+
+def _cp_imbalance(loads: np.ndarray) -> CpImbalance:
+    """Compares the cp ranks by their loads, [packs, 3, cp]."""
+    most, mean = loads.max(axis=2), loads.mean(axis=2)
+    tokens, pairs, work = (most.sum(axis=0) / mean.sum(axis=0)).tolist()
+    worst_tokens, _, worst_work = (most / mean).max(axis=0).tolist()
+    return CpImbalance(tokens, pairs, work, worst_tokens, worst_work)
+
+
+def _comm_bytes(packs: list[_Pack], setup: TrainingSetup, strategy: Strategy, num_updates: int) -> tuple[float, float]:
+    """Returns the mean update's (forward, backward) bytes in a layer, packs laid out as this strategy has them."""
+    cost = CostModel.of_model(setup.model, strategy=strategy, bytes_per_element=setup.sizes.compute)
+    sent = np.zeros(2)
+    for pack in packs:
+        layout = hybrid_layout(pack.offsets, setup.mesh.cp, cost, pack.forest)
+        parents = None if pack.forest is None else pack.forest.parents
+        sent += attention_comm_bytes(layout, strategy, setup.model, setup.sizes, parents)
+    forward, backward = (sent / num_updates).tolist()
+    return forward, backward

@@ -1,0 +1,250 @@
+"""One description of a training run, from which memory, traffic and time are estimated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from slimefsdp.batching.cost import ELEMENT_BYTES
+from slimefsdp.config import RunConfig
+from slimefsdp.model_spec import Adapters, ModelSpec
+
+Sharding = Literal["full", "keep_parameters", "optimizer", "replicate"]
+SHARDINGS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer", "replicate")
+Recompute = Literal["none", "full", "selective"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Ranks along each mesh axis. The cp ranks share packs, and dp x cp ranks share one copy of the model."""
+
+    dp_replicate: int = 1
+    dp: int = 1
+    cp: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dp_replicate * self.dp
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.dp * self.cp
+
+    @property
+    def ranks(self) -> int:
+        return self.dp_replicate * self.dp * self.cp
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSizes:
+    """Bytes per element of what a training rank holds and sends."""
+
+    compute: int = 2  # parameters and activations in forward and backward
+    master: int = 4  # parameters, gradients and optimiser state at rest
+    reduce: int = 4  # gradients while they are summed over ranks
+    optimizer_states: int = 2  # tensors of the parameters' size: 2 for AdamW, 1 for momentum alone
+    matrix_states: int | None = None  # of the layers' matrices and of adapters; None: optimizer_states
+    state: float | None = None  # one element of optimiser state; None: master
+
+    def state_bytes(self, others: float, matrices: float) -> float:
+        """Returns the bytes of optimiser state.
+
+        Args:
+            others: trained parameters outside of the layers' matrices.
+            matrices: trained parameters in the layers' matrices.
+        """
+        of_matrices = self.optimizer_states if self.matrix_states is None else self.matrix_states
+        element = self.master if self.state is None else self.state
+        return element * (others * self.optimizer_states + matrices * of_matrices)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of an element of norms, softmaxes and the accumulators of attention's gradients."""
+        return max(4, self.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedModels:
+    """The models that share the policy's processes, sharded like it, and where they wait while they are unused."""
+
+    reference: ModelSpec | None = None
+    reference_rests_on_host: bool = True
+    reference_computes_from_host: bool = False  # reference.offload=fsdp
+    reference_takes_policys_place: bool = False  # reference.offload=swap
+    critic: ModelSpec | None = None
+    critic_rests_on_host: bool = True
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A model and how it is trained: everything but the batch that a rank's bytes and seconds depend on.
+
+    The fields have the names of the settings that they come from, where there is one.
+    """
+
+    model: ModelSpec
+    mesh: MeshShape = field(default_factory=MeshShape)
+    sharding: Sharding = "full"
+    sizes: ByteSizes = field(default_factory=ByteSizes)
+    recompute: Recompute = "none"
+    recompute_every: int = 1
+    offload_activations: bool = False
+    cpu_offload: bool = False
+    trained_share: float = 1.0  # of the model's parameters; the others have no gradients and no optimiser state
+    lora_rank: int | None = None
+    lora_targets: tuple[str, ...] = ("attention", "mlp")
+    is_optimizer_fused: bool = False
+    newton_schulz_steps: int = 0  # of Muon; 0 for another optimiser
+    entropy_grad: bool = False  # the loss differentiates entropies
+    full_kl: bool = False  # the loss differentiates the KL over the whole vocabulary
+    on_cpu: bool = False  # the host's memory is the device's, and gloo copies what it sends
+    colocated: ColocatedModels = field(default_factory=ColocatedModels)
+
+    @property
+    def shards(self) -> int:
+        """Parts into which parameters are divided."""
+        return 1 if self.sharding == "replicate" else self.mesh.shard_ranks
+
+    @property
+    def keeps_parameters_gathered(self) -> bool:
+        """Whether parameters stay gathered from forward to backward."""
+        return self.sharding in ("keep_parameters", "optimizer")
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether parameters, gradients and optimiser state are in a memory other than the device's."""
+        return self.cpu_offload and not self.on_cpu
+
+    @property
+    def inputs_on_host(self) -> bool:
+        """Whether the inputs of recomputed layers are in a memory other than the device's."""
+        return self.offload_activations and not self.on_cpu
+
+    @cached_property
+    def adapters(self) -> Adapters | None:
+        """The adapters that are trained; None without lora.rank."""
+        return None if self.lora_rank is None else _adapters(self.model, self.lora_rank, self.lora_targets)
+
+    @property
+    def adapter_parameters(self) -> int:
+        return 0 if self.adapters is None else self.adapters.parameters
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model and of its adapters."""
+        return self.model.parameters + self.adapter_parameters
+
+    @property
+    def trained_parameters(self) -> int:
+        return round(self.model.parameters * self.trained_share) + self.adapter_parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one decoder layer and of its adapters, which are one FSDP unit."""
+        return self.model.layer_parameters + self.adapter_parameters // self.model.layers
+
+    @property
+    def trained_layer_parameters(self) -> int:
+        return round(self.model.layer_parameters * self.trained_share) + self.adapter_parameters // self.model.layers
+
+    def recomputed_among(self, layers: int) -> int:
+        """Returns how many of the first `layers` decoder layers backward computes again."""
+        return 0 if self.recompute == "none" else -(-layers // self.recompute_every)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the decoder layers whose forward runs, and sends, a second time in backward."""
+        return self.recomputed_among(self.model.layers) / self.model.layers
+
+    @property
+    def storage_settings(self) -> str:
+        """The way to store activations and states, as overrides on a command line."""
+        text = f"model.activation_checkpointing={self.recompute}"
+        text += f" model.checkpoint_every_n_layers={self.recompute_every}" if self.recompute_every > 1 else ""
+        text += " model.offload_activations=true" if self.offload_activations else ""
+        return text + (" fsdp.cpu_offload=true" if self.cpu_offload else "")
+
+    @property
+    def settings(self) -> str:
+        """The sharding and the way to store activations and states, as overrides on a command line."""
+        return f"fsdp.sharding={self.sharding} {self.storage_settings}"
+
+    @property
+    def reference_setup(self) -> TrainingSetup | None:
+        """The colocated reference model as a setup in which nothing is trained."""
+        model = self.colocated.reference
+        return None if model is None else replace(self, model=model, trained_share=0.0, lora_rank=None)
+
+    @property
+    def critic_setup(self) -> TrainingSetup | None:
+        """The colocated critic as a setup of its own. Nothing of it is frozen, except by adapters.
+
+        It has no head over the vocabulary: its embedding is counted as if it were tied to one.
+        """
+        if (model := self.colocated.critic) is None:
+            return None
+        share = 1.0 if self.lora_rank is None else 0.0
+        return replace(self, model=replace(model, is_tied=True), trained_share=share)
+
+
+def setup_of(
+    config: RunConfig,
+    model: ModelSpec,
+    mesh: MeshShape,
+    *,
+    on_cpu: bool,
+    reference: ModelSpec | None = None,
+    critic: ModelSpec | None = None,
+) -> TrainingSetup:
+    """Returns the setup that settings describe, with `full` sharding where fsdp.sharding is auto.
+
+    Args:
+        mesh: the ranks; mesh.dp of the settings may still be auto.
+        reference, critic: counted where the settings colocate such a model with the policy.
+    """
+    precision, optim, lora = config.precision, config.optim, config.lora
+    compute = ELEMENT_BYTES[precision.compute_dtype]
+    master = max(4, compute)
+    has_reference = config.needs_reference and config.reference.placement == "colocated"
+    has_critic = config.algorithm == "ppo" and config.critic.placement == "colocated"
+    trained = model.trained_parameters(config.model.frozen or ()) / model.parameters
+    return TrainingSetup(
+        model=model,
+        mesh=mesh,
+        sharding="full" if config.fsdp.sharding == "auto" else config.fsdp.sharding,
+        sizes=ByteSizes(
+            compute=compute,
+            master=master,
+            reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
+            optimizer_states=1 if optim.name == "sgd" else 2,
+            matrix_states=1 if optim.name == "muon" else None,
+            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[optim.state_dtype],  # with the scales of blocks
+        ),
+        recompute=config.model.activation_checkpointing,
+        recompute_every=config.model.checkpoint_every_n_layers,
+        offload_activations=config.model.offload_activations,
+        cpu_offload=config.fsdp.cpu_offload,
+        trained_share=trained if lora.rank is None else 0.0,
+        lora_rank=lora.rank,
+        lora_targets=tuple(lora.targets),
+        is_optimizer_fused=optim.name != "sgd" and optim.implementation != "foreach",
+        newton_schulz_steps=optim.ns_steps if optim.name == "muon" else 0,
+        entropy_grad=config.loss.entropy_coefficient != 0,
+        full_kl=config.kl_estimator == "full",
+        on_cpu=on_cpu,
+        colocated=ColocatedModels(
+            reference=reference if has_reference and not config.reference_is_policy else None,
+            reference_rests_on_host=config.reference.offload != "none",
+            reference_computes_from_host=config.reference.offload == "fsdp",
+            reference_takes_policys_place=config.reference.offload == "swap",
+            critic=critic if has_critic else None,
+            critic_rests_on_host=config.critic.offload == "sleep",
+        ),
+    )
+
+
+@lru_cache(maxsize=64)
+def _adapters(model: ModelSpec, rank: int, targets: tuple[str, ...]) -> Adapters:
+    return model.adapters(rank, targets)

@@ -1,0 +1,181 @@
+"""Floors follow from the rates, and what is said to fit does, and little more would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimefsdp.batching.cost import CostModel
+from slimefsdp.errors import ResourceError
+from slimefsdp.estimate.flops import executed_flops, forward_flops, training_flops
+from slimefsdp.estimate.hardware import Device, Rates, fits
+from slimefsdp.estimate.memory import MicroBatches, peak_memory
+from slimefsdp.estimate.recommend import (
+    LongestContext,
+    fewest_data_ranks,
+    largest,
+    longest_contexts,
+    memory_of_context,
+    recommend,
+    with_cap,
+)
+from slimefsdp.estimate.schedule import Schedule, measure_schedule
+from slimefsdp.estimate.setup import SHARDINGS, ByteSizes, MeshShape, Sharding, TrainingSetup
+from slimefsdp.estimate.step_time import StepTime, step_time
+from slimefsdp.estimate.traffic import sharding_traffic
+from slimefsdp.model_spec import ModelSpec
+from tests.support.plans import plan_of
+
+MODEL = ModelSpec(2048, 16, 32, 8, 64, 8192, vocab=128_256, is_tied=True)
+SETUP = TrainingSetup(MODEL, MeshShape(dp=8))
+LENGTHS = np.array([4096] * 32)  # two in each of two micro-batches of a rank
+RATES = Rates("made up", matrix_tflops=100, attention_tflops=50, memory_gbps=1000, comm_gbps=10, host_gbps=20)
+
+
+def schedule_of(setup: TrainingSetup = SETUP) -> Schedule:
+    cost = CostModel.of_model(MODEL)
+    plan = plan_of(LENGTHS, dp=setup.mesh.data_ranks, max_pack_tokens=8192, cost_model=cost)
+    return measure_schedule(plan, LENGTHS, setup, strategy="ring", cost=cost, counted_share=0.5)
+
+
+SCHEDULE = schedule_of()
+
+
+def seconds(**changes: Any) -> StepTime:
+    return step_time(replace(SETUP, **changes), SCHEDULE, RATES)
+
+
+def test_the_floor_is_what_runs_over_its_rate_and_what_is_sent_over_its_own() -> None:
+    needed, forward = (of(MODEL, LENGTHS[:4], counted_rows=2 * 4096) for of in (training_flops, forward_flops))
+    head = 3 / 4  # chunks of 1,024 rows of logits, and those of the last are kept
+    found, every_second, selective = (
+        seconds(),
+        seconds(recompute="full", recompute_every=2),
+        seconds(recompute="selective"),
+    )
+    for time, layers in ((found, 0), (every_second, 0.5)):
+        ran = executed_flops(needed, forward, recomputed_layers=layers, recomputed_head=head)
+        assert time.products == pytest.approx((ran.layers + ran.head) / 100e12)
+        assert time.attention == pytest.approx(ran.attention / 50e12)
+    assert found.comm == pytest.approx(sharding_traffic(SETUP, 2).total / 10e9) and found.host == 0
+    assert found.total == found.products + found.attention + found.memory + found.comm
+    assert selective.products == found.products and selective.memory > found.memory
+    imbalance = replace(SCHEDULE.imbalance, micro_batches=1.5)
+    late = step_time(SETUP, replace(SCHEDULE, imbalance=imbalance), RATES)
+    assert late.products == pytest.approx(1.5 * found.products) and late.comm == found.comm
+
+
+def test_muons_iterations_are_products_that_all_ranks_share() -> None:
+    shapes = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), *[(2048, 8192)] * 3]  # short side, long side
+    flops = 16 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in shapes)
+    muon = seconds(newton_schulz_steps=5)
+    assert muon.products - seconds().products == pytest.approx(flops / 8 / 100e12)
+    assert seconds(sizes=ByteSizes(matrix_states=1)).memory < muon.memory == seconds().memory
+
+
+def test_gradients_reach_the_host_as_often_as_they_are_summed() -> None:
+    def host(sharding: Sharding, count: int) -> float:
+        schedule = replace(SCHEDULE, largest=replace(SCHEDULE.largest, count=count))
+        return step_time(replace(SETUP, sharding=sharding, cpu_offload=True), schedule, RATES).host
+
+    assert host("optimizer", 4) == host("optimizer", 1) > 0
+    # parameters come from there, and gradients go there, in each of three more micro-batches
+    shard = MODEL.parameters / 8 * 4
+    assert host("keep_parameters", 4) - host("keep_parameters", 1) == pytest.approx(3 * 2 * shard / 20e9)
+
+
+def test_the_fastest_that_fits_is_recommended() -> None:
+    found = [recommend(SETUP, SCHEDULE, Device(RATES, gb * GB, None, on_cpu=False)) for gb in (8, 24, 1000)]
+    compared = found[2].candidates
+    assert [one.seconds.total for one in compared] == sorted(one.seconds.total for one in compared)
+    assert {one.setup.sharding for one in compared} == set(SHARDINGS)
+    best = [one.recommended for one in found]
+    assert best[0] and best[1] and best[2] and best[2] == compared[0]
+    assert best[0].seconds.total > best[1].seconds.total >= best[2].seconds.total
+    assert fits(best[0].memory.total, 8 * GB) and "fsdp.sharding=" in found[0].advice
+    compiled = recommend(SETUP, SCHEDULE, Device(RATES, None, None, on_cpu=True), selective=False).candidates
+    assert not any(one.setup.recompute == "selective" or one.setup.cpu_offload for one in compiled)
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize("gigabytes", [3, 4, 6])
+def test_what_is_said_to_fit_does(gigabytes: int) -> None:
+    large = replace(SCHEDULE, largest=MicroBatches(tokens=500_000, rows=250_000, count=1), longest=1)
+    device = Device(RATES, gigabytes * GB, "--memory-gb", on_cpu=False)
+    with pytest.raises(ResourceError) as caught:
+        recommend(SETUP, large, device)
+    assert caught.value.field == "--memory-gb" and caught.value.hint
+    tokens = int(caught.value.hint.removeprefix("lower batch.max_tokens_per_rank to ").split(",")[0])
+    assert 0 < tokens < 500_000
+    recommend(SETUP, replace(large, largest=with_cap(large.largest, tokens)), device)
+    with pytest.raises(ResourceError):
+        recommend(SETUP, replace(large, largest=with_cap(large.largest, tokens + 2)), device)
+    few, batch = replace(SETUP, mesh=MeshShape(), on_cpu=True), MicroBatches(256, 128, 1)
+    dp = fewest_data_ranks(few, batch, gigabytes * GB)
+    assert dp is not None and dp > 1
+    recomputed = replace(few, recompute="full")
+    held = [peak_memory(replace(recomputed, mesh=MeshShape(dp=n)), batch).total for n in (dp // 2, dp)]
+    assert not fits(held[0], gigabytes * GB) and fits(held[1], gigabytes * GB)
+    assert fewest_data_ranks(few, large.largest, 10**6) is None
+
+
+def test_a_lower_cap_makes_more_micro_batches_of_at_least_one_row() -> None:
+    assert with_cap(MicroBatches(8192, 4096, 4), 3000) == MicroBatches(tokens=3000, rows=1500, count=11)
+    assert with_cap(MicroBatches(8192, 1, 4), 1024) == MicroBatches(tokens=1024, rows=1, count=32)
+
+
+SMALL = ModelSpec(hidden=256, layers=6, heads=8, kv_heads=2, head_dim=32, intermediate=768, vocab=5000)
+ADAPTERS = TrainingSetup(SMALL, recompute="full", trained_share=0.0, lora_rank=8)
+
+
+def contexts(setup: TrainingSetup = ADAPTERS, memory_bytes: int = 2**30, share: float = 1.0) -> list[LongestContext]:
+    return longest_contexts(setup, memory_bytes, counted_share=share)
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_the_longest_fits_and_a_longer_one_does_not(cp: int, share: float) -> None:
+    found = contexts(replace(ADAPTERS, mesh=MeshShape(cp=cp)), share=share)
+    assert found[0].setup.storage_settings == "model.activation_checkpointing=full"
+    assert len({one.setup.storage_settings for one in found}) == len(found) == 6
+    for one in found:
+        assert one.memory == memory_of_context(one.setup, one.tokens, share) and fits(one.memory.total, 2**30)
+        assert not fits(memory_of_context(one.setup, one.tokens + cp, share).total, 2**30)
+    assert len(contexts(replace(ADAPTERS, on_cpu=True))) == 2, "a CPU has no other memory"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_memory_never_falls_with_the_length(recompute: Any) -> None:
+    setup = replace(ADAPTERS, recompute=recompute, offload_activations=recompute == "full")
+    held = [memory_of_context(setup, tokens).total for tokens in (*range(1, 300), 10**4, 10**5, 10**6)]
+    assert held == sorted(held)
+
+
+def test_more_memory_and_less_to_keep_make_it_longer() -> None:
+    full = contexts()[0].tokens
+    none = contexts(replace(ADAPTERS, recompute="none"))[0].tokens
+    assert none < full and full < max(one.tokens for one in contexts() if one.setup.offload_activations)
+    assert contexts(memory_bytes=2**31)[0].tokens > 1.9 * full
+    assert contexts(replace(ADAPTERS, mesh=MeshShape(cp=2)))[0].tokens > 1.9 * full
+    assert contexts(TrainingSetup(SMALL, recompute="full"))[0].tokens < full
+    assert {one.tokens for one in contexts(memory_bytes=1000)} == {0}
+
+
+def test_what_waits_on_the_host_is_what_the_device_does_not_hold() -> None:
+    tokens, away = 50_000, replace(ADAPTERS, offload_activations=True)
+    # with few rows, layers are fuller than the head
+    kept, moved = (memory_of_context(setup, tokens, 0.001) for setup in (ADAPTERS, away))
+    assert moved.host - kept.host == tokens * SMALL.layers * SMALL.hidden * 2
+    # the last layer's own input is on the device while it computes
+    assert kept.total - moved.total == pytest.approx(tokens * (SMALL.layers - 1) * SMALL.hidden * 2, rel=0.01)
+
+
+def test_the_largest_number_is_found_wherever_it_is() -> None:
+    for most in (1, 7, 64):
+        for answer in range(most + 1):
+            assert largest(lambda tokens, answer=answer: tokens <= answer, most) == answer
