@@ -119,7 +119,7 @@ def no_number(text: str) -> NoReturn:
     raise AssertionError(f"{text} is no JSON")
 
 
-@pytest.mark.parametrize("fast", ["matrix_tflops", "attention_tflops", "comm_gbps", "memory_gbps"])
+@pytest.mark.parametrize("fast", ["matrix_tflops", "comm_gbps"])
 def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.CaptureFixture[str], fast: str) -> None:
     names = ("matrix_tflops", "attention_tflops", "memory_gbps", "comm_gbps", "host_gbps")
     strange = {name: MOST_RATE if name == fast else LEAST_RATE for name in names}
@@ -133,14 +133,12 @@ def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("model", "cp", "can_serve"),
     [
-        ({"num_attention_heads": 4}, 2, {"ring", "ulysses", "all_gather"}),
         ({"num_attention_heads": 4}, 4, {"ring", "ulysses", "all_gather"}),
         ({"num_attention_heads": 4}, 8, {"ring", "all_gather"}),
         ({"model_type": "mistral", "sliding_window": 16}, 2, {"ulysses", "all_gather"}),
-        ({"model_type": "mistral", "sliding_window": 16}, 8, {"all_gather"}),
     ],
 )
-@pytest.mark.parametrize("lengths", ["fixed(20)", "fixed(400)", "uniform(2, 500)"])
+@pytest.mark.parametrize("lengths", ["fixed(20)", "uniform(2, 500)"])
 def test_the_lightest_strategy_sends_least_of_those_that_can_serve_the_model(
     config: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any], cp: int, can_serve: set[str], lengths: str
 ) -> None:
@@ -237,18 +235,6 @@ def test_no_longest_context_is_longer_than_the_positions_that_a_model_learned(
     assert found["most_tokens"] == 300 and {one["tokens"] for one in found["longest_context"]} == {300}
     assert main(command) == 0
     assert "no longer samples than 300 tokens" in capsys.readouterr().out
-
-
-def test_ways_to_recompute_are_told_apart_in_the_longest_context(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["model.activation_checkpointing=full", "model.checkpoint_every_n_layers=2"]
-    command = ["plan", str(config), *given, "--longest-context", "--memory-gb", "0.1"]
-    assert main([*command, "--json"]) == 0
-    ways = [one["settings"] for one in json.loads(capsys.readouterr().out)["longest_context"]]
-    assert ways[0] == " ".join(given) and len(set(ways)) == len(ways)
-    assert main(command) == 0
-    assert "recompute full/2 *" in capsys.readouterr().out
 
 
 @pytest.mark.slow

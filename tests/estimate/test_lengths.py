@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimefsdp.data.rollout_batch import RolloutBatch, write_fields
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.estimate.lengths import read_samples, sample_lengths
 from tests.support.refusals import refused
@@ -48,10 +48,9 @@ def test_files_give_the_lengths_that_they_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "fixed()", "fixed(0)", "fixed(-3)", "fixed(1.5)", "fixed(2, 3)", "fixed(x)", "fixed(nan)", "fixed(1e30)",
-        "uniform(3)", "uniform(5, 3)", "uniform(1, 2, 3)", "uniform(1, inf)",
-        "lognormal(100)", "lognormal(0, 1)", "lognormal(100, -1)", "lognormal(nan, 1)", "lognormal(100, 1, 9, 3)",
-        "lognormal(100, 1, 2, 3, 4)", "gamma(1, 2)", "nothing.json", "", ".", "a\0b", "x" * 5000,
+        "fixed()", "fixed(0)", "fixed(1.5)", "fixed(nan)", "fixed(1e30)", "uniform(5, 3)", "uniform(1, inf)",
+        "lognormal(100)", "lognormal(100, -1)", "lognormal(100, 1, 9, 3)", "gamma(1, 2)", "nothing.json", "", "a\0b",
+        "x" * 5000,
     ],
 )  # fmt: skip
 def test_what_is_neither_a_distribution_nor_a_file_is_answered_with_what_is(text: str) -> None:
@@ -61,33 +60,9 @@ def test_what_is_neither_a_distribution_nor_a_file_is_answered_with_what_is(text
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", "[0]", "[1.5]", '["a"]', "[true]", "[1e3]", "\xff"])
+@pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", "[0]", "[1.5]", "[true]", "\xff"])
 def test_a_json_file_of_anything_but_lengths_is_refused_by_name(content: str, tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_bytes(content.encode("latin1"))
     with refused(BatchError, "--lengths", file):
         sample_lengths(str(file), 10)
-
-
-def test_a_torn_batch_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "torn.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with refused(BatchError, None, tmp_path / "torn.safetensors"):
-        sample_lengths(str(tmp_path / "torn.safetensors"), 10)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "field"),
-    [
-        ([2, 2], "tokens"),
-        ([2**63 - 1, 2**63 - 1, 5], "tokens"),
-        ([0, 3], "response_lengths"),
-        ([-1, 4], "response_lengths"),
-    ],
-)
-def test_a_batch_whose_lengths_are_not_its_tokens_is_refused_by_name(
-    lengths: list[int], field: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "batch.safetensors"
-    write_fields(file, {"tokens": [3, 4, 5], "lengths": lengths, "response_lengths": [1] * len(lengths)})
-    with refused(BatchError, field, file):
-        read_samples(str(file), 99)
