@@ -96,7 +96,8 @@ def test_the_fastest_that_fits_is_recommended() -> None:
     assert best[0] and best[1] and best[2] and best[2] == compared[0]
     assert best[0].seconds.total > best[1].seconds.total >= best[2].seconds.total
     assert fits(best[0].memory.total, 8 * GB) and "fsdp.sharding=" in found[0].advice
-    compiled = recommend(SETUP, SCHEDULE, Device(RATES, None, None, on_cpu=True), selective=False).candidates
+    on_cpu, device = replace(SETUP, on_cpu=True), Device(RATES, None, None, on_cpu=True)
+    compiled = recommend(on_cpu, SCHEDULE, device, selective=False).candidates
     assert not any(one.setup.recompute == "selective" or one.setup.cpu_offload for one in compiled)
 
 
