@@ -21,7 +21,12 @@ PACKAGES = ("slimefsdp", "actors")
 # who may import a package at all, by path
 DOORS = {
     "ray": ("actors/",),
-    "pydantic": ("actors/service/", "slimefsdp/config/", "scripts/settings_reference.py"),
+    "pydantic": (
+        "actors/service/",
+        "slimefsdp/config/",
+        "slimefsdp/convert/dcp_metadata.py",
+        "scripts/settings_reference.py",
+    ),
     "transformers": (
         "actors/engines/",
         "actors/rollout/",
@@ -224,7 +229,7 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     assert "slimefsdp = actors.cli.main:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    kinds = ("*.py", "py.typed", "config.json")
+    kinds = ("*.py", "*.pyi", "*.proto", "py.typed", "config.json", "page.html")
     files = [file for package in PACKAGES for kind in kinds for file in (source / package).rglob(kind)]
     assert {name for name in names if ".dist-info/" not in name} == {str(file.relative_to(source)) for file in files}
 

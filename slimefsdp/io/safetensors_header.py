@@ -66,7 +66,7 @@ def read_header(file: Path) -> TensorFile:
             # the library has checked that the tensors fill the file in this order, without gaps
             slices = {name: library.get_slice(name) for name in library.offset_keys()}
             described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
-            metadata = dict(library.metadata() or {})
+            metadata = dict(sorted((library.metadata() or {}).items()))  # the library's order is random
     except (SafetensorError, MemoryError) as error:  # MemoryError: there are no addresses for a file of its length
         raise ModelError(f"{file} is no sound safetensors file: {error!s:.300}", hint=COPY_AGAIN) from error
     offset, tensors = 8 + int.from_bytes(start[:8], "little"), {}
@@ -75,7 +75,9 @@ def read_header(file: Path) -> TensorFile:
             raise ModelError(f"{file}: tensor {name:.200} has the unknown dtype {dtype}", hint="update slimefsdp")
         tensors[name] = TensorEntry(file, dtype, shape, offset, math.prod(shape) * _DTYPE_BITS[dtype] // 8)
         offset += tensors[name].nbytes
-    return TensorFile(tensors, metadata)
+    # tensors without elements share an offset, and the library's order of these is random
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes, item[0]))
+    return TensorFile(dict(ordered), metadata)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:

@@ -105,3 +105,11 @@ def test_a_damaged_header_is_refused_or_gives_the_places_from_which_the_library_
         for name, entry in found.items():
             raw = file.read_bytes()[entry.offset : entry.offset + entry.nbytes]
             assert raw == library.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_the_order_of_metadata_and_of_empty_tensors_is_the_same_in_every_process(tmp_path: Path) -> None:
+    names = [f"name{index}" for index in range(20)]
+    empty = {name: torch.zeros(0, 2) for name in names}
+    save_file(empty, tmp_path / "file.safetensors", dict.fromkeys(names, "value"))
+    header = read_header(tmp_path / "file.safetensors")
+    assert list(header.metadata) == sorted(names) == list(header.tensors)
