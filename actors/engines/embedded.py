@@ -86,7 +86,6 @@ class EmbeddedEngine(Engine):
         heartbeat.enter(heartbeat.IDLE)
 
     def info(self) -> EngineInfo:
-        """As `Engine`."""
         config = self._policy.hf.config
         positions = getattr(config, "n_positions", None)  # learned ones; others have no end
         return EngineInfo(
@@ -94,7 +93,6 @@ class EmbeddedEngine(Engine):
         )
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """As `Engine`."""
         self._use_one_thread()
         call = _Call(sum(request.samples for request in requests))
         with self._before_the_next_token():
@@ -172,12 +170,10 @@ class EmbeddedEngine(Engine):
         ]
 
     def abort(self) -> None:
-        """As `Engine`."""
         with self._before_the_next_token():
             self._hand_out(self._sampler.abort())
 
     def has_frozen(self, source: str) -> bool:
-        """As `Engine`."""
         with self._before_the_next_token():
             self._frozen_asked = source
             return self._frozen == source
@@ -189,7 +185,6 @@ class EmbeddedEngine(Engine):
     def begin(
         self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
     ) -> None:
-        """As `Engine`."""
         from slimefsdp.models.lora import set_scale
 
         with self._before_the_next_token():
@@ -204,13 +199,11 @@ class EmbeddedEngine(Engine):
                 self._frozen = None
 
     def receive(self, bucket: Any) -> None:
-        """As `Engine`."""
         from actors.workers.object_store_update import unpack_bucket
 
         self._receiver.receive(unpack_bucket(bucket))
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        """As `Engine`."""
         from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
 
         if self._group is not None:
@@ -222,7 +215,6 @@ class EmbeddedEngine(Engine):
             raise _not_arrived(error) from error
 
     def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """As `Engine`."""
         import torch
 
         from slimefsdp.weight_sync.broadcast import BroadcastError
@@ -242,7 +234,6 @@ class EmbeddedEngine(Engine):
         self._take(flat, tensors, digest)
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """As `Engine`."""
         from slimefsdp.weight_sync.packed_bucket import packed_bytes
 
         try:
@@ -260,7 +251,6 @@ class EmbeddedEngine(Engine):
             torch.cuda.synchronize()
 
     def receive_disk(self, path: str) -> None:
-        """As `Engine`."""
         from actors.workers.weights_folder import checked_weights, read_weights
 
         for named in read_weights(checked_weights(path), self._manifest):
@@ -277,14 +267,12 @@ class EmbeddedEngine(Engine):
         self._receiver.receive(unpack(data, tensors))
 
     def commit(self, version: int) -> None:
-        """As `Engine`."""
         with self._before_the_next_token():
             self._receiver.commit(version)
             self._frozen = self._frozen_coming
             self._sampler.take_new_weights(version)
 
     def sleep(self) -> None:
-        """As `Engine`."""
         from slimefsdp.distributed.memory_manager import give_back_free_memory
 
         self.abort()

@@ -234,7 +234,6 @@ class Engine(Watched):
         raise NotImplementedError
 
     def commit(self, version: int) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`."""
         raise NotImplementedError
 
     def sleep(self) -> None:

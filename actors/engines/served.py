@@ -127,7 +127,6 @@ class ServedEngine(Engine):
     # ------------------------------------------------------------------ weights
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        """As `Engine`."""
         self._known()
         group: dict[str, Any] = {"world_size": world_size, "backend": backend, "timeout_s": timeout_s}
         self._dialect.join(self._routes, address, port, rank, **group)
@@ -218,7 +217,6 @@ class ServedEngine(Engine):
             heartbeat.tick()
 
     def commit(self, version: int) -> None:
-        """As `Engine`."""
         if self._versions.incoming != version or self._missing:
             missing = f"{len(self._missing)} tensors missing, e.g. {min(self._missing)!r}" if self._missing else ""
             raise SyncError(

@@ -55,7 +55,6 @@ class ServerClient:
         return self._ask("GET", route, None, timeout_s)
 
     def post(self, route: str, body: Any = None, *, timeout_s: float) -> Any:
-        """As `get`."""
         return self._ask("POST", route, body, timeout_s)
 
     def tell(self, route: str, body: Any = None, *, timeout_s: float) -> None:

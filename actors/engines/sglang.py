@@ -40,7 +40,6 @@ class SglangDialect(ServerDialect):
     # ------------------------------------------------------------------ starting
 
     def arguments(self) -> list[str]:
-        """As `ServerDialect`."""
         config = self.config
         arguments = [
             *("-m", "sglang.launch_server"),
@@ -69,7 +68,6 @@ class SglangDialect(ServerDialect):
         return {**own, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def check(self, client: ServerClient) -> ServerFacts:
-        """As `ServerDialect`."""
         config = self.config
         is_own = config.rollout.engine_urls is None
         arguments = "rollout.engine_args" if is_own else "rollout.engine_urls"
@@ -156,7 +154,6 @@ class SglangDialect(ServerDialect):
         }
 
     def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        """As `ServerDialect`."""
         return {**body, "lora_path": ADAPTER}
 
     def read(
@@ -186,7 +183,6 @@ class SglangDialect(ServerDialect):
         return drawn, check_end(reason, tokens, most, ends_itself=bool(tokens) and (is_end or "stop" in params))
 
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        """As `ServerDialect`."""
         for body in [{"abort_all": True}] if are_all else [{"rid": one} for one in ids]:
             client.post("/abort_request", body, timeout_s=ASK_S)
 
@@ -203,7 +199,6 @@ class SglangDialect(ServerDialect):
         backend: str,
         timeout_s: float,
     ) -> None:
-        """As `ServerDialect`."""
         from slimefsdp.weight_sync.broadcast import torch_group_name
 
         name = torch_group_name(port)
@@ -226,7 +221,6 @@ class SglangDialect(ServerDialect):
         return self.config.rollout.transport == "disk"
 
     def open_update(self, routes: WeightRoutes) -> None:
-        """As `ServerDialect`."""
         routes.post("/pause_generation", {"mode": "abort"})
         if self._comes_by_disk or routes.try_post("/begin_weight_update", {"selector": "target"}):
             return
@@ -234,7 +228,6 @@ class SglangDialect(ServerDialect):
         routes.post("/begin_weight_update", {"selector": "target"})
 
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
-        """As `ServerDialect`."""
         body = {
             "model_path": str(path),
             "load_format": "auto",  # else the server's own: dummy
@@ -251,7 +244,6 @@ class SglangDialect(ServerDialect):
     def take_bucket(
         self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
     ) -> None:
-        """As `ServerDialect`."""
         assert not any(how.values()), "the settings refuse checksums, and its transports ipc"
         # a parameter of all experts holds what SGLang takes for each, one after another; it skips a head that is tied
         kind = self.folder.model_type
@@ -269,7 +261,6 @@ class SglangDialect(ServerDialect):
         routes.post("/update_weights_from_distributed", body)
 
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """As `ServerDialect`."""
         if not self._comes_by_disk:
             routes.post("/end_weight_update", {})
         routes.tell("/flush_cache")
@@ -277,7 +268,6 @@ class SglangDialect(ServerDialect):
         routes.post("/continue_generation", {"torch_empty_cache": False})
 
     def weight_version(self, routes: WeightRoutes) -> str:
-        """As `ServerDialect`."""
         return str(routes.get("/model_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
@@ -292,11 +282,9 @@ class SglangDialect(ServerDialect):
     # ------------------------------------------------------------------ memory
 
     def free_memory(self, routes: WeightRoutes) -> None:
-        """As `ServerDialect`."""
         routes.post("/release_memory_occupation", {"tags": list(ENGINE_TAGS)})
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
-        """As `ServerDialect`."""
         routes.post("/resume_memory_occupation", {"tags": list(tags)})
 
 

@@ -71,7 +71,6 @@ class VllmDialect(ServerDialect):
         return self.config.lora.sync == "adapters"
 
     def arguments(self) -> list[str]:
-        """As `ServerDialect`."""
         config = self.config
         # its weights come from the trainer
         arguments = [*self.common_arguments(), "--load-format", "dummy", *NEEDED]
@@ -115,7 +114,6 @@ class VllmDialect(ServerDialect):
         return {**usual, **own}
 
     def check(self, client: ServerClient) -> ServerFacts:
-        """As `ServerDialect`."""
         config = self.config
         arguments = arguments_setting(config)
         version = version_of(client, config)
@@ -138,13 +136,11 @@ class VllmDialect(ServerDialect):
     # ------------------------------------------------------------------ sampling
 
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        """As `ServerDialect`."""
         params, length = request.params, len(drawn.tokens)
         asked = sampling_params(params, most=params.max_new_tokens - length, seed=seed_of(params, number, length))
         return {"request_id": request_id, "token_ids": [*request.prompt, *drawn.tokens], "sampling_params": asked}
 
     def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        """As `ServerDialect`."""
         return {**body, "model": ADAPTER}
 
     def read(
@@ -166,7 +162,6 @@ class VllmDialect(ServerDialect):
         return drawn, check_end(choice["finish_reason"], tokens, most, ends_itself=ends_itself)
 
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        """As `ServerDialect`."""
         names = [f"generate-tokens-{one}" for one in ids]
         client.post("/inference/v1/abort_requests", {"request_ids": names}, timeout_s=ASK_S)
 
@@ -183,7 +178,6 @@ class VllmDialect(ServerDialect):
         backend: str,
         timeout_s: float,
     ) -> None:
-        """As `ServerDialect`."""
         info = {
             "address": address,
             "port": port,
@@ -196,7 +190,6 @@ class VllmDialect(ServerDialect):
         routes.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=3 * timeout_s + 30)
 
     def open_update(self, routes: WeightRoutes) -> None:
-        """As `ServerDialect`."""
         routes.post("/pause?mode=abort&clear_cache=true")
         if not routes.try_post("/start_weight_update"):  # an update that nobody has finished is open
             routes.try_post("/finish_weight_update")
@@ -205,7 +198,6 @@ class VllmDialect(ServerDialect):
     def take_bucket(
         self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
     ) -> None:
-        """As `ServerDialect`."""
         info = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
@@ -217,7 +209,6 @@ class VllmDialect(ServerDialect):
         routes.post("/update_weights", {"update_info": info})
 
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
-        """As `ServerDialect`."""
         info: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "parts": [], "folder": str(path)}
         info["adapter_scale"] = adapter_scale
         routes.post("/update_weights", {"update_info": info})
@@ -244,7 +235,6 @@ class VllmDialect(ServerDialect):
         routes.post("/resume")
 
     def weight_version(self, routes: WeightRoutes) -> str:
-        """As `ServerDialect`."""
         return str(routes.get("/weight_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
@@ -252,7 +242,6 @@ class VllmDialect(ServerDialect):
         client.post("/abort_requests", {}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """As `ServerDialect`."""
         return GROUP in str(refusal)
 
     # ------------------------------------------------------------------ memory
@@ -262,7 +251,6 @@ class VllmDialect(ServerDialect):
         routes.post("/sleep?level=2")
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
-        """As `ServerDialect`."""
         routes.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
 

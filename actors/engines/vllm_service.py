@@ -60,7 +60,6 @@ class VllmServiceDialect(VllmDialect):
         self._adapters, self._modules = str(adapters), modules
 
     def arguments(self) -> list[str]:
-        """As `ServerDialect`."""
         room = ["--max-lora-rank", str(room_for(self.config)), "--max-loras", self._adapters]
         return [
             *self.common_arguments(),
@@ -71,7 +70,6 @@ class VllmServiceDialect(VllmDialect):
         ]
 
     def check(self, client: ServerClient) -> SamplingFacts:
-        """As `ServerDialect`."""
         config, modules, arguments = self.config, self._modules, arguments_setting(self.config)
         version = version_of(client, config)
         wanted = {"logprobs_mode": ("raw_logprobs", f"start it with {_NEEDED[1]}")}

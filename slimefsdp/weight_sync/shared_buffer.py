@@ -70,7 +70,6 @@ class OpenedBuffers:
         self._opened: dict[str, torch.Tensor] = {}
 
     def get(self, handle: Handle) -> torch.Tensor:
-        """As `opened`."""
         key = repr(sorted(handle.items()))
         if key not in self._opened:
             while len(self._opened) > 1:
