@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With the names that are not resolved yet, for completion."""
+    """Lists the names that are not resolved yet, too, for completion."""
     return sorted({*globals(), *__all__})

@@ -25,7 +25,7 @@ class DpoLoop(SftLoop):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Of the table of progress, with one for each held-out set."""
+        """The columns of the progress table, with one for each held-out set."""
         held_out = [Column(name or "held-out", f"{metric_prefix(name)}rewards/accuracies") for name in self._heldout]
         return with_held_out(DPO_COLUMNS, held_out)
 
@@ -94,7 +94,7 @@ def batch_of_pairs(samples: Sequence[Demonstration]) -> RolloutBatch:
 def pair_metrics(
     batch: RolloutBatch, log_probs: np.ndarray, reference: np.ndarray, beta: float
 ) -> dict[str, np.ndarray]:
-    """What `train_step` says of pairs, and their loss, by the same names; float64 [pairs].
+    """Returns what `train_step` says of pairs, and their loss, by the same names; float64 [pairs].
 
     Args:
         batch: of `batch_of_pairs`.

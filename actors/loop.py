@@ -148,7 +148,7 @@ class Run:
         return start
 
     def step(self, step: int) -> None:
-        """One step, logged, and a checkpoint where one is due.
+        """Runs one step, logs it, and saves a checkpoint if one is due.
 
         Raises:
             Interrupted: an end was asked for, and this is a step to go on from; its checkpoint is on disk.
@@ -225,7 +225,7 @@ class RolloutLoop:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Of the table of progress, with one for each held-out set."""
+        """The columns of the progress table, with one for each held-out set."""
         return with_held_out(GRPO_COLUMNS, self._evaluator.columns())
 
     @property
@@ -233,7 +233,7 @@ class RolloutLoop:
         return self._collector.prompts
 
     def prompts_state(self) -> dict[str, Any]:
-        """Where the prompts stand behind what was trained on: the stream itself may be further."""
+        """Returns where the prompts stand behind what was trained on: the stream itself may be further."""
         return self.prompts.state() if self._prompts_behind is None else self._prompts_behind
 
     def settle(self) -> None:
@@ -265,7 +265,7 @@ class RolloutLoop:
         return metrics
 
     def step(self, step: int) -> Metrics:
-        """One rollout batch, trained on; held-out metrics where they are due.
+        """Collects one rollout batch and trains on it; evaluates if that is due.
 
         A batch with nothing to train on leaves the weights as they are.
         """
@@ -298,7 +298,7 @@ class RolloutLoop:
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
 
     def _say_if_nothing_differs(self, step: int, batch: RolloutBatch | None, metrics: Metrics) -> None:
-        """Of the first step only: where it goes on, the table shows it."""
+        """Says once that a step has nothing to learn from; later steps show it in the table."""
         differs = self._config.estimator not in GROUPED or metrics.get("zero_variance_groups") != 1.0
         if self._has_said_so or (batch is not None and differs):
             return
@@ -344,7 +344,7 @@ class RolloutLoop:
         return found.batch, found.metrics
 
     def _staleness(self, batch: RolloutBatch) -> Metrics:
-        """How many updates older than the present weights those are that drew the tokens."""
+        """Returns the age, in updates, of the weights that drew the tokens."""
         if not self._config.rollout.max_staleness:
             return {}
         versions = batch.weight_versions
@@ -375,7 +375,7 @@ class RolloutLoop:
         return metrics | {f"critic/{name}": value for name, value in found.items()}
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """With the log-probs of policy and reference before the step, from which both roles take the KL."""
+        """Adds the log-probs of policy and reference before the step, from which both roles take the KL."""
         group, old = self._group, batch.rollout_log_probs
         if self._config.loss.old_log_probs != "rollout":
             old = group.compute_log_probs(batch).log_probs
@@ -383,7 +383,7 @@ class RolloutLoop:
         return batch.replace(old_log_probs=old, ref_log_probs=reference)
 
     def _update_engines(self) -> None:
-        """As rollout.on_update says of samples that are being drawn meanwhile."""
+        """Sends new weights; rollout.on_update decides what happens to samples that are being drawn."""
         on_update = self._config.rollout.on_update
         with self._collector.engines_at_rest() if on_update == "wait" else nullcontext():
             self._version = self._engines.update_from(self._group, aborts=on_update == "abort")
@@ -412,7 +412,7 @@ class RolloutLoop:
 
 
 def _wandb_arguments(config: RunConfig) -> dict[str, Any] | None:
-    """How a wandb run of these settings is begun; None where none is asked for."""
+    """Returns how a wandb run of these settings is begun; None where none is asked for."""
     run = config.run
     if run.wandb_project is None:
         return None
@@ -509,7 +509,7 @@ class ProfiledUpdates:
 
 
 def _memory_metrics(group: Group) -> Metrics:
-    """Of the rank that has most, as ranks say beside their calls; nothing where none answers now."""
+    """Returns the memory of the rank that uses most; empty if no rank answers now."""
     answers = [one for one in group.health() if isinstance(one, Health)]
     if not answers:
         return {}
@@ -520,7 +520,7 @@ def _memory_metrics(group: Group) -> Metrics:
 
 
 def _updates_taken(group: Group) -> int:
-    """As rank 0 says; 0 where it does not answer now."""
+    """Asks rank 0 for its updates taken; 0 if it does not answer now."""
     first = group.health()[0]
     return first.updates_taken if isinstance(first, Health) else 0
 

@@ -41,7 +41,7 @@ class NotHere:
 
 
 def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[RunConfig, list[NotHere]]:
-    """As `with_model_folders`, for who only looks: no weights are downloaded, and models need not be here.
+    """Finds the models' folders without downloading weights; lists models that are not here yet.
 
     A model that is not here is replaced by a folder with its config.json, from the hub or from
     `slimefsdp.models.named_shapes`, and listed where its weights were needed.
@@ -68,7 +68,7 @@ def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[
 
 
 def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
-    """Of a model on the hub, without weights that are not in the user's cache; its shape where the hub is out of reach.
+    """Returns a hub model's folder without downloading weights, or its named shape if the hub is out of reach.
 
     Raises:
         ModelError: as `slimefsdp.io.hub.snapshot`, and nothing is known of the model.
@@ -135,7 +135,7 @@ def _begun_with(config: RunConfig) -> dict[str, HubId]:
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:
-    """What the newest start of a run to be resumed has left as its settings; nothing of any other run."""
+    """Returns what the newest start of a run to be resumed has left as its settings; nothing of any other run."""
     if not config.checkpoint.resume or config.run.dir is None:
         return {}
     try:

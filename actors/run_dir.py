@@ -64,7 +64,7 @@ class RunFolder:
 
     @property
     def newest_loop_state(self) -> dict[str, Any]:
-        """What the loop left in the newest checkpoint, which is not verified; empty where there is none to read."""
+        """The loop state of the newest checkpoint, which is not verified; empty if there is none."""
         newest = next(CheckpointStore.of_run(self.path).manifests(), None)
         state = None if newest is None else newest.info.get("loop_state")
         return state if isinstance(state, dict) else {}

@@ -38,12 +38,12 @@ class SftLoop:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Of the table of progress, with one for each held-out set."""
+        """The columns of the progress table, with one for each held-out set."""
         held_out = [Column(name or "held-out", _loss_name(name), ".4f") for name in self._heldout]
         return (*SFT_COLUMNS[:1], *held_out, *SFT_COLUMNS[1:])
 
     def prompts_state(self) -> dict[str, Any]:
-        """Where the demonstrations stand behind what was trained on."""
+        """Returns where the demonstrations stand behind what was trained on."""
         return self.prompts.state()
 
     def settle(self) -> None:
@@ -54,7 +54,7 @@ class SftLoop:
         return self._evaluated() if evaluates else {}
 
     def step(self, step: int) -> Metrics:
-        """One update on the next `batch.samples_per_update` samples; metrics of the held-out sets where they are due.
+        """Takes one update on the next `batch.samples_per_update` samples; evaluates held-out sets if that is due.
 
         Under run.epochs the last update takes the records that are left.
         """

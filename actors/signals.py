@@ -45,7 +45,7 @@ class Interrupts:
         return self._first is not None
 
     def steps_begin(self, step: int, last: int | None) -> None:
-        """From here on a request waits for the end of a step; before, there is nothing that a checkpoint could keep.
+        """Lets requests wait for the end of a step from now on; before, a checkpoint would have nothing to keep.
 
         Args:
             step: the first, which begins now.
@@ -73,7 +73,7 @@ class Interrupts:
             return False
 
     def done(self) -> None:
-        """What a request waits for is on disk: from here on the grace period ends nothing; a second signal does."""
+        """Ends the grace period, since the checkpoint is on disk; a second signal still ends the run."""
         self._is_done = True
 
     @contextmanager

@@ -114,7 +114,7 @@ def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool
 
 @contextmanager
 def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
-    """What a step waits for: nothing is said of it at first, how far it is where it lasts and somebody reports it.
+    """Names what a step waits for; its progress is printed only if it takes long and reports any.
 
     Args:
         progress: how far it is, asked from another thread.
@@ -129,7 +129,7 @@ def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
 
 
 def waited_for() -> str:
-    """What is waited for at the moment and how far it is; empty where nothing is."""
+    """Returns what is waited for at the moment and how far it is; empty where nothing is."""
     asked = _waited_for
     return "" if asked is None else asked()
 

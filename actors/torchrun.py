@@ -33,7 +33,7 @@ _CALLS = frozenset(
 
 
 class TorchrunGroup:
-    """What the loop has of all ranks, on rank 0. The others are in `follow` until `shutdown`.
+    """The loop's handle of all ranks, on rank 0. The others are in `follow` until `shutdown`.
 
     Its calls are those of `Trainer` that training from files makes; they return, and raise, what rank 0's trainer does.
     """
@@ -73,7 +73,7 @@ class TorchrunGroup:
             raise
 
     def health(self) -> list[Health]:
-        """That of rank 0 alone."""
+        """Returns the health of rank 0 alone."""
         return [self._trainer.health()]
 
     def shutdown(self) -> None:

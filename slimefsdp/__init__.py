@@ -60,5 +60,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With the names that are not resolved yet, for completion."""
+    """Lists the names that are not resolved yet, too, for completion."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -231,7 +231,7 @@ class _ShortText(reprlib.Repr):
 
 
 class _ShortRepr(_ShortText):
-    """The same bounds, in Python's words."""
+    """Shortens the repr of values to the same bounds."""
 
     def repr_NoneType(self, value: None, level: int) -> str:
         return repr(value)

@@ -115,7 +115,7 @@ class Progress:
         self._ticks += 1
 
     def snapshot(self) -> ProgressSnapshot:
-        """How far this process is, asked from another thread."""
+        """Returns how far this process is, asked from another thread."""
         activity, ticks, since_tick_s = self._activity, self._ticks, self._clock() - self._last
         # what came for the first time, such as compiling or the first save, is no measure before it is over
         usual_gap_s = self._usual.get(activity)
@@ -128,7 +128,7 @@ class Progress:
 
 
 def _current_frames() -> dict[int, FrameType]:
-    """As sys._current_frames, with the garbage collector off.
+    """Returns sys._current_frames() with the garbage collector switched off.
 
     In Python 3.11.7, and others of that series, a collection inside of it can lock the interpreter up with a thread
     that starts or ends (https://github.com/python/cpython/issues/106883).
@@ -155,7 +155,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def count_collectives(begun: Callable[[], int]) -> None:
-    """From now on a snapshot of this process has what `begun` says; it is called from another thread."""
+    """Has snapshots report the count that `begun` returns; `begun` is called from another thread."""
     _of_this_process.collectives = begun
 
 

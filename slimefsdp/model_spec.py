@@ -106,17 +106,17 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         embeddings = self.embedding_parameters * (1 if self.is_tied else 2) + self.positions * self.hidden
         return self.layers * self.layer_parameters + embeddings
 
     @property
     def share_in_layers(self) -> float:
-        """Of the parameters, those in matrices of the decoder layers."""
+        """The share of the parameters that lies in matrices of the decoder layers."""
         return self.layers * self.layer_parameters / self.parameters
 
     def newton_schulz_flops(self, steps: int) -> float:
-        """Of Muon's iterations over all matrices of the layers: X X^T, its square, and their product with X."""
+        """Returns the operations of Muon's iterations over the layers' matrices: X X^T, its square, the product with X."""
         flops = 0
         for matrix in self._layer_matrices().values():
             short, long = sorted((matrix.features_in, matrix.features_out))
@@ -125,12 +125,12 @@ class ModelSpec:
 
     @property
     def root_parameters(self) -> int:
-        """Of the FSDP unit with the head, which is the embedding where they are tied."""
+        """The parameters of the FSDP unit with the head, which is the embedding where they are tied."""
         return self.embedding_parameters + self.positions * self.hidden
 
     @property
     def embedding_unit_parameters(self) -> int:
-        """Of the embedding's own FSDP unit; 0 where it is tied to the head."""
+        """The parameters of the embedding's own FSDP unit; 0 where it is tied to the head."""
         return 0 if self.is_tied else self.embedding_parameters
 
     def trained_parameters(self, frozen: Sequence[str] = ()) -> int:
@@ -157,7 +157,7 @@ class ModelSpec:
 
     @property
     def highest_rank(self) -> int:
-        """What the rank of adapters beside any matrix of the layers may be."""
+        """Returns what the rank of adapters beside any matrix of the layers may be."""
         return min(min(one.features_in, one.features_out) for one in self._layer_matrices().values())
 
     def adapters(self, rank: int, targets: Sequence[str]) -> Adapters:
@@ -204,7 +204,7 @@ class ModelSpec:
         return frozenset(parts | {"head"} if _has_head(targets) else parts)
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
-        """Of a layer, by their names in it."""
+        """Returns the matrices of a layer by their names in it."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = {
             "self_attn.q_proj": _Matrix(self.hidden, queries, "norm"),
@@ -294,7 +294,7 @@ def has_attention_softcap(config: Mapping[str, Any]) -> bool:
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
-    """How many layers see a sliding window, by a config.json as written or as transformers completed it."""
+    """Returns how many layers see a sliding window, by a config.json as written or as transformers completed it."""
     model_type = str(config.get("model_type"))
     if model_type not in _WINDOWS:  # the others read no window, whatever their config.json says
         return 0

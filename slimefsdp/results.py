@@ -35,7 +35,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class FailedReceiver:
-    """One that did not take part in a weight update to its end."""
+    """A receiver that did not take part in a weight update to its end."""
 
     receiver: int  # its place among those that were sent to
     error: SlimeError
@@ -100,7 +100,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """One of the adapters beside a base."""
+    """An adapter of the group."""
 
     name: str
     rank: int
@@ -124,7 +124,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Health:
-    """That a rank is there, how far it is, and how much memory it has in use."""
+    """A rank's sign of life: its progress, and the memory that it uses."""
 
     rank: int
     pid: int

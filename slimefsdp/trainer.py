@@ -108,7 +108,7 @@ class Trainer(
 
     @property
     def role(self) -> Role:
-        """What this rank's model is for."""
+        """Returns what this rank's model is for."""
         return self._state.role
 
     @property

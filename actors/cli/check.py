@@ -133,7 +133,7 @@ def chosen_functions(config: RunConfig) -> _Choices:
 
 
 def _place(name: str, field: str) -> str:
-    """Where a function of the user's own is written."""
+    """Returns the file and line of a function of the user."""
     function = load_function(name, field=field, example=name)
     try:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"

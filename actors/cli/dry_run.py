@@ -19,7 +19,7 @@ from slimefsdp.models.hf_folder import read_model_folder
 
 
 def start_lines(checked: Checked) -> list[str]:
-    """What `slimefsdp train` would start with settings that it takes. Reads config.json of the models, writes nothing.
+    """Returns lines about what `slimefsdp train` would start. Reads the models' config.json and writes nothing.
 
     With mesh.dp=auto on a CPU it is what the cores of this machine make of it.
 
@@ -90,7 +90,7 @@ def _held_out(one: RecordSet) -> str:
 
 
 def _last_update(config: RunConfig) -> str:
-    """How many samples the last update of an epoch has, where it has fewer than the others."""
+    """Returns how many samples the last update of an epoch has, where it has fewer than the others."""
     per_update = config.batch.samples_per_update
     rest = config.samples_per_step % per_update if per_update else 0
     if not rest or config.samples_per_step < (per_update or 0):
@@ -99,7 +99,7 @@ def _last_update(config: RunConfig) -> str:
 
 
 def _engine(config: RunConfig) -> str:
-    """Which engine it is, and where its servers are or come from."""
+    """Returns which engine it is, and where its servers are or come from."""
     name, urls, python = config.rollout.engine, config.rollout.engine_urls, config.rollout.engine_python
     return f"{name} at {', '.join(urls)}" if urls else f"{name} by {python}" if python else name
 

@@ -36,7 +36,7 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What was found; `problems` holds a sentence for each thing without which nothing runs."""
+    """The packages and hardware of this machine; `problems` names everything without which nothing runs."""
 
     packages: list[Package]
     cpu_cores: int
@@ -147,7 +147,7 @@ def _can_connect_to_itself() -> bool:
 
 
 def _what_runs(cores: int, gpus: int, backends: list[str]) -> str:
-    """In words: how many ranks and engines, on what."""
+    """Describes how many ranks and engines this machine can run, and on what."""
     per_core = ClusterSettings().max_ranks_per_core
     parts = []
     if gpus and "nccl" in backends:

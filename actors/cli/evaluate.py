@@ -110,7 +110,7 @@ def settings_of(model: str, overrides: Sequence[str], run_settings: Path | None,
 
 
 def _with_pass_at(evaluation: Any) -> Any:
-    """How many of the prompts are solved is what is asked, where the settings do not say otherwise."""
+    """Returns how many of the prompts are solved is what is asked, where the settings do not say otherwise."""
     evaluation = {} if evaluation is None else evaluation
     if not isinstance(evaluation, dict):
         return evaluation  # which is refused
@@ -120,7 +120,7 @@ def _with_pass_at(evaluation: Any) -> Any:
 
 
 def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
-    """As `actors.cli.preflight.check_before_launch`, of what an evaluation needs."""
+    """Checks what an evaluation needs before anything starts."""
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")
     with stage("checking settings and data", is_short=True):
@@ -210,7 +210,7 @@ def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> l
 
 
 def _metric_lines(metrics: Metrics) -> list[str]:
-    """Of one held-out set, whose metrics have their names without its own here."""
+    """Returns the lines of one held-out set, from its metrics without the set's prefix."""
     width, lines = max(map(len, metrics)), []
     shares = [name for name in metrics if re.fullmatch(r"(greedy_)?pass@\d+", name)]
     ends = {f"{name}_{end}" for name in shares for end in ("low", "high")}

@@ -73,7 +73,7 @@ def _may_lack_targets(config: RunConfig) -> bool:
 
 
 def build_models(config: RunConfig) -> None:
-    """As `try_models`, in this process. Takes no memory for parameters."""
+    """Builds the models in this process, without memory for their parameters."""
     import torch
 
     from slimefsdp.distributed.fsdp import choose_units

@@ -233,7 +233,7 @@ def absent_from_machine(config: RunConfig) -> list[NotHere]:
 
 
 def cluster_line(config: RunConfig) -> str | None:
-    """What the cluster at cluster.address has, as a line to print; None: the settings name none.
+    """Returns what the cluster at cluster.address has, as a line to print; None: the settings name none.
 
     Raises:
         ResourceError: it does not answer, may not be joined, or has fewer GPUs than the settings take.

@@ -53,7 +53,7 @@ class CleanupProcess:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """What this process starts inside carries the mark of the cluster, as does whatever descends from it."""
+        """Marks all processes that are started inside, and their descendants, as the cluster's."""
         os.environ[_MARK] = self._mark
         try:
             yield
@@ -149,7 +149,7 @@ def _marked(mark: str) -> set[int]:
 
 
 def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
-    """What the cleanup process runs: waits for the end of the driver, or for its word."""
+    """Waits until the driver ends or says so, and then cleans up; the cleanup process runs this."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
     known = {os.getpid(), *others}

@@ -134,7 +134,7 @@ def check_cores(processes: int, device: str, per_core: int, *, asked: str, field
 
 
 def _most_processes(config: RunConfig) -> int:
-    """As `processes_needed`, or as many as a machine may run while mesh.dp=auto is not resolved."""
+    """Returns `processes_needed`, or as many as a machine may run while mesh.dp=auto is not resolved."""
     if config.mesh.dp == "auto":
         return (os.cpu_count() or 1) * config.cluster.max_ranks_per_core
     return processes_needed(config)
@@ -190,7 +190,7 @@ def gpus_here(root: Path = Path("/")) -> int | None:
 
 
 def compute_capabilities_here() -> list[str]:
-    """Of this machine's NVIDIA GPUs, such as 9.0, whatever CUDA_VISIBLE_DEVICES leaves; none: nothing tells.
+    """Returns the compute capabilities of this machine's NVIDIA GPUs, such as 9.0, hidden ones included.
 
     The driver's own program is asked: CUDA would take memory of a device for this process.
     """
@@ -346,7 +346,7 @@ def require_answer(address: str) -> None:
 
 
 def require_lasting_cluster() -> None:
-    """For what is to outlive this process.
+    """Requires a cluster that outlives this process.
 
     Raises:
         ResourceError: the cluster that this process is connected to was started by it, and ends with it.
@@ -360,7 +360,7 @@ def require_lasting_cluster() -> None:
 
 
 def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> None:
-    """As `connect`; a local cluster declares `num_cpus`."""
+    """Joins or starts the cluster; a local one declares `num_cpus`."""
     global _messages
     address = cluster.address
     if address is None:
@@ -412,7 +412,7 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
 
 
 def start_progress() -> str:
-    """How far the start of a local cluster is, asked from another thread."""
+    """Returns how far the start of a local cluster is, asked from another thread."""
     return f"attempt {_attempt}" if _attempt > 1 else ""
 
 
@@ -496,7 +496,7 @@ def _end_local() -> None:
 
 
 def _look() -> None:
-    """What `python -m actors.cluster.connect` does: joins a cluster, and says what it has or why it cannot be joined.
+    """Joins a cluster and prints what it has, or why it cannot be joined; `python -m actors.cluster.connect` runs this.
 
     Ray waits without a deadline for a cluster that does not answer; whoever starts this process can end it.
     """

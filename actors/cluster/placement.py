@@ -89,7 +89,7 @@ class PlacementGroups:
         return self._groups[role]
 
     def reserve_for_ranks(self, config: RunConfig, role: Role) -> tuple[PlacementGroup, float]:
-        """As `reserve`, for the ranks of a role; also how much of a GPU a process in these places asks for.
+        """Reserves places for the ranks of a role; also returns the share of a GPU that each rank asks for.
 
         With rollout.placement=colocated the engines are in the first places of the actor's ranks, one in each, and ask
         for one half of the GPU each.

@@ -69,7 +69,7 @@ def _is_away(address: str) -> bool:
 
 
 def require_cluster() -> None:
-    """For whoever is about to ask Ray for something, or waits for it.
+    """Requires a Ray cluster that answers.
 
     Raises:
         ResourceError: the cluster is gone.
@@ -118,7 +118,7 @@ def fetch(reference: Any, field: str) -> Any:
 
 
 def explained(error: RayError, rank: int, call: str) -> Exception:
-    """What Ray raised in place of a rank's answer, as a typed error; where it is none of the rank's, as it is."""
+    """Returns a typed error for what Ray raised in place of a rank's answer; other errors are returned unchanged."""
     said = next(iter(str(error).splitlines()), "")
     ended = f"the process of rank {rank} ended during {call}: "
     if cluster_is_gone():

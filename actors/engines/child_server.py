@@ -56,7 +56,7 @@ class ChildServer:
         started.wait()  # it leaves the keeper behind
 
     def status(self) -> int | None:
-        """How it ended, as `subprocess.Popen.returncode`; None while it runs."""
+        """Returns how it ended, as `subprocess.Popen.returncode`; None while it runs."""
         self.ends_within(0.0)
         return self._status
 
@@ -74,7 +74,7 @@ class ChildServer:
         return self._status is not None
 
     def last_lines(self, count: int) -> list[str]:
-        """Of its log."""
+        """Returns the last lines of the server's log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
@@ -104,7 +104,7 @@ def _end_with_keeper() -> None:
 
 
 def _keep(log: str, command: Sequence[str]) -> None:
-    """What the keeper does: says its pid and the server's, 0 where there is none, and at the end how that ended."""
+    """Runs as the keeper: reports its pid and the server's (0: none), and at the end the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)

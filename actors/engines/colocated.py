@@ -34,12 +34,12 @@ class RanksBeside:
 
     @property
     def places(self) -> PlacementGroups:
-        """Of the ranks, and so of the engines."""
+        """The placement groups of the ranks, and so of the engines."""
         return self.group.places
 
     @property
     def config(self) -> RunConfig:
-        """Of the group, with mesh.dp as a number."""
+        """The group's settings, with mesh.dp as a number."""
         return self.group.config
 
     def sleep(self) -> None:
@@ -48,7 +48,7 @@ class RanksBeside:
         self.free_parameters()
 
     def keep_parameters_only(self) -> None:
-        """What is needed to send weights stays; idempotent."""
+        """Lets the ranks sleep except for what is needed to send weights. A second call does nothing."""
         critic = self.group.critic
         if critic is not None and self.config.critic.placement == "colocated":
             critic.sleep()

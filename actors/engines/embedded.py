@@ -126,7 +126,7 @@ class EmbeddedEngine(Engine):
                     self._activity.__exit__(*sys.exc_info())
 
     def _next(self, call: _Call) -> list[tuple[int, int, Completion]]:
-        """What has ended of a call since it last had a turn; draws a token for all calls where nothing has."""
+        """Returns what has ended of a call since it last had a turn; draws a token for all calls where nothing has."""
         with self._changed:
             while self._others:
                 self._changed.wait(_LOOK_S)
@@ -287,7 +287,7 @@ class EmbeddedEngine(Engine):
             give_back_free_memory()
 
     def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
-        """As `Engine`; it has a cache for what it samples alone."""
+        """Takes memory for the weights again; a cache exists only while samples are drawn."""
         if "weights" not in tags:
             return
         with self._before_the_next_token():

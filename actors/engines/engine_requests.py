@@ -83,7 +83,7 @@ class EngineRequests:
         max_new_tokens: int | None = None,
         evaluates: bool = False,
     ) -> list[Request]:
-        """What `generate` has the engines asked for: one request a prompt, with the settings of the run.
+        """Returns what `generate` has the engines asked for: one request a prompt, with the settings of the run.
 
         Raises:
             BatchError: no prompt, or no sample of one, is asked for.
@@ -110,7 +110,7 @@ class EngineRequests:
     def params(
         self, seed: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None, evaluates: bool = False
     ) -> SamplingParams:
-        """How a request of the run samples.
+        """Returns how a request of the run samples.
 
         Args:
             max_new_tokens: fewer than the settings allow, where there is no room for so many.

@@ -83,7 +83,7 @@ def require_room(
 
 
 def means_apart(config: RunConfig, owners: np.ndarray, apart: np.ndarray) -> list[float]:
-    """By engine, the mean difference between its log-probs of sampled tokens and the trainer's.
+    """Returns for each engine the mean difference between its log-probs of sampled tokens and the trainer's.
 
     Args:
         owners: [tokens], the engine that sampled each; every engine has some.

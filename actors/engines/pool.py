@@ -129,7 +129,7 @@ class EnginePool(EndsWithBlock):
         return self._updates.update_from(group, self.abort if aborts else None)
 
     def take_turn(self, seconds: dict[str, float]) -> None:
-        """Before colocated engines are asked: has them awake with the group's present weights, and the group asleep.
+        """Wakes colocated engines with the group's present weights, and puts the group to sleep.
 
         Nothing happens where they have their turn already.
 
@@ -208,7 +208,7 @@ class EnginePool(EndsWithBlock):
 
     @property
     def receivers(self) -> list[Any]:
-        """What `WorkerGroup.update_weights` sends to."""
+        """Returns what `WorkerGroup.update_weights` sends to."""
         return list(self._processes.engines)
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:

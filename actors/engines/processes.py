@@ -264,7 +264,7 @@ def engine_class(config: RunConfig) -> type[Engine]:
 
 @contextmanager
 def errors_of(index: int, call: str) -> Iterator[None]:
-    """What an engine's own code raises is an EngineError that names it."""
+    """Turns what an engine's own code raises into an EngineError that names the engine."""
     try:
         yield
     except (SlimeError, RayError):

@@ -101,7 +101,7 @@ class Engine(Watched):
         self._end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
 
     def info(self) -> EngineInfo:
-        """What this engine is, once it is ready for weights.
+        """Returns what this engine is, once it is ready for weights.
 
         Raises:
             EngineError: it is not one that the run can use.
@@ -179,7 +179,7 @@ class Engine(Watched):
         return False
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`.
+        """Begins an update, as in `slimefsdp.weight_sync.receive.Receiver`.
 
         Where `has_frozen` may be True it has a third argument, the names of `WeightReceiver.begin`'s `kept`, and where
         the engine has adapters a fourth, what they are multiplied by.
@@ -187,7 +187,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def receive(self, bucket: Any) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`, of a bucket from the object store."""
+        """Takes one bucket from the object store."""
         raise NotImplementedError
 
     def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
@@ -204,7 +204,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """As `receive`, of a bucket that rank 0 of the group broadcasts now: one tensor of bytes, one after another.
+        """Takes a bucket that rank 0 broadcasts now as one tensor of bytes, one after another.
 
         Args:
             digest: of these bytes, as `slimefsdp.weight_sync.packed_bucket.digest_of`; None: they are not checked.
@@ -215,7 +215,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """As `receive_broadcast`, of bytes that lie at the beginning of a buffer until this returns.
+        """Takes a bucket whose bytes lie at the beginning of a shared buffer until this returns.
 
         Args:
             handle: of `slimefsdp.weight_sync.shared_buffer`; one of few, that come again.
@@ -226,7 +226,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def receive_disk(self, path: str) -> None:
-        """As `receive`, of all weights that are sent: a folder of `actors.workers.weights_folder`.
+        """Takes all weights of an update from a folder that `actors.workers.weights_folder` wrote.
 
         Raises:
             SyncError: it is not there, not whole, or was altered.

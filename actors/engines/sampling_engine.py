@@ -210,7 +210,7 @@ class SamplingEngine(Watched):
         await self._do(cancel)
 
     async def stats(self) -> SamplingStats:
-        """How much is being sampled and held."""
+        """Returns how much is being sampled and held."""
         return await self._do(self._sampler.stats)
 
     async def shutdown(self) -> None:
@@ -224,7 +224,7 @@ class SamplingEngine(Watched):
     # ------------------------------------------------------------------ inside
 
     async def _do(self, function: Callable[[], Result]) -> Result:
-        """What a function returns that the thread calls between two tokens."""
+        """Returns what a function returns that the thread calls between two tokens."""
         answer: _Answer[Result] = _Answer()
         self._post(lambda: answer.give(function()), answer)
         return await answer.future
@@ -255,7 +255,7 @@ class SamplingEngine(Watched):
             self._changed.notify()
 
     def _sample(self) -> None:
-        """What the thread does."""
+        """Samples until the engine ends; runs in the sampling thread."""
         self._use_one_thread()
         heartbeat.enter(heartbeat.IDLE)
         try:

@@ -68,14 +68,14 @@ class ServedEngine(Engine):
         self._asleep: frozenset[EngineTag] = frozenset()
 
     def health(self) -> None:
-        """As `Engine`: returns where the server answers."""
+        """Returns if the server answers."""
         try:
             self._client.get(self._dialect.ALIVE, timeout_s=HEALTH_S)
         except Refusal as refusal:  # its engine has ended, and it does so itself
             raise self._client.lost(str(refusal)) from refusal
 
     def info(self) -> EngineInfo:
-        """As `Engine`; waits for a server that was started here, and asks it what it is.
+        """Waits for a server that was started here, and asks it what it is.
 
         Raises:
             EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
@@ -113,7 +113,7 @@ class ServedEngine(Engine):
         yield from self._sampling.generate(requests, self.decode)
 
     def abort(self) -> None:
-        """As `Engine`; returns when the server has been told.
+        """Aborts all samples; returns when the server has been told.
 
         Raises:
             WorkerHung: samples did not end within cluster.call_timeout_s.
@@ -136,7 +136,7 @@ class ServedEngine(Engine):
         return self.config.lora.sync == "adapters"
 
     def has_frozen(self, source: str) -> bool:
-        """As `Engine`: only beside an adapter, since servers fuse what is frozen with what is not."""
+        """Returns True only for updates of adapters, since servers fuse frozen weights with others."""
         with self._updating:
             self._frozen_asked = source if self.takes_adapters() else None
             committed = self._versions.committed
@@ -147,7 +147,7 @@ class ServedEngine(Engine):
     def begin(
         self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
     ) -> None:
-        """As `Engine`; what is being sampled goes on after `commit`."""
+        """Begins an update; samples that are being drawn continue after `commit`."""
         with self._updating:
             self._known()
             self._require_awake(("weights",))
@@ -176,11 +176,11 @@ class ServedEngine(Engine):
         self._receive(tensors, "receive_broadcast", digest=digest)
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """As `Engine`, and `receive_broadcast`."""
+        """Takes weights as `receive_broadcast` does."""
         self._receive(tensors, "receive_ipc", digest=digest, buffer=handle)
 
     def receive_disk(self, path: str) -> None:
-        """As `Engine`, and `receive_broadcast`."""
+        """Takes weights as `receive_broadcast` does."""
         from actors.workers.weights_folder import checked_adapter, checked_weights
 
         self._require_begun("receive_disk")
@@ -261,7 +261,7 @@ class ServedEngine(Engine):
 
     @contextmanager
     def _or_fail(self) -> Iterator[None]:
-        """What goes wrong inside leaves no weights, and ends what waits for them."""
+        """Leaves the engine without weights if anything fails inside, and ends what waits for weights."""
         try:
             yield
         except BaseException:
@@ -274,7 +274,7 @@ class ServedEngine(Engine):
     # ------------------------------------------------------------------ its life
 
     def sleep(self) -> None:
-        """As `Engine`; what that frees on which server, docs/engines.md says.
+        """Frees the server's memory; docs/engines.md says what each server frees.
 
         Raises:
             SyncError: the server refused. WorkerDied, WorkerHung: it is gone, or samples did not end.

@@ -94,7 +94,7 @@ def check_request(
 
 
 def limits_of(params: SamplingParams) -> dict[str, float]:
-    """Which tokens are drawn from, as vLLM and SGLang are asked."""
+    """Returns which tokens are drawn from, as vLLM and SGLang are asked."""
     return {"top_k": -1 if params.top_k is None else params.top_k, "top_p": params.top_p, "min_p": params.min_p}
 
 
@@ -115,7 +115,7 @@ def checked(
     versions: Collection[int],
     no_number: float | None,
 ) -> PartialSample:
-    """What a server says it has drawn.
+    """Returns what a server says it has drawn.
 
     Args:
         of_tokens: which token each of the log-probs is of.
@@ -140,7 +140,7 @@ def check_tokens(
     vocab_size: int,
     no_number: float | None,
 ) -> None:
-    """As `checked`, of a server whose weights are those that it was started with.
+    """Checks what a server has drawn whose weights are those that it was started with.
 
     Raises:
         EngineError, StateError: as `checked`.
@@ -179,7 +179,7 @@ def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: boo
 
 
 def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, decode: Any) -> int | None:
-    """How many tokens there are up to the first, from place `first` on, that completes a stop text; None: none does.
+    """Returns the number of tokens up to the one, from index `first` on, that completes a stop text, or None.
 
     A server that goes on with a sample sees only what it draws itself, and a stop text may have begun before.
     """

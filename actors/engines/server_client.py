@@ -58,7 +58,7 @@ class ServerClient:
         return self._ask("POST", route, body, timeout_s)
 
     def tell(self, route: str, body: Any = None, *, timeout_s: float) -> None:
-        """As `post`, where the answer is a text for people."""
+        """Posts a request whose answer is plain text."""
         self._ask("POST", route, body, timeout_s, is_json=False)
 
     def answers(self, timeout_s: float) -> bool:

@@ -37,7 +37,7 @@ def shares_a_gpu(config: RunConfig) -> bool:
 
 
 def log_folder(config: RunConfig) -> Path:
-    """Where servers of a run write, and run."""
+    """Returns where servers of a run write, and run."""
     if config.run.dir is None:
         return Path(tempfile.mkdtemp(prefix="slimefsdp_engine_"))
     logs = config.run.dir.absolute() / LOGS
@@ -77,14 +77,14 @@ def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, in
 
 
 def free_port() -> int:
-    """One that is free now; whoever takes it before the server does is told of in its log."""
+    """Returns a port that is free now. If another process takes it first, the server's log says so."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port: int = free.getsockname()[1]
     return port
 
 
 def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
-    """Of how many tokens a prompt with its response can be: what a pack holds and the model has positions for."""
+    """Returns the most tokens of a prompt with its response: bounded by a pack and by the model's positions."""
     pack = config.batch.max_tokens_per_rank * config.mesh.cp
     positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
     return pack if positions is None else min(pack, int(positions))

@@ -61,7 +61,7 @@ class SglangDialect(ServerDialect):
         return [*arguments, *config.rollout.engine_args]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """As `ServerDialect`: this process's without its packages, and without what would change log-probs."""
+        """Returns this process's environment without its packages and without what would change log-probs."""
         removed = ("PYTHONPATH", "PYTHONHOME", *_CHANGES_LOG_PROBS)
         own = {name: value for name, value in os.environ.items() if name not in removed}
         # what SGLang keeps back may lie beyond the model's positions; no token comes there
@@ -159,7 +159,7 @@ class SglangDialect(ServerDialect):
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """As `ServerDialect`; a sample goes on that ended at an end token which was not asked for."""
+        """Reads an answer; a sample that ended at an end token which was not asked for is continued."""
         params = body["sampling_params"]
         try:
             tokens, meta = list(answer["output_ids"]), answer["meta_info"]
@@ -271,12 +271,12 @@ class SglangDialect(ServerDialect):
         return str(routes.get("/model_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
-        """As `ServerDialect`: what waits at a paused server cannot be aborted there; what it draws is thrown away."""
+        """Resumes the server and aborts all: requests cannot be aborted while they wait at a paused server."""
         client.post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_S)
         client.post("/abort_request", {"abort_all": True}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """As `ServerDialect`: torch's words in a server, which are many, do not tell whose fault it was."""
+        """Blames the group for every error of these two routes: torch's messages do not tell whose fault it was."""
         return route in ("/init_weights_update_group", "/update_weights_from_distributed")
 
     # ------------------------------------------------------------------ memory

@@ -126,7 +126,7 @@ class EngineStreams:
 
 
 def _next_item(stream: Any, index: int) -> list[Sample] | None:
-    """What an engine hands over next, of a stream that has something; None at its end."""
+    """Returns what an engine hands over next, of a stream that has something; None at its end."""
     try:
         ref = next(stream)
     except StopIteration:

@@ -13,7 +13,7 @@ _SAID = "what the assistant has said"  # in the turn that a chat template is ask
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """Of a model folder, by the code of transformers alone: what the folder brings along is not run.
+    """Loads a folder's tokenizer with transformers' own code; code in the folder is not run.
 
     Raises:
         ModelError: there are no files of one, or transformers cannot make one of them.
@@ -175,7 +175,7 @@ def require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> N
 
 
 def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
-    """What the chat template makes of messages, or of a text as the only one of a user; it opens the answer's turn.
+    """Applies the chat template to messages, or to a text as the user's only message, and opens the answer's turn.
 
     Args:
         what: the messages, for an error.

@@ -17,7 +17,7 @@ from slimefsdp.results import FailedReceiver, SyncReport
 
 
 class EngineUpdates:
-    """Which weights the engines have, and where these come from.
+    """Keeps track of which weights the engines have, and sends new ones.
 
     Args:
         restarts: of engines; None: none that is lost is replaced.
@@ -147,7 +147,7 @@ class EngineUpdates:
     # ------------------------------------------------------------------ turns with the trainer
 
     def take_turn(self, seconds: dict[str, float]) -> None:
-        """Before colocated engines are asked: has them awake with the group's present weights, and the group asleep.
+        """Wakes colocated engines with the group's present weights, and puts the group to sleep.
 
         Nothing happens where they have their turn already.
 
@@ -205,7 +205,7 @@ class EngineUpdates:
         return self._processes.beside
 
     def _sent_to_sleepers(self, group: Any, indices: Sequence[int]) -> SyncReport:
-        """As `_sent`, on devices that change hands; once all engines have the weights, they take the rest they need."""
+        """Sends weights to colocated engines; once all have them, the engines take the rest of their memory."""
         assert self._processes.beside is not None
         while True:
             self._processes.are_asleep = False

@@ -98,7 +98,7 @@ class VllmDialect(ServerDialect):
         return [*arguments, "--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """As `ServerDialect`: a PYTHONPATH that has our package in it and nothing else of our environment."""
+        """Returns an environment whose PYTHONPATH has our package and nothing else of our environment."""
         window = logs / "importable"
         window.mkdir(exist_ok=True)
         link, package = window / "slimefsdp", Path(slimefsdp.__file__).resolve().parent
@@ -146,7 +146,7 @@ class VllmDialect(ServerDialect):
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """As `ServerDialect`; vLLM ends a sample where the request says, and nowhere else."""
+        """Reads an answer; vLLM ends a sample only where the request says."""
         params = body["sampling_params"]
         choice, log_probs, of_tokens = choice_of(answer)
         tokens, most = choice["token_ids"], params["max_tokens"]
@@ -227,7 +227,7 @@ class VllmDialect(ServerDialect):
         return [(part.name, part.expert, part.start, part.end) for part in parts]
 
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """As `ServerDialect`; the server is told of the adapter once, since its workers find what it holds."""
+        """Ends an update; the server is told of the adapter only once, since its workers find what it holds."""
         routes.post("/finish_weight_update", {"weight_version": str(version)})
         if has_adapter and ADAPTER not in {one["id"] for one in routes.get("/v1/models")["data"]}:
             routes.tell("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER})
@@ -238,7 +238,7 @@ class VllmDialect(ServerDialect):
         return str(routes.get("/weight_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
-        """As `ServerDialect`: a request that came to the server while it was paused would wait there."""
+        """Aborts requests that came to the server while it was paused; they would wait there."""
         client.post("/abort_requests", {}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
@@ -247,7 +247,7 @@ class VllmDialect(ServerDialect):
     # ------------------------------------------------------------------ memory
 
     def free_memory(self, routes: WeightRoutes) -> None:
-        """As `ServerDialect`; level 2 drops the weights, which come anew in any case."""
+        """Puts the server to sleep at level 2, which drops the weights; an update sends them again in any case."""
         routes.post("/sleep?level=2")
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
@@ -404,7 +404,7 @@ def _refused(refusal: Refusal) -> EngineError:
 
 
 def _refusal_of(client: ServerClient, route: str) -> Refusal | None:
-    """What a server says to a request without fields where it does not have the route; None where it has."""
+    """Returns what a server says to a request without fields where it does not have the route; None where it has."""
     try:
         client.post(route, {}, timeout_s=ASK_S)
     except Refusal as refusal:

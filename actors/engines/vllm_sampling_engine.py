@@ -103,7 +103,7 @@ class VllmSamplingEngine(Watched):
         heartbeat.enter(heartbeat.IDLE)
 
     async def begin(self) -> None:
-        """To be called once, before anything else: starts the server, or finds it, and waits for it.
+        """Starts the server, or finds it, and waits for it. Call it once, before anything else.
 
         Raises:
             ModelError, ConfigError: as `base_of`. EngineError, WorkerHung: the server cannot be used, or does not
@@ -113,7 +113,7 @@ class VllmSamplingEngine(Watched):
         self._end = None
 
     async def load(self, version: str, folder: str) -> int:
-        """As `SamplingEngine`; what is in the folder may go when this returns.
+        """Loads a version; the folder may be deleted when this returns.
 
         Raises:
             StateError, ResourceError, ModelError: as `SamplingEngine`; also what vLLM refuses is a ModelError.
@@ -203,7 +203,7 @@ class VllmSamplingEngine(Watched):
             await asyncio.to_thread(self._abort, call)
 
     async def stats(self) -> SamplingStats:
-        """As `SamplingEngine`; its cache vLLM has to itself, and 0 stands for it here."""
+        """Returns counts of what is sampled and held; vLLM's cache is not known, and counts as 0."""
         self._require_running()
         calls = [call for held in self._held.values() for call in held.calls]
         return SamplingStats(
@@ -274,7 +274,7 @@ class VllmSamplingEngine(Watched):
         shutil.rmtree(adapter.folder, ignore_errors=True)
 
     def _answer(self, held: _Held, call: _Call, body: dict[str, Any]) -> Any:
-        """What the server answers; in a thread."""
+        """Returns what the server answers; in a thread."""
         assert self._server is not None
         name = body["request_id"]
         call.running.add(name)

@@ -25,7 +25,7 @@ _NOT_FOUND = 404  # of an adapter that a server which was started anew has not b
 
 
 class Adapter(NamedTuple):
-    """One that the server may be asked to sample with."""
+    """An adapter that the server may be asked to sample with."""
 
     name: str  # at the server; of this one alone, whatever else it was told of before
     folder: Path  # of PEFT, which stays there as long as the server may be asked for it
@@ -143,7 +143,7 @@ class VllmServer:
                 cuts = self._see_to(losses, lost, cuts)
 
     def _see_to(self, losses: int, error: SlimeError, cuts: int) -> int:
-        """After a call that got no answer: has a server that can be asked again; returns how many calls were cut.
+        """Restores a server after a call without an answer; returns how many calls were cut.
 
         Args:
             losses: as many had been seen to before the call.

@@ -194,12 +194,12 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def receivers(self, role: Role) -> list[Any]:
-        """As of the group."""
+        """Returns the receivers of a role's ranks."""
         return self._of_role(role).receivers
 
     @ray.method(concurrency_group="control")
     def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
-        """As of the group."""
+        """Asks the ranks of a role for their health."""
         return self._of_role(role).health(timeout_s)
 
     @ray.method(concurrency_group="control")

@@ -64,7 +64,7 @@ _COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reprodu
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One time that lost ranks were replaced; a line of `recoveries.jsonl` in `run.dir`."""
+    """A replacement of lost ranks, and a line of `recoveries.jsonl` in `run.dir`."""
 
     code: str  # of the error that began it, as in slimefsdp.errors
     rank: int | None

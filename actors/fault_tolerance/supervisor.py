@@ -110,7 +110,7 @@ class SupervisedGroup(EndsWithBlock, GroupCalls):
 
     @property
     def receivers(self) -> list[Any]:
-        """What `update_weights` of another group can send to; it changes when ranks are replaced."""
+        """Returns what `update_weights` of another group can send to; it changes when ranks are replaced."""
         return self._group.receivers
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:

@@ -48,7 +48,7 @@ class AheadCollector:
         self._thread.start()
 
     def next(self) -> Collected:
-        """That of the next step; waits for it.
+        """Waits for the batch of the next step and returns it.
 
         Raises:
             SlimeError: with which it could not be collected.

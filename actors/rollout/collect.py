@@ -92,7 +92,7 @@ class Collector:
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
-        """Of the training file; they are not taken."""
+        """Returns the first prompts of the training file without taking them."""
         return [record["prompt"] for record in self._train[:count]]
 
     @property
@@ -101,7 +101,7 @@ class Collector:
         return self._episodes.done
 
     def progress(self) -> str:
-        """How far the collecting of a step is."""
+        """Returns how far the collecting of a step is."""
         return self._episodes.progress(self._before)
 
     def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
@@ -188,7 +188,7 @@ class Collector:
                 self._gate.notify_all()
 
     def _recorded(self, step: int, version: int | None) -> tuple[RolloutBatch, Metrics] | None:
-        """What was recorded of this step, if it can stand for sampling anew from the weights as they are."""
+        """Returns what was recorded of this step, if it can stand for sampling anew from the weights as they are."""
         if self._recorded_batches is None or not self._config.checkpoint.resume:
             return None
         found = self._recorded_batches.read(step)
@@ -326,7 +326,7 @@ class Collector:
         return drawn, groups
 
     def _environment_seed(self, purpose: Sequence[int], place: int) -> int:
-        """Of the episodes of a record; the same in each evaluation."""
+        """Returns the seed of a record's episodes, which is the same in each evaluation."""
         numbers = purpose[:1] if purpose[0] == EVALUATION else purpose
         sequence = np.random.SeedSequence((self._config.run.seed, *numbers, place))
         return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
@@ -350,7 +350,7 @@ class Collector:
         )
 
     def _metrics(self, groups: Sequence[_Group], limits: LengthLimits) -> Metrics:
-        """Of all that was drawn, whether it trains or not; rewards as the reward function gave them."""
+        """Returns metrics of all groups that were drawn, trained or not, with rewards as the function gave them."""
         scored = _scored(groups)
         lengths = [one.sample.response_length for one in scored]
         metrics = self.mean_scores(groups, "rollout/")
@@ -370,7 +370,7 @@ class Collector:
         return metrics
 
     def mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
-        """Of the groups that were rewarded whole; under skip also the share of responses whose reward failed.
+        """Returns mean scores of fully rewarded groups; under skip also the share of responses whose reward failed.
 
         A score that only some episodes have, for others ended before it was given, has the mean over these.
         """
@@ -429,7 +429,7 @@ class Collector:
 
 
 def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """What a response's length takes off its reward: 0 up to the buffer at the end of what is allowed, then linear.
+    """Returns what a response's length takes off its reward: 0 up to the buffer at its end, then linear.
 
     A response cut at `max_new_tokens` loses `penalty` in full. Soft over-long punishment of DAPO (arXiv 2503.14476,
     equation 13), whose penalty is 1.

@@ -56,7 +56,7 @@ class DataSource:
 
     @classmethod
     def of(cls, written: str | Path) -> Self:
-        """What is meant; something that is there under the whole name comes first, and no id has a local path."""
+        """Parses a name. A path that exists under the whole name comes first; no hub id is a local path."""
         whole = Path(written)
         found = _SELECTION.fullmatch(str(written))
         if os.path.lexists(whole) or found is None:
@@ -206,7 +206,7 @@ def _require_few_files(folder: Path) -> None:
 
 
 def _require_local(folder: Path) -> None:
-    """What describes a data set can name files of other machines, which `datasets` would ask for before it says so."""
+    """Refuses a description that names files of other machines, which `datasets` would download without asking."""
     for name in ("README.md", ".huggingface.yaml"):
         text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
         # of a README.md, what stands between its first two lines ---
@@ -283,7 +283,7 @@ def _is_json(value: Any) -> bool:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Without the bars of `datasets`, where stages tell what goes on."""
+    """Hides the progress bars of `datasets`, since stages report progress."""
     import datasets
 
     if not is_reporting() or datasets.are_progress_bars_disabled():

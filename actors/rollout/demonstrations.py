@@ -71,7 +71,7 @@ class Demonstration:
         return [Demonstration(piece, len(piece) - 1) for piece in pieces]
 
     def as_sample(self) -> dict[str, Any]:
-        """As `RolloutBatch.from_samples` takes it."""
+        """Returns the sample in the form of `RolloutBatch.from_samples`."""
         mask = np.ones(self.response_length, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
         return {"tokens": self.tokens, "response_length": self.response_length, "loss_mask": mask}
 
@@ -150,7 +150,7 @@ def _end_token(tokenizer: Any) -> tuple[str, int]:
 
 
 def _ended(tokenizer: Any, text: str) -> str:
-    """With the end token, unless it is there."""
+    """Appends the end token unless it is there."""
     end, _ = _end_token(tokenizer)
     return text if text.endswith(end) else text + end
 
@@ -252,7 +252,7 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, 
 
 
 def _opening(tokenizer: Any, before: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """What the template writes before the words of the assistant that follow these messages."""
+    """Returns what the template writes before the words of the assistant that follow these messages."""
     if before:
         return _text(tokenizer, before, options, opens_answer=True)
     # many templates refuse a chat without messages, so two chats of one turn are compared
@@ -302,7 +302,7 @@ def _tokens(
 
 
 def _shared(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
-    """How many tokens, or characters, both sequences begin with.
+    """Returns how many tokens, or characters, both sequences begin with.
 
     Tokens are fewer than `beginning` has where the tokenizer merges its end with what follows.
     """

@@ -59,13 +59,13 @@ class _Episode:
         return self.end is None and self.error is None
 
     def call(self, said: Sequence[tuple[str, bool]], max_turns: int) -> EpisodeCall:
-        """What its environment is asked, once so much was said."""
+        """Returns what its environment is asked, once so much was said."""
         return EpisodeCall(
             self.key, self.record, self.seed, tuple(said), tuple(self.digests), is_last=len(said) == max_turns
         )
 
     def add_response(self, sample: SampledResponse) -> None:
-        """What the policy has said, as it was sampled."""
+        """Appends what the policy has said, as it was sampled."""
         shift, drawn = len(self.log_probs), sample.response_length
         self.tokens = list(sample.tokens)
         self.log_probs += sample.log_probs
@@ -75,7 +75,7 @@ class _Episode:
         self.transcript.append(f"[policy] {sample.text}" if self.transcript else sample.text)
 
     def add_observation(self, tokens: Sequence[int], text: str) -> None:
-        """What the environment has said; these tokens count as of the weights that the response before them is of."""
+        """Appends what the environment has said; its tokens get the weight version of the response before them."""
         self.tokens += tokens
         self.log_probs += [0.0] * len(tokens)
         self.loss_mask += [False] * len(tokens)

@@ -23,7 +23,7 @@ _NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % w
 
 
 def metric_prefix(heldout_set: str) -> str:
-    """What the metrics of a held-out set begin with: eval/NAME/, or eval/ for the only one, which has no name."""
+    """Returns the prefix of a held-out set's metrics: eval/NAME/, or eval/ for a single set without a name."""
     return f"eval/{heldout_set}/" if heldout_set else "eval/"
 
 
@@ -88,13 +88,13 @@ class Evaluator:
         return metrics
 
     def progress(self) -> str:
-        """How far an evaluation is that nothing else was drawn before."""
+        """Returns how far an evaluation is that nothing else was drawn before."""
         settings, collector = self._config.evaluation, self._collector
         each = settings.samples_per_prompt + settings.greedy
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
     def columns(self) -> list[Column]:
-        """One for each held-out set, in the table of a run's progress."""
+        """Returns a column of the progress table for each held-out set."""
         columns = []
         for name in self._collector.heldout if self._config.evaluation.interval_steps is not None else ():
             metric, instead = (self._prefix(name) + score for score in self._known_by)
@@ -102,7 +102,7 @@ class Evaluator:
         return columns
 
     def summary(self, rows: Sequence[Mapping[str, float | None]]) -> str:
-        """What was found of each held-out set first and last; nothing where none was evaluated twice.
+        """Returns what was found of each held-out set first and last; nothing where none was evaluated twice.
 
         Args:
             rows: the metrics of the run's steps.
@@ -136,7 +136,7 @@ class Evaluator:
         return ("exact" if self._config.rollout.environment is None else "reward", "reward")
 
     def _prefix(self, heldout_set: str) -> str:
-        """Of the metrics that a run is known by: of sampled responses, or of greedy ones where they are alone."""
+        """Returns the prefix of a set's main metrics: of sampled responses, or of greedy ones if only these exist."""
         return metric_prefix(heldout_set) + ("" if self._config.evaluation.samples_per_prompt else "greedy_")
 
 
@@ -175,7 +175,7 @@ def share_of(values: Sequence[float], answers_each: int = 1) -> Share:
 
 
 def _student_95(degrees: int) -> float:
-    """As `_NORMAL_95`, of Student's t: within 1 % from 3 degrees of freedom on (Abramowitz and Stegun, 26.7.5)."""
+    """Returns the 95 % quantile of Student's t, within 1 % from 3 degrees of freedom on (Abramowitz, Stegun 26.7.5)."""
     z = _NORMAL_95
     terms = (
         (z**3 + z) / 4,
@@ -186,7 +186,7 @@ def _student_95(degrees: int) -> float:
 
 
 def pass_probability(k: int, solved: int, drawn: int) -> float:
-    """How likely one of `k` responses solves a prompt, of which `solved` of the `drawn` ones do; without bias.
+    """Returns how likely one of `k` responses solves a prompt, of which `solved` of the `drawn` ones do; without bias.
 
     One minus the share of the subsets of k in which none does (Chen et al., arXiv 2107.03374, equation 1).
     """
@@ -196,7 +196,7 @@ def pass_probability(k: int, solved: int, drawn: int) -> float:
 def solved_metrics(
     groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], solved_reward: float, prefix: str
 ) -> dict[str, float]:
-    """Under each k of `pass_at` how likely one of k responses solves a prompt; how many end, and are solved of these.
+    """Returns pass@k for each k of `pass_at`, the share of responses that end, and the solved share of these.
 
     Args:
         groups: the responses to each prompt.

@@ -30,7 +30,7 @@ FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all eq
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """One response and what was found about it."""
+    """A response with its reward."""
 
     sample: SampledResponse  # text, tokens, response_length, log_probs, finished
     scores: dict[str, float]  # what the reward function returned, `reward` included

@@ -103,7 +103,7 @@ def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
 
 
 def _recorded_sources(config: RunConfig) -> dict[str, str]:
-    """As `DataSettings.sources`, of the newest start of a run to be resumed; a file that somebody may have changed."""
+    """Returns the data sources that the newest start of a run to be resumed has recorded."""
     data = recorded_settings(config).get("data")
     if not isinstance(data, dict):
         return {}
@@ -189,7 +189,7 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
 
 
 def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
-    """As `RunConfig.with_steps_of` these records. A resumed run has as many more as its newest checkpoint leaves.
+    """Resolves the number of steps from the records; a resumed run has what its newest checkpoint leaves.
 
     Raises:
         ConfigError: as `RunConfig.with_steps_of`.
@@ -308,7 +308,7 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 
 
 def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
-    """Of prompts alone."""
+    """Counts the tokens of prompts."""
     with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
         found = count_tokens(
             config.model.path,
@@ -321,7 +321,7 @@ def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
 
 
 def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Sequence[Record]) -> _Counts:
-    """Of the prompt and, at most, of what is sampled."""
+    """Counts the tokens of prompts with the longest responses that may be sampled."""
     found = _counts(config, [*train, *evaluated])
     most = {id(record): config.sampling(evaluates=False).max_new_tokens for record in train}
     most |= {id(record): config.sampling(evaluates=True).max_new_tokens for record in evaluated}
@@ -330,7 +330,7 @@ def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Seque
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """On the tokens of a whole sample."""
+    """A limit on the tokens of a whole sample."""
 
     tokens: int
     source: str

@@ -38,7 +38,7 @@ class Record(dict[str, Any]):
 
 
 def place_of(record: Mapping[str, Any]) -> str:
-    """Where a record stands, for an error; its prompt, if it is from no file."""
+    """Returns where a record stands, for an error; its prompt, if it is from no file."""
     return record.place if isinstance(record, Record) else f"the prompt {record.get('prompt')!r:.100}"
 
 
@@ -329,11 +329,11 @@ class PromptStream:
 
     @property
     def records_passed(self) -> int:
-        """How many records were taken or passed over since the first epoch began."""
+        """Returns how many records were taken or passed over since the first epoch began."""
         return self._epoch * len(self._records) + self._offset
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON-able values; `offset` counts the records of `epoch` taken or passed over."""
+        """Returns the stream's position as JSON values; `offset` counts the records of `epoch` taken or skipped."""
         place = {"seed": self._seed, "records": len(self._records), "epoch": self._epoch, "offset": self._offset}
         return {**place, "digest": self._digest}
 

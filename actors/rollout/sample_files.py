@@ -70,12 +70,12 @@ def _one_line(text: str) -> str:
 
 
 def _last_words(prompt: Any) -> str:
-    """Of a text all of it, of a chat its last message."""
+    """Returns a text prompt whole, or the last message of a chat."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
 
 
 def _shortened(text: str, most: int) -> str:
-    """Without its middle, where it is longer."""
+    """Cuts the middle out of a text that is longer."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} .. ({len(text) - most:,} characters) .. {text[len(text) - most // 2 :]}"
@@ -111,7 +111,7 @@ def _row(record: Record, one: ScoredSample) -> dict[str, Any]:
 
 
 def _rest_of(record: Record) -> dict[str, Any]:
-    """What a record has beside its prompt, such as the true answer; of what is long, the beginning of its JSON."""
+    """Returns a record's other fields, such as the true answer; long ones are cut to the beginning of their JSON."""
     return {key: _bounded(value) for key, value in record.items() if key != "prompt"}
 
 

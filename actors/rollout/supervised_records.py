@@ -110,7 +110,7 @@ def _chat_message(turn: Any, place: str, field: str) -> dict[str, Any]:
 
 
 def _faults(record: Mapping[str, Any], form: str) -> list[tuple[str, str | None]]:
-    """What is wrong with the values of a record, by key; None: nothing."""
+    """Returns what is wrong with the values of a record, by key; None: nothing."""
     if form == "text":
         text = record["text"]
         is_text = isinstance(text, str) and bool(text.strip())
@@ -197,7 +197,7 @@ def _response_fault(row: Mapping[str, Any], given: Mapping[str, Any]) -> str | N
 
 
 def _parted(prompt: str | None, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What two whole conversations share, and what each has of its own: one message at least, or one character.
+    """Returns what two whole conversations share, and what each has of its own: one message at least, or one character.
 
     Texts are parted before the space of the first word that differs, since tokenizers take a space together with the
     word behind it. Texts that share no space, as in languages without any, are parted where they differ.

@@ -91,7 +91,7 @@ def count_tokens(
 
 
 def answer_beside(module: str, asked: Mapping[str, Any], timeout_s: float, what: str) -> bytes:
-    """What `run_beside` writes to its standard output.
+    """Returns what `run_beside` writes to its standard output.
 
     Args:
         what: it does, for an error.
@@ -148,7 +148,7 @@ def end_with_parent() -> None:
 
 
 def stream_of_answer() -> int:
-    """What was standard output, where the answer goes; libraries print to standard error instead."""
+    """Returns what was standard output, where the answer goes; libraries print to standard error instead."""
     stream = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return stream

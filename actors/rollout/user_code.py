@@ -64,7 +64,7 @@ class EpisodeCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an environment returned: `prompt` at the beginning of an episode, `result` later."""
+    """An environment's answer: `prompt` at the beginning of an episode, `result` later."""
 
     digest: str
     prompt: Prompt | None = None

@@ -53,12 +53,12 @@ class Saved:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That folders and files are called by."""
+        """The parts of the names of its folders and files."""
         return self.run, self.adapter, self.name
 
     @property
     def path(self) -> str:
-        """As clients name it."""
+        """The path by which clients name it."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
@@ -80,7 +80,7 @@ class RunRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As those of Saved."""
+        """The parts of the names of its folders and files."""
         return self.run, self.session
 
 
@@ -102,7 +102,7 @@ class SamplerRecord:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As those of Saved."""
+        """The parts of the names of its folders and files."""
         return self.id, self.session
 
 
@@ -124,7 +124,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One that a run wrote itself.
+    """A checkpoint that a run wrote itself.
 
     Args:
         name: that its client gave it, or the service; None: it is one of those by step.
@@ -147,7 +147,7 @@ def is_copy(name: str) -> bool:
 
 
 def whole_name(run: str, name: str) -> str:
-    """Of a checkpoint of all weights: those of all runs lie side by side."""
+    """Returns the name of a checkpoint of all weights; those of all runs share one folder."""
     return f"{adapter_of(run)}.{name}"
 
 
@@ -173,13 +173,13 @@ class Catalogue:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def folder(self, one: Saved) -> Path:
-        """Where it lies, or will; weights to sample from each have a folder that nothing else ever had."""
+        """Returns the folder of a save. Weights to sample from get a folder that nothing else ever had."""
         if one.kind == "sampler_weights":
             return self._run_dir / _FOLDER / "sampler_weights" / one.adapter / f"{one.name}@{one.time!r}"
         return self.folder_of(one.run, one.rank, one.name)
 
     def folder_of(self, run: str, rank: int, name: str) -> Path:
-        """Where a run's checkpoint of this name lies, or will."""
+        """Returns the folder of a run's checkpoint of this name, which may not exist yet."""
         if rank == 0:
             return CheckpointStore.of_run(self._run_dir).named(whole_name(run, name)).root
         return CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)).named(name).root
@@ -205,12 +205,12 @@ class Catalogue:
         return found
 
     def find(self, path: str) -> Saved | None:
-        """What has this path, whosever it is; None: nothing."""
+        """Returns the save with this path, of any user, or None."""
         with self._lock:
             return self._saved.get(path)
 
     def listed(self, user: User, run: str | None = None) -> list[Saved]:
-        """Those of a user, or of one run of theirs, oldest first."""
+        """Returns the saves of a user, or of one of their runs, oldest first."""
         with self._lock:
             found = [one for one in self._saved.values() if user.owns(one.owner) and run in (None, one.run)]
         return sorted(found, key=lambda one: one.time)
@@ -243,7 +243,7 @@ class Catalogue:
             self._remove(one)
 
     def remove_expired(self) -> None:
-        """To be called now and then."""
+        """Removes saves whose time has passed; it is to be called every few seconds."""
         with self._lock:
             saved = list(self._saved.values())
         for one in saved:
@@ -251,11 +251,11 @@ class Catalogue:
                 self._remove(one)
 
     def keep_run(self, record: RunRecord) -> None:
-        """For the next start, in place of what was kept of the run before."""
+        """Records a run for the next start, in place of its earlier record."""
         _write(self._record(record.run), asdict(record))
 
     def kept_runs(self) -> list[RunRecord]:
-        """Those that had not ended when the service did, however that was."""
+        """Returns the runs that had not ended when the service ended, by whatever cause."""
         return _records(self._run_dir / _FOLDER / "runs", RunRecord)
 
     def forget_run(self, run: str) -> None:
@@ -263,11 +263,11 @@ class Catalogue:
         self._record(run).unlink(missing_ok=True)
 
     def keep_sampler(self, record: SamplerRecord) -> None:
-        """For the next start."""
+        """Records a sampling client for the next start."""
         _write(self._run_dir / _FOLDER / "samplers" / f"{adapter_of(record.id)}.json", asdict(record))
 
     def kept_samplers(self) -> list[SamplerRecord]:
-        """Those whose sessions had not ended when the service did."""
+        """Returns the sampling clients whose sessions had not ended when the service ended."""
         return _records(self._run_dir / _FOLDER / "samplers", SamplerRecord)
 
     def forget_samplers(self, session: str) -> None:
@@ -276,7 +276,7 @@ class Catalogue:
             file.unlink(missing_ok=True)
 
     def checkpoints_of(self, run: str, rank: int) -> list[Checkpoint]:
-        """Those that the run has written and whose files are there; none of them is verified.
+        """Returns the run's checkpoints whose files exist; none of them is verified.
 
         The newest are first, and of equal ones that without a name, which no client deletes.
         """
@@ -340,5 +340,5 @@ def _write(file: Path, value: dict[str, Any]) -> None:
 
 
 def bytes_below(folder: Path) -> int:
-    """Of all files in it."""
+    """Returns the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -64,7 +64,7 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Of all datums, the last targets included."""
+        """The tokens of all datums, the last targets included."""
         return self.batch.num_tokens // (self.targets or 1)
 
 
@@ -206,7 +206,7 @@ def _tokens_of(datum: Any, number: int) -> npt.NDArray[np.int64]:
 
 
 def _inputs_of(datum: Any, size: int, number: int, loss: str) -> dict[str, npt.NDArray[Any]]:
-    """What the loss of a datum of `size` tokens reads: each [N], or each [N, K]."""
+    """Returns what the loss of a datum of `size` tokens reads: each [N], or each [N, K]."""
     wanted = LOSSES[loss]
     found: dict[str, npt.NDArray[Any]] = {}
     for key, tensor in datum.loss_fn_inputs.items():
@@ -269,7 +269,7 @@ def _from_sparse(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], plac
 
 
 def losses_of(work: Work, log_probs: npt.NDArray[Any]) -> Floats:
-    """What each token adds to the loss, float64 [R], by the formulas of the API's documentation.
+    """Returns what each token adds to the loss, float64 [R], by the formulas of the API's documentation.
 
     Args:
         log_probs: [R] of the targets.

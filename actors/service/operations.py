@@ -65,7 +65,7 @@ class Metrics:
         return int(self.registry.get_sample_value("slimefsdp_trained_tokens_total") or 0)
 
     def text(self, now: dict[str, Any]) -> bytes:
-        """Of `counts`, as Prometheus reads it."""
+        """Returns the metrics with these `counts` in Prometheus' format."""
         for name, gauge in self._now.items():
             gauge.set(now[name])
         return bytes(generate_latest(self.registry))
@@ -94,7 +94,7 @@ class RequestLog:
         self._logger.addHandler(self._handler)
 
     def write(self, path: str, status: int, seconds: float, **ids: str | None) -> None:
-        """One line; ids are of session, run and request, where they are known."""
+        """Writes one line with the ids of session, run and request that are known."""
         known = {name: value for name, value in ids.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "path": path, "status": status, "seconds": round(seconds, 4), **known}
@@ -125,7 +125,7 @@ def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
 
 
 def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
-    """What the page shows."""
+    """Returns what the page shows."""
     now = time.time()
     return {
         "model": service.model_name,

@@ -65,7 +65,7 @@ class Result:
             self._on_end(self)
 
     def fail(self, error: Exception) -> None:
-        """As `set`, of an answer that says what went wrong and that it is not to be tried again."""
+        """Sets an answer that says what went wrong, and that the request is not to be sent again."""
         self.set(failure(error))
 
     def forget(self) -> None:
@@ -91,13 +91,13 @@ class Result:
 
 
 def typed(error: Exception) -> Exception:
-    """What an actor raised, out of Ray's own error around it."""
+    """Returns what an actor raised, out of Ray's own error around it."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, SlimeError) else error
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """What a client is told of an error."""
+    """Returns what a client is told of an error."""
     return {"error": told(error), "category": "user" if isinstance(error, _USERS) else "server"}
 
 
@@ -196,7 +196,7 @@ class Results:
                 raise ResourceError(problem, field=field, hint="send it again later")
 
     def get(self, key: str) -> Result | None:
-        """None where there never was one, or is none any more."""
+        """Returns a result, or None if it never existed or was forgotten."""
         with self._lock:
             return self._results.get(key)
 
@@ -206,7 +206,7 @@ class Results:
             return [one for one in self._results.values() if one.ended is None]
 
     def forget_old(self) -> None:
-        """To be called now and then; it looks at no more of them than it forgets."""
+        """Forgets old results; it is to be called every few seconds, and looks only at those that it forgets."""
         now = time.monotonic()
         with self._lock:
             while self._ended:

@@ -63,7 +63,7 @@ class RunWeights(Protocol):
         ...
 
     def calls(self, run: str) -> GroupCalls:
-        """Those of the group that are for a run."""
+        """Returns the group's calls for a run."""
         ...
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
@@ -104,7 +104,7 @@ class RunWeights(Protocol):
 
 
 def run_weights_of(config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> RunWeights:
-    """As lora.rank says."""
+    """Returns what the runs of a server train: adapters if lora.rank is set, or the whole model."""
     if config.lora.rank is None:
         return ModelByTurns(config, group, catalogue)
     return AdapterPerRun(config, group, catalogue)
@@ -140,7 +140,7 @@ class AdapterPerRun:
         return rank
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Those whose part has an adapter by lora.targets; all of them for rank 0, an earlier server's whole model."""
+        """Returns True for each part that lora.targets adapts; for rank 0, an earlier server's whole model, for all."""
         return {name: rank == 0 or part in self._parts for name, part in _PARTS}
 
     def check_rank(self, rank: int) -> None:
@@ -157,7 +157,7 @@ class AdapterPerRun:
         """There is always room: each run has its own adapter."""
 
     def calls(self, run: str) -> GroupCalls:
-        """Those for the run's adapter."""
+        """Returns the calls for the run's adapter."""
         return self._group.adapter(adapter_of(run))
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:

@@ -17,7 +17,7 @@ _NO_LOG_PROB = -99999.0  # beside token 0: a place without likeliest tokens
 def sample_request(
     body: wire.Sample, version: str | None, end_token_ids: frozenset[int], most_tokens: int
 ) -> SampleRequest:
-    """What the engine is asked for.
+    """Returns what the engine is asked for.
 
     Args:
         version: to sample from; None: the base.

@@ -174,7 +174,7 @@ class Samplers:
             await self._engine.drop(name)
 
     async def forget_oldest(self) -> None:
-        """To be called now and then: no client ever says that it needs a sampler no more."""
+        """Forgets the samplers longest unused; it is to be called every few seconds."""
         unnamed: dict[str, list[SamplerSession]] = {}
         for sampler in list(self.sessions.values()):
             if sampler.version is not None and sampler.version.is_ephemeral:
@@ -185,7 +185,7 @@ class Samplers:
                 await self._forget(sampler)
 
     def forget_answers(self) -> None:
-        """To be called now and then: requests whose answers are kept no more are not known by their numbers either."""
+        """Forgets requests whose answers are forgotten; it is to be called every few seconds."""
         for sampler in list(self.sessions.values()):  # runs add to them
             for number, _ in list(takewhile(lambda item: item[1].is_forgotten, sampler.answers.items())):
                 del sampler.answers[number]

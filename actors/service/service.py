@@ -131,7 +131,7 @@ class Service:
         return session
 
     def overdue_sessions(self) -> list[str]:
-        """Those whose clients have said nothing for so long that they are taken for gone."""
+        """Returns the sessions whose clients were silent for too long."""
         now = time.monotonic()
         return [one.id for one in self.sessions.values() if now - one.seen > self.config.service.session_timeout_s]
 
@@ -208,7 +208,7 @@ class Service:
         return run.submit(message.seq_id, kind, do, size)
 
     def optim_step(self, body: wire.OptimStep, user: User) -> Result:
-        """One update of a run."""
+        """Takes one update of a run."""
         run, asked = self.run(body.model_id, user), body.adam_params
 
         def do(calls: GroupCalls) -> Answer:
@@ -394,11 +394,11 @@ class Service:
 
     @property
     def recoveries(self) -> int:
-        """How often lost ranks were replaced."""
+        """Returns how often lost ranks were replaced."""
         return len(getattr(self._group, "recoveries", ()))
 
     async def sampling_stats(self) -> SamplingStats:
-        """Of the engine."""
+        """Returns the engine's counts."""
         return await self.engine.stats()
 
     def _check_base(self, name: str) -> None:
@@ -420,7 +420,7 @@ def _version_of(saved: Saved, catalogue: Catalogue) -> Version:
 
 
 def _update_settings(asked: wire.AdamParams) -> UpdateSettings:
-    """What a client asks an update for.
+    """Returns what a client asks an update for.
 
     Raises:
         ConfigError: a value is not in its range, or makes weights infinite or NaN of usual gradients.
@@ -447,7 +447,7 @@ def _update_settings(asked: wire.AdamParams) -> UpdateSettings:
 
 
 def _log_probs(calls: GroupCalls, work: Work) -> Any:
-    """Of the targets, float32 [R]; with their gradients added where these are wanted."""
+    """Returns the targets' log-probs, float32 [R], and adds their gradients unless the work is forward only."""
     if work.forward_only:
         return calls.compute_log_probs(work.batch).log_probs
     found = calls.forward_backward(work.batch, work.loss, 1.0, settings=work.settings, with_log_probs=True)

@@ -72,7 +72,7 @@ class SupervisedEngine:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the engine; None: nothing is known to be."""
+        """Returns what is wrong with the engine; None: nothing is known to be."""
         if self._loss is not None:
             return self._loss.message
         silent_s = time.monotonic() - self._asked if self._asking is not None and not self._asking.done() else 0.0
@@ -94,11 +94,11 @@ class SupervisedEngine:
         return size
 
     async def drop(self, version: str) -> None:
-        """As `SamplingEngine.drop`; raises as `load`."""
+        """Drops a version; raises as `load` does."""
         await self._call("drop", version)
 
     async def sample(self, request: SampleRequest) -> SampleAnswer:
-        """As `SamplingEngine.sample`; raises as `load`. A call that is cancelled frees its rows."""
+        """Samples a request; raises as `load` does. A call that is cancelled frees its rows."""
         key = uuid.uuid4().hex
         try:
             answer: SampleAnswer = await self._call("sample", request, key)
@@ -110,13 +110,13 @@ class SupervisedEngine:
         return answer
 
     async def stats(self) -> SamplingStats:
-        """How much is being sampled and held; of an engine that does not answer at once, what it said last."""
+        """Returns how much is being sampled and held; of an engine that does not answer at once, what it said last."""
         if self._replacing is None:
             await asyncio.wait([self._question()], timeout=_ANSWER_S)
         return self._said
 
     async def watch(self) -> None:
-        """To be called about once a second: finds out that the engine hangs, or has ended while nobody asked it."""
+        """Finds out whether the engine hangs or has ended; it is to be called about once a second."""
         if self._replacing is not None:
             return
         self._question()

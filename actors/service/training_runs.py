@@ -155,7 +155,7 @@ class TrainingRun:
         self.calls.save(self.updates, asdict(progress), name, overwrite)
 
     def refuse_behind_lost(self, after_s: float) -> None:
-        """To be called now and then: requests before which others are missing for so long wait for lost ones.
+        """Fails requests that wait for lost ones for too long; it is to be called every few seconds.
 
         A client sends the parts of a forward_backward at the same time, so that a part may come before those before it;
         only after a start that went on from a checkpoint may these never come.

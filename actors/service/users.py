@@ -30,7 +30,7 @@ class User:
 
 
 class Users:
-    """Those whose keys the server was started with.
+    """The users whose keys the server was started with.
 
     Args:
         keys: the operator's first; none: nobody is asked for a key, and all clients are one user.
@@ -82,7 +82,7 @@ class Shares:
 
     @property
     def taken(self) -> int:
-        """By all users."""
+        """What all users have taken."""
         return self._taken.total()
 
     def has_room(self, user: str, size: int) -> bool:

@@ -23,7 +23,7 @@ Metadata = Annotated[dict[str, Any] | None, AfterValidator(_is_json)]
 
 
 class Body(BaseModel):
-    """What a client sent; fields that are not known here say nothing."""
+    """A body that a client sent; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     _size: int = PrivateAttr(0)
@@ -59,7 +59,7 @@ class OfSession(Body):
 
 
 class LoraConfig(Body):
-    """Of a new run; a rank of 0 asks for all weights."""
+    """The adapter of a new run; rank 0 asks for all weights."""
 
     rank: int
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -92,7 +92,7 @@ class OfRun(OfModel):
 
 
 class AdamParams(Body):
-    """Of one update."""
+    """AdamW's settings for one update."""
 
     learning_rate: float
     beta1: float
@@ -189,7 +189,7 @@ class Sample(Body):
     record_stability_info: bool | None = None
 
     def params(self, end_token_ids: frozenset[int], most_tokens: int, random_seed: int) -> SamplingParams:
-        """What the engine is asked for.
+        """Returns what the engine is asked for.
 
         Args:
             end_token_ids: of the model, where the client names no stop.

@@ -438,7 +438,7 @@ class CallQueue:
 
 
 def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
-    """What to report when several ranks failed: a death first, then a typed error, then any other, then a lost peer.
+    """Returns the error to report of several ranks: a death first, then a typed error, any other, a lost peer.
 
     A typed one gets what the others said besides.
     """

@@ -76,7 +76,7 @@ class RankRequest:
 
     @property
     def call(self) -> Call:
-        """What is known of the call."""
+        """Returns what is known of the call."""
         return CALLS[self.name]
 
     def having(self, **arguments: Any) -> RankRequest:

@@ -157,7 +157,7 @@ class NamedGroup(EndsWithBlock, GroupCalls):
 
     @property
     def receivers(self) -> list[Any]:
-        """What `update_weights` of another group can send to; it changes when lost ranks are replaced."""
+        """Returns what `update_weights` of another group can send to; it changes when lost ranks are replaced."""
         found: list[Any] = self._membership.ask("receivers", self.role)
         return found
 

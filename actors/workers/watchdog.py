@@ -69,7 +69,7 @@ class Watched:
     _stacks: TextIO | None = None
 
     def keep_stacks(self, run_dir: Path | None, name: str) -> None:
-        """From now on SIGUSR1 has this process append the stacks of its threads to a file of its own below `run_dir`.
+        """Has SIGUSR1 append the stacks of this process's threads to a file below `run_dir`.
 
         That is done in C, also while the interpreter lock is held. Where the file cannot be made there are no stacks.
 
@@ -91,7 +91,7 @@ class Watched:
 
     @ray.method(concurrency_group="control")
     def progress(self) -> Pulse:
-        """How far this process is; answers while a call is stuck."""
+        """Returns how far this process is; answers while a call is stuck."""
         stacks = None if self._stacks is None else self._stacks.name
         return Pulse(heartbeat.snapshot(), os.getpid(), _stat(os.getpid())[1], _own_node(), stacks)
 
@@ -118,7 +118,7 @@ class _Process:
     pulse_asked: float = 0.0  # it may have been given long before it is taken in
 
     def silent_s(self, now: float) -> float:
-        """For how long a question has been open."""
+        """Returns for how many seconds a question has been unanswered."""
         return 0.0 if self.question is None else now - self.silent_since
 
 
@@ -132,7 +132,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
-        """Those of the settings."""
+        """Returns the limits that the settings give."""
         return cls(config.cluster.ping_timeout_s, config.cluster.hang_timeout_s, config.cluster.sync_timeout_s)
 
 
@@ -246,14 +246,14 @@ class Watchdog:
     # ------------------------------------------------------------------ judging
 
     def _silent(self, waiting: Waiting, now: float) -> list[int]:
-        """Those that do not answer in this call; in a launch an import may keep them from it for long."""
+        """Returns the processes that do not answer in this call; during a launch an import may be the cause."""
         limit_s = self._limits.ping_s
         if waiting.call == LAUNCH or now - waiting.began <= limit_s:
             return []
         return [rank for rank, one in enumerate(self._processes) if one.silent_s(now) > limit_s]
 
     def _still(self, waiting: Waiting) -> list[int]:
-        """Those that have not got on for too long and do not just wait for others; all, where everybody only waits."""
+        """Returns the processes without progress that do not just wait for others; all of them if everybody waits."""
         overdue = []
         for rank in waiting.ranks:
             process = self._processes[rank]
@@ -266,7 +266,7 @@ class Watchdog:
         return alone or (overdue if len(overdue) == len(waiting.ranks) else [])
 
     def _deadline_s(self, progress: ProgressSnapshot) -> float | None:
-        """After how long without a tick a process hangs; None while only the call's own deadline holds."""
+        """Returns the seconds without a tick after which a process hangs; None while only the call's deadline holds."""
         if progress.activity in (IDLE, LAUNCH) or progress.usual_gap_s is None:
             return None
         # receivers of weights have their own limit, and are blamed after it

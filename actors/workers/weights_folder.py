@@ -110,7 +110,7 @@ def _compare(files: Collection[Path], checksum_file: Path) -> None:
 
 
 def read_weights(folder: ModelFolder, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of the manifest that the folder has, one at a time.
+    """Yields the tensors of the manifest that the folder has, one at a time.
 
     Raises:
         SyncError: a file cannot be read.

@@ -167,7 +167,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
     @property
     def receivers(self) -> list[Any]:
-        """What `update_weights` of another group can send to."""
+        """Returns what `update_weights` of another group can send to."""
         return list(self._workers)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:

@@ -170,7 +170,7 @@ def _maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def _pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
-    """How much better the k-subsets of the group that hold a sample do than all its k-subsets, [B].
+    """Returns how much better the k-subsets of the group that hold a sample do than all its k-subsets, [B].
 
     Pass@k training (arXiv 2508.10751), section 2.4. A subset is rewarded 1 if any of its k samples is right, else 0. Of
     n samples w are wrong: the mean reward is p = 1 - C(w, k) / C(n, k), the standard deviation s = sqrt(p (1 - p)). A

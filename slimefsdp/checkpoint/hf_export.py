@@ -116,7 +116,7 @@ def _in_hub_names(tensors: Iterable[tuple[str, torch.Tensor]], model_type: str) 
 def _write_weights(
     folder: Path, files: dict[str, list[TensorSpec]], parts: Iterator[tuple[str, torch.Tensor]]
 ) -> dict[str, Checksum]:
-    """Of each file."""
+    """Writes the files and returns the checksum of each."""
     checksums = {}
     for file_name, held in files.items():
         with TensorFileWriter(folder / file_name, held, metadata={"format": "pt"}) as writer:

@@ -85,14 +85,14 @@ def _laid_out(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _shape(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """Of `_laid_out`."""
+    """Returns the shape that `_laid_out` gives a matrix in the PEFT file."""
     *stack, rows, columns = shape
     ranks = rank * math.prod(stack)
     return (ranks, columns) if name.endswith("lora_A") else (rows, ranks)
 
 
 def _adapted(name: str) -> tuple[str, str]:
-    """What a matrix is of, a module or a stack of experts, and which of the two it is."""
+    """Returns what a matrix is of, a module or a stack of experts, and which of the two it is."""
     found = re.fullmatch(r"(.+)[._]lora_([AB])", name)
     if not found:
         raise CheckpointError(f"{name} is no matrix of an adapter", field="specs", hint="pass those of adapters alone")

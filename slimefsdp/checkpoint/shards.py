@@ -242,7 +242,7 @@ def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def writing_ranks(folder: Path) -> int:
-    """How many ranks wrote this checkpoint; CheckpointError if their numbers have gaps or there are none."""
+    """Returns how many ranks wrote this checkpoint; CheckpointError if their numbers have gaps or there are none."""
     with io_reported(folder, "load"):
         found = sorted(int(match[1]) for path in folder.iterdir() if (match := _INDEX_NAME.fullmatch(path.name)))
     if not found or found != list(range(len(found))):

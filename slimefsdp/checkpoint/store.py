@@ -49,7 +49,7 @@ class CheckpointStore:
 
     @classmethod
     def of_run(cls, run_dir: Path, role: str = "actor", adapter: str | None = None) -> Self:
-        """Those of a role in a run's folder, or of an adapter other than the run's own."""
+        """Returns the store of a role in a run's folder, or of an adapter other than the run's own."""
         if adapter is not None:
             return cls(run_dir / _ADAPTERS / adapter / "checkpoints")
         return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")

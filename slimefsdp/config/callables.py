@@ -116,7 +116,7 @@ def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
 
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:
-    """What may have been meant; empty where nothing is like it."""
+    """Returns what may have been meant; empty where nothing is like it."""
     names = [
         one
         for one, value in vars(module).items()
@@ -128,7 +128,7 @@ def _near_names(module: Any, name: str, *, is_class: bool) -> str:
 
 
 def failure_of(name: str, error: BaseException) -> str:
-    """What a function of the user's own raised, and in which of its lines, for an error that has it as its cause."""
+    """Describes what a function of the user raised, and in which of its lines."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     try:
         text = str(error)

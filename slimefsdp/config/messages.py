@@ -230,7 +230,7 @@ def _name(part: str) -> str:
 
 
 def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
-    """What a name of another trainer, or the names in a section of one, are here; empty where none is known."""
+    """Returns what a name of another trainer, or the names in a section of one, are here; empty where none is known."""
     name, known = name.replace("-", "_"), sections.get(section, {})
     ours = {own for names in sections.values() for own in names}
     # misspelt too, unless a name of ours is as near
@@ -245,7 +245,7 @@ def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
 
 
 def _inner_names(value: Any, sections: Sections) -> str:
-    """What the names inside a section of another trainer are here; empty where none is known.
+    """Returns what the names inside a section of another trainer are here; empty where none is known.
 
     Args:
         sections: where the name of an inner section may be one of ours, as in verl's actor_rollout_ref.actor.optim.lr.

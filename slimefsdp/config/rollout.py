@@ -478,7 +478,7 @@ class RolloutSettings(Settings):
 
     @property
     def transport(self) -> Transport:
-        """What `weight_transport` stands for."""
+        """Returns what `weight_transport` stands for."""
         if self.weight_transport == "auto":
             return "broadcast" if self.engine in SERVERS else "object_store"
         return self.weight_transport

@@ -64,7 +64,7 @@ def path_or_id(value: Any) -> Path:
 
 
 def _without_selection(text: str) -> str:
-    """Without the configuration and the split of a data set: owner/name:config#split."""
+    """Removes the configuration and the split from the name of a data set (owner/name:config#split)."""
     return re.split("[:#]", text, maxsplit=1)[0]
 
 
@@ -87,7 +87,7 @@ def function_name(value: str) -> str:
 
 
 def class_name(value: str) -> str:
-    """As `function_name`, of a class."""
+    """Checks the name of a class of the user as `function_name` checks that of a function."""
     return _named(value, "must be module:Class or file.py:Class", "examples/environments/tools.py:ToolUse")
 
 

@@ -136,7 +136,7 @@ class RunConfig(AlgorithmSettings):
         return self
 
     def sampling(self, *, evaluates: bool) -> Sampling:
-        """How responses are sampled, for training or in evaluations, which say what is different about them."""
+        """Returns how responses are sampled, for training or in evaluations, which say what is different about them."""
         rollout, own = self.rollout, self.evaluation
         training = Sampling(
             rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
@@ -198,7 +198,7 @@ class RunConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_muon_with_adapters(self) -> RunConfig:
-        """As far as words of lora.targets tell; of patterns, ranks tell when they have built the model."""
+        """Refuses Muon where lora.targets leaves it no matrix. Patterns are checked when the model is built."""
         targets, adamw_lr = self.lora.targets, self.optim.adamw_lr
         # a critic has a head of its own, and the same settings
         if self.optim.name != "muon" or self.lora.rank is None or self.algorithm == "ppo":
@@ -226,7 +226,7 @@ class RunConfig(AlgorithmSettings):
         return self
 
     def _why_no_engine_takes_adapters(self) -> tuple[str, str] | None:
-        """What is wrong with lora.sync=adapters, and the way out."""
+        """Returns what is wrong with lora.sync=adapters, and the way out."""
         lora, rollout = self.lora, self.rollout
         others = "or set lora.sync=merged"
         if lora.sync == "merged":
@@ -569,7 +569,7 @@ class RunConfig(AlgorithmSettings):
 
     @property
     def total_updates(self) -> int | None:
-        """Where the schedule of the learning rate ends, in updates; None while neither it nor the steps are known."""
+        """The update at which the learning rate's schedule ends; None while it and the number of steps are unknown."""
         if self.optim.total_updates is not None or self.run.steps is None:
             return self.optim.total_updates
         return self.run.steps * self.updates_per_step
@@ -784,7 +784,7 @@ _LOSS_OF_A_CALL = ("policy", *_OF_POLICY, "reduction", "constant_length", "entro
 
 
 def _changed(section: BaseModel, names: Iterable[str]) -> list[str]:
-    """Which of these settings are not at their defaults."""
+    """Returns which of these settings are not at their defaults."""
     fields = type(section).model_fields
     return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
 

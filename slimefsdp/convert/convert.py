@@ -260,7 +260,7 @@ def _require_tied(head: torch.Tensor, embedding: torch.Tensor, path: Path) -> No
 
 
 def _prefix(folder: DcpFolder, policy: PolicyModel) -> str:
-    """What stands before the model's names in the keys; nothing, where one of them is a key as it is.
+    """Returns what stands before the model's names in the keys; nothing, where one of them is a key as it is.
 
     Raises:
         CheckpointError: more than one prefix would do.

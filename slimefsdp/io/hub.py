@@ -68,7 +68,7 @@ def id_of_snapshot(folder: Path) -> HubId | None:
 
 
 def bytes_there(hub_id: HubId, kind: Kind) -> int:
-    """How much of a model or data set, of any revision, is in the user's cache, what is still coming included."""
+    """Returns how many bytes of a model or data set are in the user's cache, unfinished downloads included."""
     total = 0
     for file in (_cache() / f"{kind}s--{hub_id.name.replace('/', '--')}" / "blobs").glob("*"):
         try:
@@ -151,7 +151,7 @@ def _cache() -> Path:
 
 
 def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
-    """What is wrong, and the way out."""
+    """Returns what is wrong, and the way out."""
     from huggingface_hub import constants, errors
 
     what = "model" if kind == "model" else "data set"

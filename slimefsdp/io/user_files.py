@@ -131,7 +131,7 @@ def can_keep_files(folder: Path) -> bool:
 
 
 def refuse_unless_plain(path: Path) -> None:
-    """For a file that will be appended to: it is one, or there is none yet.
+    """Refuses a path to append to that exists and is no plain file.
 
     Raises:
         OSError: it is a pipe, a device, a socket or a folder.

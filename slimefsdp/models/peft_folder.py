@@ -79,7 +79,7 @@ class PeftFolder:
 
     @property
     def targets(self) -> list[str]:
-        """What has an adapter, as lora.targets names it."""
+        """Returns what has an adapter, as lora.targets names it."""
         stacks = [f"{owner}.{parameter}" for owner, parameters in self.stacks.items() for parameter in parameters]
         return [*self.modules, *stacks]
 

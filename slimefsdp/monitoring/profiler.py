@@ -147,7 +147,7 @@ class UpdateProfiler:
         return self._folder / f"update_{update:06d}"
 
     def _written(self, profiler: profile, update: int, name: str) -> Shares | str:
-        """What the rank's trace says, or why it could not be written; then nothing of it is left."""
+        """Returns what the rank's trace says, or why it could not be written; then nothing of it is left."""
         of_rank = f"{self._stem(update)}_rank{dist.get_rank(self._mesh.group)}"
         plain, packed, memory = (Path(f"{of_rank}{end}") for end in (".json", ".json.gz", "_memory.pickle"))
         try:
@@ -182,7 +182,7 @@ def _allocator_history() -> Iterator[None]:
 
 
 def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
-    """How the time of one annotated span was spent.
+    """Returns how the time of one annotated span was spent.
 
     Args:
         events: `traceEvents` of a Chrome trace of torch's profiler; times in microseconds.

@@ -31,7 +31,7 @@ class Column:
         return max(_MIN_WIDTH, len(self.title))
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Of one row."""
+        """Returns the column's value in one row."""
         if self.metric in metrics or self.instead is None:
             return metrics.get(self.metric)
         return metrics.get(self.instead)
@@ -117,7 +117,7 @@ class ProgressTable:
         self._print(cells)
 
     def _columns_with(self, metrics: Mapping[str, float]) -> tuple[Column, ...]:
-        """Those to show from this row on."""
+        """Returns the columns to show from this row on."""
         self._known |= {column for column in self._columns if column.value(metrics) is not None}
         if not self._recent_seconds or not self._known:
             # an evaluation before the first step says nothing about the columns of steps

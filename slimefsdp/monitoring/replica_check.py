@@ -139,7 +139,7 @@ def _is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    """Which part of the whole tensor a shard is, as an index: `[32:64]`; nothing for the whole."""
+    """Returns which part of the whole tensor a shard is, as an index: `[32:64]`; nothing for the whole."""
     if not isinstance(tensor, DTensor):
         return ""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

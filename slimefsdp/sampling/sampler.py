@@ -86,7 +86,7 @@ class _Sample:
         self.log_probs.append(log_prob)
 
     def completion(self, finish_reason: FinishReason) -> tuple[int, int, Completion]:
-        """What is handed over of it."""
+        """Returns what is handed over of it."""
         spans = map(VersionSpan, self.versions, self.firsts, [*self.firsts[1:], len(self.tokens)])
         return *self.place, Completion(self.tokens, self.log_probs, finish_reason, tuple(spans))
 

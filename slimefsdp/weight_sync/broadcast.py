@@ -204,7 +204,7 @@ class TorchBroadcastGroup(BroadcastGroup):
     """
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
-        """As `BroadcastGroup`: bytes without gaps. Larger elements come first, so each begins where its dtype may."""
+        """Packs tensors into bytes without gaps. Larger elements come first, so each begins at an aligned offset."""
         return self._packed(sorted(tensors, key=lambda named: -named[1].element_size()), 1)
 
     def _meet(self, rank: int, world_size: int) -> None:
@@ -217,7 +217,7 @@ class TorchBroadcastGroup(BroadcastGroup):
 
 
 def torch_group_name(port: int) -> str:
-    """What both ends call the group that meets at a port."""
+    """Returns what both ends call the group that meets at a port."""
     return f"slimefsdp_{port}"
 
 

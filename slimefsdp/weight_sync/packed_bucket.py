@@ -39,7 +39,7 @@ def pack(
 
 
 def packed_bytes(layout: Layout, alignment: int = ALIGNMENT) -> int:
-    """How long `pack` makes such tensors."""
+    """Returns how long `pack` makes such tensors."""
     return _places([_size(dtype, shape) for _, dtype, shape in layout], alignment)[1]
 
 
@@ -86,7 +86,7 @@ def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]
 
 
 def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
-    """What `unpack` needs to know of them."""
+    """Returns what `unpack` needs to know of them."""
     return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors]
 
 
@@ -126,7 +126,7 @@ def _size(dtype: str, shape: Sequence[int]) -> int:
 
 
 def _places(sizes: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Where each begins, and where the last one ends, with its padding."""
+    """Returns where each begins, and where the last one ends, with its padding."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

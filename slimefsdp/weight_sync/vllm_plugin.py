@@ -181,7 +181,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapter.matrices[name] = tensor.to("cpu", copy=True)
 
     def _bytes(self, count: int, buffer: dict[str, Any] | None) -> torch.Tensor:
-        """Those of a bucket, in memory of their own: vLLM keeps views of it until a layer is complete."""
+        """Returns memory for one bucket; vLLM keeps views of it until a layer is complete."""
         if buffer is not None:
             return self._buffers.get(buffer)[:count].clone()
         if self._group is None:
@@ -237,7 +237,7 @@ class WorkerExtension:
     """Its methods become those of vLLM's workers, for POST /collective_rpc."""
 
     def slimefsdp_worker(self) -> dict[str, Any]:
-        """What an engine must know before it uses this server."""
+        """Returns what an engine must know before it uses this server."""
         config = self.vllm_config  # type: ignore[attr-defined]
         model, transfer, lora = config.model_config, config.weight_transfer_config, config.lora_config
         return {
@@ -260,7 +260,7 @@ _load_from_folder = WorkerLoRAManager._load_adapter
 
 
 def _load_adapter(self: Any, request: LoRARequest) -> LoRAModel:
-    """As vLLM's own; what updates brought, where the path says so."""
+    """Loads an adapter as vLLM does, or from what updates brought where the path says so."""
     if request.lora_path != HELD_ADAPTER:
         return _load_from_folder(self, request)
     manager = self._adapter_manager
