@@ -89,7 +89,7 @@ class Progress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What the calling thread does goes on beside the call: its ticks count only while the call has `joined` it."""
+        """Marks what the thread does as background work: its ticks count only while the call has `joined` it."""
         self._own.is_aside = True
         try:
             yield

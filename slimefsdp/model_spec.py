@@ -116,7 +116,7 @@ class ModelSpec:
         return self.layers * self.layer_parameters / self.parameters
 
     def newton_schulz_flops(self, steps: int) -> float:
-        """Returns the operations of Muon's iterations over the layers' matrices: X X^T, its square, the product with X."""
+        """Returns the operations of Muon's iterations over the layers: X X^T, its square, and the product with X."""
         flops = 0
         for matrix in self._layer_matrices().values():
             short, long = sorted((matrix.features_in, matrix.features_out))

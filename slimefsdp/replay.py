@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def json_text(metrics: dict[str, float]) -> str:
-    """One JSON object; a value that is not finite becomes null, which JSON has a word for."""
+    """Returns one JSON object; a value that is not finite becomes null, which JSON has a word for."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps(finite, allow_nan=False)
 

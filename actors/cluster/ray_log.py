@@ -42,7 +42,7 @@ class RayMessages:
         self._file.close()
 
     def _write(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
-        """One message as Ray has it: lines, and the process that they are of."""
+        """Writes one of Ray's messages: lines, and the process that they are of."""
         if data["pid"] == "autoscaler":  # its table of nodes, every few seconds
             return
         name = data.get("actor_name") or data.get("task_name") or ""

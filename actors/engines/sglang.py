@@ -125,7 +125,7 @@ class SglangDialect(ServerDialect):
     # ------------------------------------------------------------------ sampling
 
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        """As `ServerDialect`.
+        """Returns the JSON that asks for the rest of a sample.
 
         SGLang's ignore_eos is about stop_token_ids too. Where there are some, it also ends at the end tokens of its own
         files; `read` knows which were asked for.

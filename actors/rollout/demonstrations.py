@@ -77,7 +77,7 @@ class Demonstration:
 
 
 def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
-    """One batch of these demonstrations in their order; without a loss mask where all responses are trained whole."""
+    """Makes one batch of demonstrations in their order; without a loss mask where all responses are trained whole."""
     samples = [one.as_sample() for one in demonstrations]
     if all(one.loss_mask is None for one in demonstrations):
         samples = [{**one, "loss_mask": None} for one in samples]
@@ -316,7 +316,7 @@ def _shared(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
 def encoded_demonstrations(
     model_path: Path, records: Sequence[Record], *, data: DataSettings, timeout_s: float
 ) -> list[Demonstration]:
-    """One demonstration of each record, of any length, encoded in a process of its own.
+    """Encodes each record as a demonstration of any length, in a process of its own.
 
     Raises:
         ConfigError, ModelError: as `encode_demonstration`, naming the record. ResourceError: it took longer, or its

@@ -172,7 +172,7 @@ def checked_prompt(prompt: Any) -> Prompt:
 
 
 def checked_result(result: Any) -> StepResult:
-    """The same result in plain numbers.
+    """Checks what a step returned, and converts its numbers to plain ones.
 
     Raises:
         EnvironmentFault: it cannot be used.

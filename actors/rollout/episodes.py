@@ -374,7 +374,7 @@ class EpisodeRunner:
 
 
 def _text_of(observation: Any) -> str:
-    """For people."""
+    """Returns an observation as text to show."""
     if isinstance(observation, str):
         return observation
     if is_token_ids(observation):

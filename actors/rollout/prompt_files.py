@@ -78,7 +78,7 @@ def with_data_commits(config: RunConfig) -> RunConfig:
 
 
 def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
-    """As `with_data_commits`, for who only looks: sources of records that are not here yet are listed, and left as
+    """Resolves commits of data sets without downloads: sources of records that are not here yet are listed, and left as
     they are.
 
     Raises:

@@ -84,7 +84,7 @@ class SupervisedEngine:
         return self._replacing is not None and self._replacing.done()
 
     async def load(self, version: str, folder: str) -> int:
-        """As `SamplingEngine.load`.
+        """Loads a version, as `SamplingEngine.load` does.
 
         Raises:
             EngineReplaced: the engine was lost. WorkerDied, WorkerHung: it was, and could not be replaced.

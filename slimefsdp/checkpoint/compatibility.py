@@ -104,7 +104,7 @@ def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path)
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """One phrase for each of this run's values that differs from what was saved under its name."""
+    """Returns one phrase for each of this run's values that differs from what was saved under its name."""
     return [
         f"{name} is {value} (saved: {saved[name]})"
         for name, value in own.items()

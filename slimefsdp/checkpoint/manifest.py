@@ -112,7 +112,7 @@ def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
 
 
 def _collect_digests(folder: Path) -> tuple[FileRecord, ...]:
-    """One record per file with a checksum; the checksum files are removed, they do not belong to the checkpoint."""
+    """Returns one record per file with a checksum, and removes the checksum files."""
     records = []
     for name in sorted({path.name.removesuffix(SIDECAR) for path in folder.iterdir()}):
         if name.startswith(".nfs"):

@@ -253,7 +253,7 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def find_code_beside(tree: dict[str, Any], folder: Path) -> None:
-    """Where a setting names code as `file.py:name` and the file is in the folder, puts the file's path there."""
+    """Puts a file's path where a setting names code as `file.py:name` and the file is in the folder."""
     for section, name in _NAMES_OF_CODE:
         values = tree.get(section)
         value = values.get(name) if isinstance(values, dict) else None

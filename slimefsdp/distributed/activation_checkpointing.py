@@ -59,7 +59,7 @@ def saved_operations(layer: nn.Module) -> list[Any]:
 
 
 def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
-    """The same values in the host's memory; what is there already stays where it is.
+    """Copies a tensor to the host; one that is there already is returned as it is.
 
     On CUDA the copy is in the current stream, as is whatever reads it back: what is queued behind it begins later by as
     long as it takes. This call returns at once where the memory is pinned. Otherwise it waits until the copy is done,

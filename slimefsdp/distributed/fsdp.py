@@ -91,7 +91,7 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """While a unit computes, gathers the next `depth` units in forward, and the previous ones in backward.
+    """Gathers the next `depth` units in forward, and the previous ones in backward, while a unit computes.
 
     With a depth of 0 each unit names itself for backward: an empty list would mean FSDP's own order, and a unit that
     is whole already is not gathered again.
