@@ -38,6 +38,7 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._ranks[1:world_size], start=1):
             connection.send((rank, world_size, port, function, args))
         results: dict[int, Any] = {}
+        is_usable = True
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
         while waiting:
             answered = wait(list(waiting), timeout=PATIENCE_S)
@@ -47,10 +48,14 @@ class RankPool:
             for connection in answered:
                 assert isinstance(connection, Connection)
                 try:
-                    results[waiting.pop(connection)] = connection.recv()
+                    has_started, results[waiting.pop(connection)] = connection.recv()
                 except EOFError:
                     self.end()
                     raise RuntimeError("a rank's process ended") from None
+                # torch counts groups in each process: after a start that failed on some, later groups would not meet
+                is_usable &= has_started
+        if not is_usable:
+            self.end()
         failed = [value for _, value in sorted(results.items()) if isinstance(value, Exception)]
         if failed:
             raise failed[0]
@@ -88,7 +93,7 @@ def _serve(connection: Connection) -> None:
     is_frozen = False
     while (call := connection.recv()) is not None:
         rank, world_size, port, function, args = call
-        listener = None
+        listener, has_started = None, False
         if rank == 0:
             listener = socket.create_server(("127.0.0.1", 0))
             port = listener.getsockname()[1]
@@ -98,6 +103,7 @@ def _serve(connection: Connection) -> None:
                 torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=120,
                 listener=listener,
             )  # fmt: skip
+            has_started = True
             result = function(rank, *args)
             dist.barrier()
         except Exception as error:
@@ -107,7 +113,7 @@ def _serve(connection: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
-        connection.send(result)
+        connection.send((has_started, result))
         # models and process groups are in cycles, and each group that is left has threads that wake up all the time
         del result
         gc.collect()
