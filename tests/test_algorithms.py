@@ -425,11 +425,3 @@ def test_every_name_in_the_tables_is_compared(axes: tuple[int, int]) -> None:
     assert {config.correction.method for config in configs} == {"none", *CORRECTIONS}
     assert {config.kl_estimator for config in configs} == set(ESTIMATES)
     assert {config.loss.reduction for config in configs} == set(REDUCTIONS)
-
-
-def test_the_samples_have_holes_everywhere(batches: dict[str, RolloutBatch]) -> None:
-    masks = [sample["loss_mask"] for sample in batches["usual"].to_samples()]
-    assert any(not mask[0] and mask.any() for mask in masks) and any(not mask[-1] and mask.any() for mask in masks)
-    assert any(mask[0] and mask[-1] and not mask.all() for mask in masks)
-    assert sum(not mask.any() for mask in masks) == 1
-    assert any(sample["tokens"][-1] == 0 and sample["loss_mask"][-1] for sample in batches["usual"].to_samples())

@@ -68,8 +68,3 @@ def test_what_is_found_fails_and_what_could_not_be_looked_at_is_said(
     assert done.returncode == status and said in done.stdout, done.stdout + done.stderr
     is_audited = "1 packages audited" in done.stdout or "2 packages audited" in done.stdout
     assert "2 versions compared" in done.stdout and is_audited != ("NOT audited for known" in done.stdout)
-
-
-def test_the_test_script_runs_the_audit_and_fails_with_it() -> None:
-    script = (ROOT / "scripts" / "test.sh").read_text()
-    assert "bash scripts/audit.sh .venv/bin/python || audit=$?" in script and 'exit "$audit"' in script

@@ -75,35 +75,6 @@ def test_what_else_is_wrong_travels_and_is_listed_below():
         assert str(twin) == "a=1 must be text; put it in quotes\n  also b is required and not set; add it"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({}, "broken"),
-        ({"field": "rewards"}, "rewards: broken"),
-        ({"hint": "mend it"}, "broken; mend it"),
-        ({"rank": 0}, "broken (rank 0)"),
-        ({"call": "load"}, "broken (in load)"),
-        ({"rank": 3, "call": "load"}, "broken (rank 3, in load)"),
-        (
-            {"field": "rewards", "hint": "mend it", "rank": 3, "call": "load"},
-            "rewards: broken (rank 3, in load); mend it",
-        ),
-    ],
-)
-def test_text_names_field_rank_call_and_way_out(arguments, text):
-    assert str(SlimeError("broken", **arguments)) == text
-
-
-def test_the_field_is_not_repeated_where_the_message_begins_with_it():
-    assert str(SlimeError("mesh.dp=3 is odd", field="mesh.dp")) == "mesh.dp=3 is odd"
-
-
-def test_exit_codes_and_codes_are_distinct_and_usable():
-    assert len({cls.exit_code for cls in PUBLIC}) == len({cls.code for cls in PUBLIC}) == len(PUBLIC)
-    # 0 is success; a shell keeps 126 and above for itself
-    assert all(0 < cls.exit_code < 126 for cls in PUBLIC)
-
-
 def ending_with(error: Exception) -> int:
     """The exit status of a program of one command, which ends with an error."""
     program = typer.Typer()

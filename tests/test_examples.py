@@ -6,7 +6,6 @@ import ast
 import inspect
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -51,18 +50,6 @@ def test_the_loop_of_ones_own_trains_and_its_engines_get_every_update(tmp_path: 
     assert updates[0] >= 1 and all(float(reward) > 0 for _, reward, _, _ in steps), printed
     # a version is the number of updates that led to it
     assert [int(version) for *_, version in steps] == [updates[0], sum(updates)]
-
-
-def test_without_settings_the_example_says_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = str(ROOT / "examples/own_loop.py")
-    for arguments in ([], ["--help"]):
-        monkeypatch.setattr(sys, "argv", [script, *arguments])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(script, run_name="__main__")
-        said = capsys.readouterr()
-        assert end.value.code == 2 and said.err.startswith("usage: ") and said.err.count("\n") == 1 and not said.out
 
 
 def test_the_readme_shows_the_example_as_it_is() -> None:

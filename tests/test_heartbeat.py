@@ -51,11 +51,6 @@ def progress_after(*steps: tuple[float, str | None]) -> Progress:
     return progress
 
 
-def test_a_new_process_is_being_launched_and_has_not_moved() -> None:
-    found = progress_after().snapshot()
-    assert (found.activity, found.ticks, found.since_tick_s, found.usual_gap_s) == (LAUNCH, 0, 0.0, None)
-
-
 def test_time_without_a_tick_counts_from_the_last_one_in_whatever_activity() -> None:
     clock = Clock()
     progress = Progress(clock)
@@ -81,13 +76,6 @@ def usual_after(*gaps_s: float) -> float | None:
     """Of an activity that came as often, with one gap each time."""
     times = [step for gap_s in gaps_s for step in ((0, "a"), (gap_s, IDLE))]
     return progress_after(*times, (0, "a")).snapshot().usual_gap_s
-
-
-def test_one_time_that_was_held_up_is_no_measure_of_the_others() -> None:
-    assert usual_after(1, 600) == usual_after(600, 1) == usual_after(2, 600, 1, 1) == 1
-    assert usual_after(*[1] * 20, 600) == usual_after(*[1] * 20, 600, 600) == 1
-    assert usual_after(*[1] * 20, *[600] * 20) == 600, "what is slow each time is slow"
-    assert usual_after(*[600] * 20, *[1] * 20) == 1, "and what was slow once is forgotten"
 
 
 def test_an_activity_that_failed_is_no_measure() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError, StateError
+from slimefsdp.errors import BatchError, ConfigError, ResourceError, StateError
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
 from tests.support.float64 import KeepFloat64
@@ -88,54 +88,8 @@ def plain_values(folder: Path, batch: RolloutBatch, temperature: float) -> tuple
     return torch.cat(log_probs).numpy(), torch.cat(entropies).numpy()
 
 
-def lazily_loaded_reference(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:
-    trainer = Trainer(config, device=CPU)
-    refusal = error_of(trainer.update_ref)
-    equal = np.array_equal(
-        trainer.compute_log_probs(batch, "ref").log_probs, trainer.compute_log_probs(batch).log_probs
-    )
-    return [refusal, equal, trainer.memory().reference]
-
-
-def test_a_reference_is_loaded_when_it_is_first_asked_for(folder: Path, ranks: RankPool) -> None:
-    refusal, equal, resident_bytes = ranks.run(1, lazily_loaded_reference, settings(folder), fresh_batch())[0]
-    assert isinstance(refusal, StateError) and equal and resident_bytes == 0  # between uses it lives on the host
-
-
-def refused_models(rank: int, config: RunConfig, batch: RolloutBatch, role: Any, models: list[Any]) -> list[Any]:
-    trainer = Trainer(config, role, device=CPU)
-    return [error_of(lambda model=model: trainer.compute_log_probs(batch, model)) for model in models]
-
-
-def test_log_probs_of_a_model_that_is_not_there_are_refused(folder: Path, ranks: RankPool) -> None:
-    for role, models in (("actor", ["critic"]), ("ref", ["actor", "critic"])):
-        for error in ranks.run(1, refused_models, settings(folder), fresh_batch(), role, models)[0]:
-            assert isinstance(error, ConfigError) and error.field == "model"
-
-
-def lone_actor(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:
-    trainer = Trainer(config, device=CPU)
-    refusal = error_of(lambda: trainer.train_step(batch))
-    given = batch.replace(ref_log_probs=trainer.compute_log_probs(batch).log_probs)
-    return [refusal, trainer.updates_taken, trainer.train_step(given)["kl_ref"]]
-
-
-def test_an_actor_without_its_reference_group_says_what_to_give_it(folder: Path, ranks: RankPool) -> None:
-    config = settings(folder, loss={"kl_coefficient": 0.1}, reference={"placement": "group"})
-    refusal, updates, kl = ranks.run(1, lone_actor, config, fresh_batch())[0]
-    assert isinstance(refusal, ConfigError) and refusal.field == "reference.placement" and updates == 0
-    assert 0 <= kl < 1e3  # with the reference's log-probs in the batch it trains
-
-
 def build_trainer(rank: int, config: RunConfig) -> None:
     Trainer(config, device=CPU)
-
-
-def test_a_reference_of_another_vocabulary_is_refused(folder: Path, ranks: RankPool, tiny_folder: TinyFolder) -> None:
-    strange = tiny_folder(vocab_size=98)
-    config = settings(folder, loss={"kl_coefficient": 0.1}, reference={"path": str(strange)})
-    with refused(ModelError, "reference.path", 98):
-        ranks.run(1, build_trainer, config)
 
 
 # ---------------------------------------------------------------------- which old log-probs are read
@@ -255,19 +209,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder: Path, rank
         assert result["recovered"]["lr"] == config.optim.lr and result["recovered"]["skipped_update"] == 0.0
         assert isinstance(result["stopped"], StateError) and result["stopped"].field == "optim.max_skipped_updates"
         assert result["updates_taken"] == 1 and result["weights"] == undisturbed[1]
-
-
-def norms_of_one_step(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[float, float]:
-    trainer = Trainer(config, device=CPU)
-    trainer.forward_backward(batch)
-    torchs = float(torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in trainer.policy.parameters()]))
-    return trainer.optimizer_step()["grad_norm"], torchs
-
-
-def test_the_gradient_norm_is_global(folder: Path, ranks: RankPool) -> None:
-    norms = [ranks.run(dp, norms_of_one_step, settings(folder, mesh={"dp": dp}), fresh_batch()) for dp in (1, 2, 4)]
-    ours, torchs = np.array([pair for group in norms for pair in group]).T
-    assert np.ptp(ours) <= 1e-5 * ours[0] and np.abs(ours - torchs).max() <= 1e-5 * ours[0]
 
 
 # ---------------------------------------------------------------------- what an update is made of
@@ -594,19 +535,6 @@ def test_ranks_that_do_not_fit_the_mesh_are_refused(folder: Path, ranks: RankPoo
     with refused(ConfigError, "mesh.dp", dp, started) as caught:
         ranks.run(started, build_trainer, settings(folder, mesh={"dp": dp}))
     assert f"mesh.dp={started}" in str(caught.value.hint)
-
-
-def resolved_mesh(rank: int, config: RunConfig) -> tuple[int, tuple[int, int]]:
-    trainer = Trainer(config, device=CPU)
-    return trainer.mesh.data_ranks, trainer.config.actor_mesh
-
-
-def test_auto_takes_the_ranks_that_were_started(folder: Path, ranks: RankPool) -> None:
-    config = settings(folder, mesh={"dp": "auto", "dp_replicate": 2})
-    assert ranks.run(4, resolved_mesh, config) == [(4, (2, 2))] * 4
-    assert ranks.run(2, resolved_mesh, config) == [(2, (2, 1))] * 2
-    with refused(ConfigError, "mesh.dp", 3, 2):
-        ranks.run(3, resolved_mesh, config)
 
 
 def calls_on_a_reference_group(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], np.ndarray]:

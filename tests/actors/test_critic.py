@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,9 @@ from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, SlimeError, StateError
-from slimefsdp.training.plan import plan_training
+from slimefsdp.errors import CheckpointError, StateError
 from tests.support.refusals import refused
-from tests.support.runs import Untouchable, bits, rows_of
-from tests.support.tiny_models import save_tiny_model
+from tests.support.runs import bits, rows_of
 
 STEPS, PRETRAINED, WARMED = 5, 1, 1
 
@@ -88,38 +85,6 @@ def test_a_critic_computes_the_same_beside_the_actor_and_in_processes_of_its_own
     assert len(own) == 4 and len({answer.pid for each in (colocated, critic) for answer in each.health()}) == 2
 
 
-BAD_CALLS = {
-    "no values": (lambda group, batch: group.critic.train_step(batch), BatchError, "values"),
-    "no values for the policy": (lambda group, batch: group.train_step(batch), BatchError, "values"),
-    "a policy's call": (lambda group, batch: group.critic.compute_log_probs(batch), StateError, "compute_log_probs"),
-    "weights": (lambda group, _: group.critic.update_weights([]), StateError, "update_weights"),
-    "a reference": (lambda group, _: group.critic.update_ref(), StateError, "update_ref"),
-    "a critic's call": (lambda group, batch: group.compute_values(batch), StateError, "compute_values"),
-    "a policy's loss": (lambda group, batch: group.critic.forward_backward(batch), ConfigError, "loss"),
-    "a critic's loss": (lambda group, batch: group.forward_backward(batch, "value"), ConfigError, "loss"),
-    "another batch's plan": (
-        lambda group, batch: group.critic.train_step(
-            batch.select([4, 5]).replace(values=np.zeros(batch.response_lengths[4:6].sum())),
-            plan_training(group.config, batch, loss="value"),
-        ),
-        BatchError,
-        "plan",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_is_refused_before_any_rank_sees_it(
-    case: str, colocated: WorkerGroup, critic: WorkerGroup, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, kind, field = BAD_CALLS[case]
-    for group in (colocated, critic):
-        monkeypatch.setattr(group, "_workers", [Untouchable(), Untouchable()])
-    with pytest.raises(kind) as caught:
-        call(colocated, batch)
-    assert caught.value.field == field and caught.value.hint and caught.value.rank is None
-
-
 def test_a_critic_sleeps_and_wakes_without_the_actor(
     colocated: WorkerGroup, critic: WorkerGroup, batch: RolloutBatch
 ) -> None:
@@ -129,22 +94,6 @@ def test_a_critic_sleeps_and_wakes_without_the_actor(
     assert all(memory.parameters > 0 and not memory.asleep for memory in colocated.memory())
     np.testing.assert_array_equal(critic.compute_values(batch), before)
     assert critic.check_sync().is_in_sync
-
-
-def test_a_launch_that_cannot_work_says_so_before_any_process_starts(
-    colocated: WorkerGroup, make_ppo: Any, tmp_path: Path
-) -> None:
-    small = save_tiny_model(tmp_path / "small")  # of another vocabulary
-    policy, critics = (
-        json.loads((Path(path) / "config.json").read_text())["vocab_size"]
-        for path in (colocated.config.model.path, small)
-    )
-    for path, values in ((tmp_path / "nowhere", [tmp_path / "nowhere"]), (small, [policy, critics])):
-        with refused(ModelError, "critic.path", *values):
-            WorkerGroup.launch(make_ppo(critic={"path": str(path)}))
-    with pytest.raises(StateError) as not_an_actor:
-        WorkerGroup.launch(colocated.config, "ref", beside=colocated)
-    assert not_an_actor.value.field == "beside"
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +160,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(straight: RunConfi
     assert critic_bits(config, STEPS) == critic_bits(straight, STEPS) != critic_bits(straight, 3)
 
 
-def test_so_it_does_where_both_train_adapters(cluster: None, make_run: Any) -> None:
-    configs = []
-    for name, steps, resume in (("adapted", STEPS, False), ("stopped", 3, False), ("stopped", STEPS, True)):
-        configs.append(make_run(name, steps=steps, resume=resume, lora={"rank": 4}))
-        train(configs[-1])
-    straight, _, resumed = configs
-    assert list(map(bits, rows_of(resumed))) == list(map(bits, rows_of(straight)))
-    assert model_bits(resumed) == model_bits(straight)
-    assert critic_bits(resumed, STEPS) == critic_bits(straight, STEPS)
-    assert abs(rows_of(straight)[-1]["critic/value"]) > 0.01
-
-
 def test_a_policys_checkpoint_without_the_critics_is_not_resumed(straight: RunConfig, make_run: Any) -> None:
     config = make_run("halved", steps=STEPS + 1, resume=True)
     assert straight.run.dir is not None and config.run.dir is not None
@@ -231,9 +168,3 @@ def test_a_policys_checkpoint_without_the_critics_is_not_resumed(straight: RunCo
     shutil.rmtree(critics.path_of(STEPS))
     with refused(CheckpointError, "step", STEPS, config.run.dir / "critic"):
         train(config)
-
-
-def test_errors_of_a_critic_reach_the_driver_with_their_rank(critic: WorkerGroup, batch: RolloutBatch) -> None:
-    with pytest.raises(SlimeError) as caught:
-        critic.optimizer_step()
-    assert isinstance(caught.value, StateError) and caught.value.rank == 0

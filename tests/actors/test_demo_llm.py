@@ -84,35 +84,3 @@ def test_two_steps_of_the_demo_evaluate_train_and_say_so_and_a_second_call_goes_
     again = demo(*words, cwd=tmp_path)
     assert again.returncode == 0 and "has ended already" in again.stderr
     assert again.stdout.startswith("| held-out family |") and first.stdout.endswith(again.stdout)
-
-
-def test_help_is_the_head_of_the_script(tmp_path: Path) -> None:
-    done = demo("--help", cwd=tmp_path)
-    assert done.returncode == 0 and "--engine-python PATH" in done.stdout and "set -euo" not in done.stdout
-    assert done.stdout.rstrip().endswith("then nothing is installed.") and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--seed"], "--seed"),
-        (["--seed", "x"], "--seed x"),
-        (["--steps", "0"], "--steps"),
-        (["--model"], "--model"),
-        (["--engine-python", "nowhere/python"], "nowhere/python"),
-        (["--contrl"], "--contrl"),
-        (["lr=1"], "lr=1"),
-    ],
-)
-def test_wrong_words_are_named_before_anything_is_done(words: list[str], named: str, tmp_path: Path) -> None:
-    done = demo("--output", tmp_path / "out", *words, cwd=tmp_path)
-    assert done.returncode == 2 and named in done.stderr and not done.stdout
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_report_of_a_run_without_evaluations_is_a_typed_error(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "scripts/demo_llm_report.py", tmp_path]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S
-    )
-    assert done.returncode == 2 and "error [config]" in done.stderr and str(tmp_path) in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import rotate_half
-
-from slimefsdp.errors import CheckpointError, ModelError
-from tests.support.refusals import refused
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_smollm2.py"
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
@@ -159,32 +154,3 @@ def test_every_digit_is_a_token_whatever_the_merges_say(folder: Path) -> None:
         "<|im_start|>ab<|im_end|>"
     )
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (SPECIAL[1], SPECIAL[2], SPECIAL[2])
-
-
-def test_other_files_are_refused_and_leave_nothing(make: ModuleType, write_gguf: Any, tmp_path: Path) -> None:
-    target = tmp_path / "model"
-    (tmp_path / "text.gguf").write_text("no model at all\n" * 100)
-    lacking = "model.layers.1.mlp.up_proj.weight"
-    for name, changes, values in (
-        ("qwen", {"architecture": "qwen2"}, ("general.architecture", "qwen2")),
-        ("split", {"pre": "llama-bpe"}, ("tokenizer.ggml.pre", "llama-bpe")),
-        ("short", {"without": lacking}, (lacking,)),
-        ("text", None, ("text.gguf",)),
-    ):
-        file = tmp_path / f"{name}.gguf"
-        if changes is not None:
-            write_gguf(file, **changes)
-        with refused(ModelError, "--gguf", *values):
-            make.write_folder(file, target)
-        assert not target.exists() and not [path for path in tmp_path.iterdir() if path.is_dir()]
-    target.mkdir()
-    (target / "mine").touch()
-    with refused(CheckpointError, "path", target):
-        make.write_folder(write_gguf(tmp_path / "good.gguf"), target)
-
-
-def test_the_command_prints_an_error_and_its_exit_status(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, tmp_path / "model", "--gguf", tmp_path / "nothing.gguf"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == ModelError.exit_code and "nothing.gguf" in done.stderr and not done.stdout
-    assert "Traceback" not in done.stderr

@@ -6,10 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from actors.engines.tokenizer import encode_prompt
 from actors.rollout.prompts import read_jsonl
 from actors.rollout.rewards import sorted_digits
 
@@ -49,22 +47,6 @@ def test_one_seed_writes_the_same_bytes_and_another_seed_other_data_and_weights(
     assert changed == {"model/model.safetensors", *files}
 
 
-def test_writing_leaves_the_callers_random_state_alone(make, tmp_path):
-    before = torch.get_rng_state()
-    make.write_sort_digits(tmp_path, seed=0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_counts_it_returns_are_those_on_disk(example):
-    folder, written = example
-    assert {name: len(read(folder, name)) for name in ("sft", "train", "heldout")} == {
-        "sft": written["sft.jsonl"],
-        "train": written["train.jsonl"],
-        "heldout": written["heldout.jsonl"],
-    }
-    assert (written["sft.jsonl"], written["heldout.jsonl"]) == (6400, 256)
-
-
 def test_held_out_prompts_are_distinct_and_in_no_other_file(example):
     folder, _ = example
     heldout = {record["prompt"] for record in read(folder, "heldout")}
@@ -100,28 +82,6 @@ def test_pairs_prefer_the_right_answer_to_a_wrong_one_and_hold_out_the_prompts_t
     assert len(prompts["pairs"]) == written["pairs.jsonl"] and not {*prompts["pairs"]} & {*prompts["heldout_pairs"]}
 
 
-def test_the_model_folder_loads_as_a_tied_float32_model_of_the_tokenizers_size(example):
-    folder, written = example
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    assert type(model).__name__ == "Qwen3ForCausalLM" and model.num_parameters() == written["model"] < 500_000
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.config.vocab_size % 64 == 0 and len(tokenizer) <= model.config.vocab_size == 320
-    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert tokenizer.eos_token_id != tokenizer.pad_token_id and tokenizer.padding_side == "left"
-
-
-def test_a_digit_is_one_token_and_the_prompt_opens_the_assistants_turn(example):
-    folder, _ = example
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    tokens = tokenizer.encode("52837", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(tokens) == list("52837")
-    prompt = encode_prompt(tokenizer, "sort 52837")
-    assert tokenizer.decode(prompt) == "<|im_start|>user\nsort 52837<|im_end|>\n<|im_start|>assistant\n"
-    assert len(prompt) == 15
-
-
 def test_a_right_response_decodes_to_the_full_reward(example):
     folder, _ = example
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -129,11 +89,3 @@ def test_a_right_response_decodes_to_the_full_reward(example):
         tokens = [*tokenizer.encode(record["answer"], add_special_tokens=False), tokenizer.eos_token_id]
         response = tokenizer.decode(tokens, skip_special_tokens=True).strip()
         assert sorted_digits(record, response, True) == {"reward": 1.0, "exact": 1.0}
-
-
-def test_the_command_prints_what_it_wrote(make, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["make_sort_digits.py", str(tmp_path / "out"), "--seed", "4"])
-    make.main()
-    printed = capsys.readouterr().out
-    for name in ("model", "sft.jsonl", "train.jsonl", "heldout.jsonl"):
-        assert f"{tmp_path / 'out' / name}: " in printed and (tmp_path / "out" / name).exists()

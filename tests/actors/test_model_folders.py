@@ -62,13 +62,6 @@ def test_every_role_has_the_folder_of_its_id_and_local_ones_stay(cache: Path, fo
     assert with_model_folders(found) is found
 
 
-def test_a_local_folder_comes_before_an_id(cache: Path, tmp_path: Path) -> None:
-    lay_out(cache, NAME, OLD, {"config.json": b"{}"})
-    (tmp_path / NAME).mkdir(parents=True)
-    config = settings(NAME)
-    assert with_model_folders(config) is config
-
-
 @pytest.mark.parametrize("written", ["./runs/mdoel", "runs/mdoel/", "nowhere", "a/b/c", Path("runs/mdoel")])
 def test_a_path_that_leads_nowhere_is_named_and_no_hub_is_asked(served: Hub, written: str | Path) -> None:
     config = with_model_folders(config_from_dict({"model": {"path": written}, "optim": {"total_updates": 10}}))
@@ -80,12 +73,6 @@ def test_a_path_that_leads_nowhere_is_named_and_no_hub_is_asked(served: Hub, wri
 def test_an_id_that_cannot_be_had_is_named_with_its_setting(cache: Path) -> None:
     with refused(ModelError, "reference.path", f"reference.path={NAME}", cache):
         with_model_folders(settings("m", reference={"path": NAME}))
-
-
-def test_a_model_that_is_drawn_at_random_needs_no_weights(served: Hub) -> None:
-    found = with_model_folders(settings(NAME, model={"path": NAME, "init": "random"}))
-    assert "config.json" in served.sent and not [name for name in served.sent if name.endswith(".safetensors")]
-    check_models(found)
 
 
 def test_the_run_folder_says_id_and_commit_and_a_resumed_run_has_the_same(served: Hub, tmp_path: Path) -> None:
@@ -112,19 +99,6 @@ def use_another_process() -> None:
     from slimefsdp.io import hub
 
     hub._snapshot.cache_clear()
-
-
-def test_a_settings_file_that_is_damaged_pins_nothing(served: Hub, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / SETTINGS).write_text("model: [")
-    resumed = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"resume": True}}
-    assert with_model_folders(settings(NAME, **resumed)).model.path.name == OLD
-    (tmp_path / "run" / SETTINGS).write_text(f"model: {{path: '{NAME}@main'}}\nreference: 3\n")
-    assert with_model_folders(settings(NAME, **resumed, reference={"path": NAME})).model.path.name == OLD
-
-
-def test_folders_outside_the_cache_are_recorded_as_they_were_given(cache: Path, folder: Path) -> None:
-    assert yaml.safe_load(settings_text(settings(str(folder))))["model"]["path"] == str(folder)
 
 
 def test_a_dry_run_fetches_no_weights_and_says_where_they_come_from(

@@ -16,17 +16,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from actors import torchrun
-from actors.cli.main import main
 from actors.cli.preflight import Checked
 from actors.cli.torchrun import train_as_rank
 from actors.dpo import DpoLoop
 from actors.loop import train
-from actors.model_folders import with_model_folders
 from actors.rollout.demonstrations import Demonstration
 from actors.rollout.prompt_files import Prompts, read_prompts, with_steps_left, without_overlong
 from actors.rollout.prompts import PromptStream, Record
@@ -38,10 +34,7 @@ from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, SlimeError
-from slimefsdp.io import hub
-from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
-from tests.support.hub import COMMITS, files_of, lay_out
 from tests.support.rank_pool import RankPool
 from tests.support.runs import bits, rows_of
 from tests.support.tiny_models import plain_model
@@ -260,52 +253,6 @@ def test_all_ranks_of_torchrun_end_when_rank_0_raises_between_calls(
     resumed = preset(example, tmp_path, "checkpoint.interval_steps=4", "checkpoint.resume=true")
     others = replace(prompts, train=prompts.train[::-1])
     assert ranks.run(2, command_as_rank, resumed, others) == ["CheckpointError", 0]
-
-
-def model_read_by(rank: int, config: RunConfig, caches: list[Path]) -> Path:
-    """The folder of the model that the trainer of this rank reads."""
-    folders = []
-
-    class Noted(Trainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            folders.append(self.folder.path)
-
-    hub._snapshot.cache_clear()
-    with (
-        mock.patch.object(constants, "HF_HUB_CACHE", str(caches[rank])),
-        mock.patch("slimefsdp.trainer.Trainer", Noted),
-    ):
-        if rank:
-            follow()
-        else:
-            TorchrunGroup.launch(with_model_folders(config)).shutdown()
-    return folders[0]
-
-
-def test_each_machine_has_a_model_of_the_hub_from_its_own_cache(example: Path, tmp_path: Path, ranks: RankPool) -> None:
-    caches = [(tmp_path / str(rank)).resolve() for rank in range(2)]
-    snapshots = [lay_out(cache, "owner/tiny", COMMITS[0], files_of(example / "model")) for cache in caches]
-    config = preset(example, tmp_path, "model.path=owner/tiny")
-    assert ranks.run(2, model_read_by, config.with_ranks(2), caches) == snapshots
-
-
-def test_torchrun_trains_without_engines_alone(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    common = [f"model.path={example / 'model'}", f"data.train={example / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}"]
-    assert main(["train", str(ROOT / "configs/sort_digits_grpo.yaml"), *common]) == 2
-    said = capsys.readouterr().err
-    assert "algorithm=grpo" in said and "field: algorithm" in said and "torchrun" in said
-    assert main(["train", str(ROOT / "configs/sft_messages.yaml"), *common, "mesh.dp=3"]) == 2
-    assert "field: mesh.dp" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-def test_a_group_makes_only_the_calls_of_supervised_training() -> None:
-    with pytest.raises(AttributeError):
-        torchrun.TorchrunGroup(trainer=None).update_weights([])  # type: ignore[arg-type]
 
 
 def test_the_command_under_torchrun_leaves_what_the_ranks_of_ray_leave(

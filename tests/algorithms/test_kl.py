@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms import registry
 from slimefsdp.algorithms.kl import KL_ESTIMATORS, kl_estimate, next_coefficient
 
 FORMULAS = {  # of r = reference / policy
@@ -42,10 +41,6 @@ def expectation_under_old_policy(logits, ref_logits, estimator, old_logits, *, w
 
 def gradient(value, logits):
     return torch.autograd.grad(value, logits)[0]
-
-
-def test_every_name_a_setting_may_have_is_in_the_table():
-    assert {*KL_ESTIMATORS, "full"} == set(registry.KL_ESTIMATORS) and set(FORMULAS) == set(KL_ESTIMATORS)
 
 
 @every_estimator
@@ -91,11 +86,6 @@ def test_the_coefficient_follows_the_error_of_the_kl_and_stays_at_its_target():
     assert next_coefficient(0.3, 0.05, 0.05, 64, 1000) == 0.3
     assert next_coefficient(0.3, 0.055, 0.05, 100, 1000) == pytest.approx(0.3 * (1 + 0.1 * 0.1))
     assert next_coefficient(0.3, 0.045, 0.05, 100, 1000) == pytest.approx(0.3 * (1 - 0.1 * 0.1))
-
-
-@pytest.mark.parametrize("kl, change", [(5.0, 0.2), (math.inf, 0.0), (math.nan, 0.0), (0.0, -0.2), (-3.0, -0.2)])
-def test_an_error_beyond_a_fifth_counts_as_a_fifth_and_a_kl_that_is_no_number_not_at_all(kl, change):
-    assert next_coefficient(0.3, kl, 0.05, 100, 1000) == pytest.approx(0.3 * (1 + change * 0.1))
 
 
 @given(st.floats(1e-6, 1e3), st.floats(-1e3, 1e3), st.floats(1e-6, 10), st.integers(1, 10**7), st.integers(1, 10**7))

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from slimefsdp.algorithms.objective import Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import PolicyLoss, PolicyOptions, PolicyTokens, gspo_loss, ppo_loss
 from slimefsdp.algorithms.rollout_correction import CorrectionOptions
-from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.training.packs import check_policy_loss, objective_for
@@ -229,29 +228,6 @@ def test_a_correction_weighs_the_policy_term_and_neither_kl_nor_entropy(case: st
         assert recorder.values["correction_dropped_sequences"].tolist() == dropped
 
 
-def test_masking_left_sequences_looks_at_the_old_policy_where_nobody_knows_the_engine() -> None:
-    outputs, inputs = random_inputs(9)
-    objective = Objective(ppo_loss, OPTIONS, correction_options=CorrectionOptions(opsm_threshold=0.0))
-    assert inputs.old_log_probs is not None
-    alone = replace(inputs, rollout_log_probs=None)
-    weights = opsm(outputs, replace(inputs, rollout_log_probs=inputs.old_log_probs), 0.0)
-    assert any(weights) and weights != opsm(outputs, inputs, 0.0)
-    check_same(objective(outputs[:2], alone), plain_loss(objective, outputs, alone, weights), outputs)
-
-
-def test_where_the_old_log_probs_are_the_engines_its_mismatch_is_that_of_the_current_ones() -> None:
-    outputs, inputs = random_inputs()
-    inputs = replace(inputs, old_log_probs=inputs.rollout_log_probs)
-    recorders = Recorder(), Recorder()
-    for old_is_rollout, recorder in zip((True, False), recorders, strict=True):
-        given = replace(inputs, old_is_rollout=old_is_rollout)
-        Objective(ppo_loss)(outputs[:2], given, recorder)  # type: ignore[arg-type]
-    gap = (outputs[0].detach() - inputs.rollout_log_probs).abs()  # type: ignore[operator]
-    assert torch.equal(recorders[0].values["rollout_mismatch"], gap)
-    assert torch.equal(recorders[0].maxima["rollout_mismatch_max"], gap)
-    assert not recorders[1].values["rollout_mismatch"].any()
-
-
 # ---------------------------------------------------------------------- metrics
 
 
@@ -295,19 +271,6 @@ def test_the_kl_is_reported_as_it_is_estimated_though_no_term_has_it(kl_estimato
     assert recorder.values["kl_ref"].tolist() == pytest.approx(expected)
 
 
-def test_without_reference_and_rollout_nothing_is_reported_about_them() -> None:
-    outputs, inputs = random_inputs()
-    policy, sft = Recorder(), Recorder()
-    bare = replace(inputs, ref_log_probs=None, rollout_log_probs=None)
-    Objective(ppo_loss)(outputs[:2], bare, policy)  # type: ignore[arg-type]
-    Objective(None)(outputs[:2], inputs, sft)  # type: ignore[arg-type]
-    names = policy.values.keys() | policy.maxima.keys()
-    assert names == {
-        "entropy", "ratio", "ratio_deviation_max", "clip_fraction_low", "clip_fraction_high", "kl_old"
-    }  # fmt: skip
-    assert sft.values.keys() == {"entropy"} and not sft.maxima
-
-
 def test_an_empty_pack_has_a_loss_of_zero_and_reports_every_name() -> None:
     outputs, inputs = random_inputs()
     nothing = torch.arange(0)
@@ -328,49 +291,8 @@ def test_an_empty_pack_has_a_loss_of_zero_and_reports_every_name() -> None:
 # ---------------------------------------------------------------------- inputs and settings
 
 
-def test_inputs_are_picked_and_cast_and_absent_ones_stay_absent() -> None:
-    _, inputs = random_inputs()
-    bare = TokenInputs(inputs.weights, SAMPLES, 9, ref_log_probs=inputs.ref_log_probs)
-    picked = bare.at(torch.tensor([3, 1, 11]))
-    assert inputs.ref_log_probs is not None and picked.ref_log_probs is not None
-    assert torch.equal(picked.weights, inputs.weights[[3, 1, 11]])
-    assert torch.equal(picked.ref_log_probs, inputs.ref_log_probs[[3, 1, 11]])
-    assert picked.sample_ids.tolist() == [2, 2, 1] and picked.num_samples == 9
-    assert picked.advantages is None and picked.old_log_probs is None and picked.rollout_log_probs is None
-    assert picked.groups is None and picked.sequences.lengths().tolist() == [0, 1, 2, 0, 0, 0, 0, 0, 0]
-    narrow = inputs.to(torch.device("cpu")).as_dtype(torch.float32)
-    assert narrow.weights.dtype == torch.float32 and narrow.old_values is None
-    assert narrow.sample_ids.dtype == torch.int64 and narrow.groups is not None
-    assert narrow.groups.lengths().tolist() == [5, 7, 0, 0, 0, 0, 0, 0, 0]
-
-
 def settings(**sections: Any) -> Any:
     return config_from_dict({"model": {"path": "m"}, "optim": {"total_updates": 10}, **sections})
-
-
-def test_the_objective_has_every_number_of_the_settings() -> None:
-    loss = {
-        "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 4.0, "kl_coefficient": 0.5, "kl_estimator": "k1",
-        "kl_unbiased": True, "entropy_coefficient": 0.25,
-    }  # fmt: skip
-    correction = {"method": "icepop", "low": 0.5, "high": 2.0, "veto_below": 0.01, "opsm_threshold": 0.2}
-    found = objective_for(settings(loss=loss, correction=correction), "policy", 0.7)
-    assert found == Objective(
-        ppo_loss, PolicyOptions(0.1, 0.3, 4.0), False, "icepop", CorrectionOptions(0.5, 2.0, 0.01, 0.2),
-        kl_coefficient=0.7, kl_estimator="k1", kl_unbiased=True, entropy_coefficient=0.25,
-    )  # fmt: skip
-    for name in ("gspo", "gspo_token", "gmpo", "dpo"):
-        assert objective_for(settings(loss={"policy": name}), "policy", 0.0).looks_at_sequences
-    sapo = {"policy": "sapo", "sapo_temperature_positive": 2.0, "sapo_temperature_negative": 3.0}
-    options = objective_for(settings(loss=sapo), "policy", 0.0).options
-    assert (options.sapo_temperature_positive, options.sapo_temperature_negative) == (2.0, 3.0)
-    assert objective_for(settings(loss={"policy": "dpo", "dpo_beta": 0.3}), "policy", 0.0).options.dpo_beta == 0.3
-    assert objective_for(settings(loss={"policy": "dro", "dro_beta": 0.3}), "policy", 0.0).options.dro_beta == 0.3
-    in_reward = settings(loss={"kl_coefficient": 0.5, "kl_in": "reward"})
-    assert objective_for(in_reward, "policy", 0.5).kl_coefficient == 0.0
-    assert objective_for(settings(), "sft", 0.0).policy is None
-    critic = settings(algorithm="ppo", critic={"clip": None})
-    assert objective_for(critic, "value", 0.0) == ValueObjective(clip=None)
 
 
 @pytest.mark.parametrize("looks_at_sequences", [False, True])
@@ -433,12 +355,6 @@ def test_a_loss_of_ones_own_is_called_like_any_other(monkeypatch: pytest.MonkeyP
         token = -inputs.advantages[t] * mean + 0.5 * plain_kl(objective, outputs, inputs, t) - 0.2 * outputs[1, t]  # type: ignore[arg-type]
         expected = expected + inputs.weights[t] * token
     check_same(objective(outputs[:2], inputs), expected, outputs)
-
-
-def test_a_loss_of_ones_own_that_cannot_be_imported_is_a_fault_of_the_settings() -> None:
-    with pytest.raises(ConfigError) as caught:
-        objective_for(settings(loss={"policy": "no_such_losses:f"}), "policy", 0.0)
-    assert caught.value.field == "loss.policy" and "no_such_losses" in caught.value.message and caught.value.hint
 
 
 def _wide(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms import registry
-from slimefsdp.algorithms.reduction import REDUCTIONS, ReductionName, token_weights, update_denominator
-from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.algorithms.reduction import REDUCTIONS, token_weights, update_denominator
+from slimefsdp.errors import BatchError
 from tests.support.refusals import refused
 
 every_reduction = pytest.mark.parametrize("reduction", list(REDUCTIONS))
@@ -66,10 +63,6 @@ def updates(draw):
     return losses, mask[order], sample_of_token[order], len(masks)
 
 
-def test_every_name_a_setting_may_have_is_in_the_table():
-    assert set(get_args(ReductionName)) == set(REDUCTIONS) == set(registry.REDUCTIONS)
-
-
 @every_reduction
 @settings(deadline=None)
 @given(update=updates())
@@ -115,18 +108,6 @@ def test_parts_given_the_wholes_denominator_have_the_wholes_weights(reduction, u
     assert parts_denominator == denominator
 
 
-def test_a_sample_without_trained_tokens_leaves_the_denominators():
-    mask, sample_of_token = np.array([True, True, False, True]), np.array([0, 0, 1, 3])
-    groups = np.array([8, 5, 5, 8, 5])  # group 5 has no trained token
-    found = [update_denominator(mask, sample_of_token, 5, reduction, group_ids=groups) for reduction in REDUCTIONS]
-    assert found == [3.0, 2.0, 2.0, 1.0]
-    assert token_weights(mask, sample_of_token, 5, "token_mean").tolist() == [1 / 3, 1 / 3, 0, 1 / 3]
-    assert token_weights(mask, sample_of_token, 5, "sequence_mean").tolist() == [1 / 4, 1 / 4, 0, 1 / 2]
-    assert token_weights(mask, sample_of_token, 5, "prompt_mean", group_ids=groups).tolist() == [1 / 3, 1 / 3, 0, 1 / 3]
-    constant = token_weights(mask, sample_of_token, 5, "constant", constant_length=8)
-    assert constant.tolist() == [1 / 16, 1 / 16, 0, 1 / 16]
-
-
 @every_reduction
 @pytest.mark.parametrize("denominator", [None, 0.0, 3.0])
 def test_an_update_with_nothing_to_train_on_weighs_nothing(reduction, denominator):
@@ -142,19 +123,3 @@ def test_an_update_with_nothing_to_train_on_weighs_nothing(reduction, denominato
 def test_a_denominator_that_cannot_divide_is_refused(denominator):
     with refused(BatchError, "denominator", denominator):
         token_weights(np.ones(3, bool), np.zeros(3, np.int64), 1, "token_mean", denominator=denominator)
-
-
-@pytest.mark.parametrize(
-    ("reduction", "constant_length"), [("constant", None), ("constant", 0), ("constant", -4), ("token_mean", 8)]
-)
-def test_a_constant_length_goes_with_the_constant_reduction_and_only_with_it(reduction, constant_length):
-    with pytest.raises(ConfigError) as caught:
-        token_weights(np.ones(1, bool), np.zeros(1, np.int64), 1, reduction, constant_length=constant_length)
-    assert caught.value.field == "constant_length" and caught.value.hint
-
-
-def test_a_mean_over_prompts_without_groups_is_refused():
-    tokens = np.ones(2, bool), np.array([0, 1]), 2, "prompt_mean"
-    for function in (token_weights, update_denominator):
-        with refused(BatchError, "group_ids", "reduction=prompt_mean"):
-            function(*tokens)

@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimefsdp.algorithms.policy_losses import Sequences
-from slimefsdp.algorithms.registry import CORRECTIONS as NAMES
 from slimefsdp.algorithms.rollout_correction import (
     CORRECTIONS,
-    Correction,
     CorrectionOptions,
-    correction_statistics,
     kept_by_opsm,
     kept_by_veto,
     mismatch_statistics,
 )
-from slimefsdp.config.algorithm import CORRECTION_BOUNDS
 from tests.support.tiers import examples
 
 LOW, HIGH = 0.5, 2.0
@@ -104,22 +100,6 @@ def test_order_and_numbering_of_tokens_and_the_split_into_packs_change_nothing(m
         torch.testing.assert_close(alone.weights.sort()[0], whole.weights[here].sort()[0], rtol=1e-12, atol=0.0)
 
 
-def test_bounds_that_a_method_can_do_without_may_be_missing():
-    log_rho, sequences = pack([[-1.5, 0.1, 1.5], [0.2]])
-    rho = log_rho.exp()
-    assert torch.equal(CORRECTIONS["importance"](log_rho, sequences, CorrectionOptions()).weights, rho)
-    for method in CORRECTIONS:
-        needed = {name: getattr(BOUNDS, name) for name in CORRECTION_BOUNDS[method][0]}
-        found = CORRECTIONS[method](log_rho, sequences, CorrectionOptions(**needed))
-        assert found.below.any() <= ("low" in needed) and found.above.any() <= ("high" in needed)
-    without_low = CORRECTIONS["mis"](log_rho, sequences, CorrectionOptions(high=HIGH))
-    assert torch.equal(without_low.weights, rho.masked_fill(rho > HIGH, 0.0))
-
-
-def test_the_tables_have_the_names_that_settings_offer():
-    assert CORRECTIONS.keys() == NAMES.keys()
-
-
 @every_method
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_infinite_rho_is_truncated_or_dropped_and_a_pack_without_tokens_is_legal(method, dtype):
@@ -191,34 +171,12 @@ def test_mismatch_statistics_are_those_of_a_loop(batch):
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-def test_correction_statistics_count_tokens_and_whole_sequences_of_this_pack_only():
-    weights = torch.tensor([0.0, 1.5, 0.0, 0.0, 0.5, 0.0, 0.0, 2.0])
-    below = torch.tensor([True, False, False, False, False, False, False, False])
-    above = torch.tensor([False, False, True, True, False, False, False, False])
-    sequences = Sequences(torch.tensor([4, 4, 1, 1, 0, 5, 5, 2]), 7)
-    found = reduced(correction_statistics(Correction(weights, below, above), sequences))
-    assert found == pytest.approx({
-        "correction_weight": 0.5,
-        "correction_below": 0.125,
-        "correction_above": 0.25,
-        "correction_dropped": 0.625,
-        "correction_dropped_sequences": 0.4,
-    })  # fmt: skip
-
-
 def test_dropping_takes_an_infinite_weight_away_too_and_leaves_flags_alone():
     log_rho, sequences = pack([[1e3, 0.1], [0.2]])
     correction = CORRECTIONS["importance"](log_rho, sequences, CorrectionOptions())
     dropped = correction.dropping(sequences.index == 0)
     assert correction.weights.isinf().sum() == 1
     assert dropped.weights.tolist() == [0.0, math.exp(0.2), 0.0] and dropped[1:] == correction[1:]
-
-
-def test_statistics_of_no_tokens_are_of_no_values():
-    nothing, sequences = torch.zeros(0), Sequences(torch.zeros(0, dtype=torch.int64), 4)
-    correction = CORRECTIONS["mis"](nothing, sequences, BOUNDS)
-    statistics = mismatch_statistics(nothing, sequences) | correction_statistics(correction, sequences)
-    assert all(values.numel() == 0 for values in counted_values(statistics).values())
 
 
 def test_statistics_of_float32_do_not_overflow_where_a_square_of_rho_would():

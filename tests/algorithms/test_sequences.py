@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,14 +37,6 @@ def test_sum_mean_lengths_and_occurs_are_those_of_a_loop_over_sequences(tokens):
 
 @settings(deadline=None)
 @given(tokens_st)
-def test_spread_gives_each_token_the_value_of_its_sequence(tokens):
-    sequences, _ = columns(tokens)
-    per_sequence = torch.arange(COUNT) * 10.0
-    assert sequences.spread(per_sequence).tolist() == [number * 10.0 for number, _ in tokens]
-
-
-@settings(deadline=None)
-@given(tokens_st)
 def test_gradients_of_sum_mean_and_spread_are_one_one_over_length_and_the_tokens_own(tokens):
     sequences, values = columns(tokens)
     factors = torch.arange(1.0, COUNT + 1, dtype=torch.float64)
@@ -70,15 +61,3 @@ def test_sums_of_float32_are_rounded_once_so_that_the_order_of_tokens_does_not_s
     assert torch.equal(sums, Sequences(index[shuffle], 3).sum(values[shuffle]))
     exact = [math.fsum(values[index == number].double().tolist()) for number in range(3)]
     assert torch.equal(sums, torch.tensor(exact, dtype=torch.float64).float())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_pack_without_tokens_has_sums_and_means_of_zero(dtype):
-    sequences = Sequences(torch.zeros(0, dtype=torch.int64), 3)
-    nothing = torch.zeros(0, dtype=dtype, requires_grad=True)
-    for per_sequence in (sequences.sum(nothing), sequences.mean(nothing)):
-        assert per_sequence.dtype == dtype and per_sequence.tolist() == [0.0] * 3
-        assert sequences.spread(per_sequence).shape == (0,)
-        (gradient,) = torch.autograd.grad(per_sequence.sum(), nothing, retain_graph=True)
-        assert gradient.shape == (0,)
-    assert not sequences.occurs().any() and sequences.lengths().tolist() == [0] * 3

@@ -98,12 +98,3 @@ def test_explained_variance_is_that_of_all_tokens_together() -> None:
     np.testing.assert_allclose(metrics["explained_variance"], 1 - np.var(returns - ours) / np.var(returns), rtol=1e-10)
     np.testing.assert_allclose([metrics["value"], metrics["return"]], [ours.mean(), returns.mean()], rtol=1e-12)
     assert metrics.keys() == {"loss", "tokens", "clip_fraction", "value", "return", "explained_variance"}
-
-
-def test_returns_that_do_not_vary_have_no_explained_variance() -> None:
-    inputs, values = some_inputs()
-    constant = TokenInputs(
-        inputs.weights, inputs.sample_ids, 1, old_values=inputs.old_values, returns=torch.full((40,), 0.1).double()
-    )
-    _, metrics = objective_over([slice(None)], constant, values, CLIP)
-    assert "explained_variance" not in metrics and metrics["return"] == pytest.approx(0.1)

@@ -99,18 +99,6 @@ def test_a_segment_gets_what_transformers_own_attention_gives_it_alone(
         start += length
 
 
-def test_a_sliding_window_reaches_the_kernel() -> None:
-    assert not torch.equal(call(sliding_window=2), call())
-    assert torch.equal(call(sliding_window=9), call())
-
-
-def test_soft_caps_and_sinks_reach_the_kernel() -> None:
-    assert not torch.equal(call(softcap=0.5), call())
-    assert not torch.equal(call(s_aux=torch.zeros(4, dtype=torch.float64)), call())
-    far = torch.full((4,), -1e4, dtype=torch.float64)  # a sink that nothing flows into
-    torch.testing.assert_close(call(s_aux=far), call(), rtol=1e-12, atol=1e-12)
-
-
 class BidirectionalLayer(nn.Module):
     is_causal = False
 
@@ -133,8 +121,3 @@ def test_what_the_kernels_cannot_honour_is_refused_by_name(
         call(layer, **changes)
     assert caught.value.field == "model.path"
     assert type(layer).__name__ in caught.value.message and named in caught.value.message
-
-
-def test_rows_beyond_the_pack_are_not_dropped_silently() -> None:
-    with pytest.raises(AssertionError):
-        call(query=torch.zeros(2, 4, 9, 8, dtype=torch.float64))

@@ -119,38 +119,6 @@ def test_flash_attention_3_is_switched_on_where_it_is_asked_for_and_off_for_who_
     assert switched == ["FA3", "torch's own"]
 
 
-def test_flash_attention_3_that_cannot_compute_here_is_refused_by_its_setting(
-    switched: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*named: object, device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16) -> None:
-        with refused(ConfigError, "attention.kernel", "attention.kernel=flash_attn_3", *named):
-            flash_attn_3.switch(on=True, device=device, dtype=dtype)
-
-    refuse("cpu", device=CPU)
-    refuse(torch.float32, dtype=torch.float32)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    refuse("8.6")
-    monkeypatch.setattr(flash_attn_3, "find_spec", lambda name: None)
-    refuse("flash_attn_interface")
-    monkeypatch.delattr(torch.nn.attention, "list_flash_attention_impls")
-    refuse(torch.__version__)
-    assert switched == []
-
-
-@pytest.mark.parametrize(
-    "error", [ImportError("undefined symbol"), RuntimeError("does not expose FA3 backward kernels"), OSError("no file")]
-)
-def test_a_package_that_torch_cannot_take_the_kernels_from_is_refused_by_the_setting(
-    switched: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def activate(name: str) -> None:
-        raise error
-
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    with refused(ConfigError, "attention.kernel", "attention.kernel=flash_attn_3", "flash_attn_interface", error):
-        flash_attn_3.switch(on=True, device=CUDA, dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "values"), [("gemma2", {}, ["soft-cap"]), ("qwen3", {"head_dim": 12}, [12, 256])]
 )

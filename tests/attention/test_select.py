@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from slimefsdp.attention import varlen
 from slimefsdp.attention.call_plan import AttentionParams
@@ -20,7 +16,7 @@ from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.errors import ConfigError
 from slimefsdp.estimate.setup import ByteSizes
 from slimefsdp.estimate.traffic import attention_comm_bytes
-from slimefsdp.model_spec import ModelSpec, has_attention_softcap
+from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.build import build_policy
 from slimefsdp.models.hf_folder import read_model_folder
 from tests.support.refusals import refused
@@ -102,17 +98,6 @@ def test_what_config_json_says_is_what_the_built_model_is(
     assert written.head_dim == layer.head_dim
 
 
-@pytest.mark.parametrize("changes, has_softcap", [({}, True), ({"attn_logit_softcapping": None}, False)])
-def test_a_soft_cap_that_config_json_leaves_out_is_transformers_own(
-    tiny_folder: TinyFolder, tmp_path: Path, changes: dict[str, Any], has_softcap: bool
-) -> None:
-    written = json.loads((tiny_folder("gemma2") / "config.json").read_text())
-    del written["attn_logit_softcapping"]
-    (tmp_path / "config.json").write_text(json.dumps(written | changes))
-    completed = AutoConfig.from_pretrained(tmp_path).to_dict()
-    assert has_attention_softcap(written | changes) == has_attention_softcap(completed) == has_softcap
-
-
 @pytest.mark.parametrize(
     ("setting", "shape", "values", "others"),
     [
@@ -152,15 +137,6 @@ def test_kernels_that_would_not_compute_a_model_are_refused(
         check_kernel(kernel, shape, deterministic=deterministic)
     assert way_out in str(caught.value.hint)
     check_kernel("torch", shape, deterministic=deterministic)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192])
-def test_kernels_that_compute_a_model_are_taken(head_dim: int, deterministic: bool) -> None:
-    shape = AttentionShape(8, 2, head_dim, has_windows=True, has_sinks=True)
-    check_kernel("flash_attn_3", shape, deterministic=deterministic)
-    check_kernel("flash_attn_3", replace(shape, head_dim=256), deterministic=False)
-    check_kernel("flash_attn", replace(shape, head_dim=256, has_softcap=True), deterministic=deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 200, 256, 264])

@@ -26,16 +26,6 @@ def flops_of(tokens: int, model: ModelSpec) -> float:
     return float(model.layers * layer + attention * pairs + 2 * tokens * model.hidden * model.vocab)
 
 
-@pytest.mark.parametrize("tokens", [50, 100, 500, 4000])
-@pytest.mark.parametrize("experts", [1, 3])
-def test_costs_of_samples_relate_as_their_flops(tokens: int, experts: int) -> None:
-    model = ModelSpec(**{**{f: getattr(MODEL, f) for f in MODEL.__slots__}, "experts": 4, "active_experts": experts})
-    cost = CostModel.of_model(model)
-    ratio = cost.cost(np.array([tokens]))[0] / cost.cost(np.array([1]))[0]
-    # n^2 / 2 stands for n (n + 1) / 2 pairs, which only matters where attention does not
-    assert ratio == pytest.approx(flops_of(tokens, model) / flops_of(1, model), rel=2e-3)
-
-
 def test_the_default_is_a_plain_model_of_hidden_size_2048_without_its_head() -> None:
     plain = ModelSpec(
         hidden=2048, layers=24, heads=16, kv_heads=16, head_dim=128, intermediate=8192, vocab=0, mlp_matrices=2
@@ -53,14 +43,6 @@ def test_the_work_of_a_sequence_is_that_of_its_parts(parts: list[int]) -> None:
     bounds = np.cumsum([0, *parts])
     assert np.diff(cost.cost(bounds)).sum() == pytest.approx(cost.cost(bounds[-1:])[0], rel=1e-12)
     assert (np.diff(cost.cost(bounds)) >= 0).all()
-
-
-def test_a_window_makes_attention_linear_beyond_it_and_changes_nothing_below() -> None:
-    windowed, whole = CostModel(linear=0, quadratic=0, windowed=1.0, window=100), CostModel(linear=0, quadratic=1.0)
-    lengths = np.array([1, 50, 100])
-    assert np.array_equal(windowed.cost(lengths), whole.cost(lengths))
-    beyond = windowed.cost(np.array([200, 300, 400]))
-    assert np.diff(beyond).tolist() == [20_000, 20_000] and beyond[0] < whole.cost(np.array([200]))[0]
 
 
 def test_cp_ranks_share_a_sample_and_only_what_is_cut_is_sent() -> None:
@@ -92,9 +74,3 @@ def test_under_ulysses_only_the_matrices_follow_the_owner_of_a_token(strategy: S
         assert cost.of_owner().cost(lengths).tolist() == [10, 5000]
     else:
         assert cost.of_owner() == cost
-
-
-def test_attention_that_is_slower_than_products_weighs_more() -> None:
-    plain, slow = (CostModel.of_model(MODEL, attention_slowdown=factor) for factor in (1.0, 3.0))
-    assert slow.quadratic == pytest.approx(3 * plain.quadratic) and slow.windowed == pytest.approx(3 * plain.windowed)
-    assert (slow.linear, slow.comm) == (plain.linear, plain.comm)

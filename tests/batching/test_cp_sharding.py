@@ -38,7 +38,6 @@ COSTS = st.builds(
     comm=st.sampled_from([0.0, 0.01, 0.05, 2.0]),
     splits_heads=st.booleans(),
 )
-PAIRS = CostModel(linear=0.0, quadratic=1.0)
 ROUNDING = 1e-12  # of sums in another order, relative
 
 
@@ -125,12 +124,6 @@ def test_the_longest_are_cut_and_shorter_ones_whole(lengths: list[int], cp: int)
     assert layout == hybrid_layout(tuple(offsets(lengths)), cp), "equal on every rank"
 
 
-def test_sequences_too_short_to_be_cut_evenly_fill_what_others_leave() -> None:
-    cu = offsets([15] * 9)  # zig-zag keeps all nine whole: two on one rank, one on the others
-    assert unevenness(tokens_of(zigzag_layout(cu, 8))) == pytest.approx(30 / (135 / 8))
-    assert tokens_of(hybrid_layout(cu, 8)) == [17] * 7 + [16]
-
-
 def test_sequences_stay_whole_where_cutting_buys_nothing_and_are_cut_where_it_does() -> None:
     equal = offsets([1000] * 16)
     assert sent_rows(hybrid_layout(equal, 8)) == [0] * 8
@@ -139,14 +132,6 @@ def test_sequences_stay_whole_where_cutting_buys_nothing_and_are_cut_where_it_do
     layout = hybrid_layout(one_long, 8)
     assert all(pieces[0].node == 0 for pieces in layout), "every rank has some of the long one"
     assert 0 < sum(sent_rows(layout)) <= 8000, "and only that travels"
-
-
-def test_ulysses_is_laid_out_by_tokens_alone() -> None:
-    # one rank's 4000 tokens at once have more pairs than the others' 4 x 1000, which Ulysses evens out by heads
-    cu, by_heads = offsets([4000, *[1000] * 4]), CostModel(quadratic=0.01, splits_heads=True)
-    layout = hybrid_layout(cu, 2, by_heads)
-    assert sent_rows(layout) == [0, 0] and unevenness(work_of(layout, cu, PAIRS)) > 1.5
-    assert sum(sent_rows(hybrid_layout(cu, 2, CostModel(quadratic=0.01)))) > 0
 
 
 def test_a_pack_of_a_thousand_short_samples_is_laid_out_in_milliseconds() -> None:
@@ -266,10 +251,3 @@ def test_work_of_shared_prompts_is_within_five_percent_of_even(
     lengths, forest = nodes
     cu = offsets(lengths)
     assert unevenness(work_of(hybrid_layout(cu, cp, cost, forest), cu, cost, forest)) <= 1.05
-
-
-def test_whole_trees_send_nothing_and_of_a_cut_one_only_what_several_ranks_see() -> None:
-    lengths, forest = groups(8, 300, 8, 200)
-    assert sum(sent_rows(hybrid_layout(offsets(lengths), 4, CostModel(), forest), forest.parents)) == 0
-    lengths, forest = groups(1, 1024, 16, 128)
-    assert sum(sent_rows(hybrid_layout(offsets(lengths), 4, CostModel(), forest), forest.parents)) == 1024

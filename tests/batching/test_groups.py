@@ -6,7 +6,7 @@ import pytest
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.groups import PrefixGroups, SampleCosts, groups
 from slimefsdp.batching.plan import Plan
-from slimefsdp.batching.prefix_tree import SharedPrefixes, find_prefixes
+from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.errors import BatchError
 from tests.support.plans import plan_of
 from tests.support.refusals import refused
@@ -41,13 +41,6 @@ def test_prefix_groups_part_the_samples_and_stay_within_the_limit(limit, system)
         members = items.samples[end - size : end]
         assert tokens_of_item == costs.tokens(members) and cost == pytest.approx(costs.work(members))
         assert tokens_of_item <= limit or size == 1
-
-
-def test_a_group_that_is_too_large_for_a_pack_is_parted_evenly():
-    tokens, lengths = grouped(1, 16, 100, 20)
-    costs = SampleCosts(lengths, COST, 1, 10**6, find_prefixes(tokens, lengths))
-    assert sorted(PrefixGroups(costs, np.arange(16)).within(270).sizes.tolist()) == [8, 8]
-    assert sorted(PrefixGroups(costs, np.arange(16)).within(420).sizes.tolist()) == [16]
 
 
 @pytest.mark.parametrize("limit", [60, 250, 400, 1000, 3000, 10**6])
@@ -122,29 +115,6 @@ def test_sharing_is_chosen_only_where_the_busiest_rank_gains(dp, cp, size, promp
     assert busiest(plan) <= (0.95 if plan.shared else 1) * busiest(whole)
 
 
-def test_a_prompt_that_travels_is_sent_once_however_dear_sending_is():
-    tokens, lengths = grouped(4, 8, 300, 100)
-    shared = find_prefixes(tokens, lengths)
-    dear = CostModel(comm=50.0)
-    costs = SampleCosts(lengths, dear, 2, 512, shared)  # a rank holds 256, so every sample is cut
-    group = np.arange(8)
-    expected = dear.cost(np.array([300])) + 8 * (dear.cost(np.array([400])) - dear.cost(np.array([300])))
-    assert costs.work(group) == pytest.approx((expected.item() + 50 * (300 + 8 * 100)) / 2)
-    assert costs.work(group[:1]) == costs.each[0] == pytest.approx((dear.cost(np.array([400])).item() + 50 * 400) / 2)
-    found = PrefixGroups(costs, np.arange(32)).within(10**6)
-    assert found.costs.sum() == pytest.approx(4 * costs.work(group))
-    assert plan_of(lengths, dp=1, max_pack_tokens=512, cp=2, cost_model=dear, shared=shared).shared is shared
-
-
-def test_too_little_in_common_is_not_shared_unless_asked_for():
-    tokens, lengths = grouped(8, 2, 16, 500)
-    shared = find_prefixes(tokens, lengths)
-    assert shared is not None
-    settings = {"dp": 1, "max_pack_tokens": 4096, "shared": shared}
-    assert plan_of(lengths, **settings).shared is None
-    assert plan_of(lengths, **settings, min_gain=-np.inf).shared is shared
-
-
 def test_updates_have_the_same_samples_with_and_without_sharing():
     tokens, lengths = grouped(6, 8, 200, 20)
     settings = {"dp": 2, "max_pack_tokens": 1024, "samples_per_update": 20, "seed": 3, "epochs": 2}
@@ -165,9 +135,3 @@ def test_pairs_stay_together_and_may_share_their_prompt():
         plan_of(lengths, dp=2, max_pack_tokens=400, together=together)
     costs = SampleCosts(lengths, COST, 1, 400, shared)
     assert groups(costs, np.arange(12), together).tokens.tolist() == [400] * 6
-
-
-def test_the_digest_sees_what_is_shared():
-    packs = (((np.array([0, 1]),),),)
-    shared = [SharedPrefixes(np.array([0, 1]), np.array([0, n])) for n in (16, 17)]
-    assert len({Plan(packs, 0, 0, 1, 99, how).digest() for how in (None, *shared)}) == 3

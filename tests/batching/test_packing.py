@@ -103,27 +103,6 @@ def test_masked_tokens_have_no_pair_in_training_and_one_in_log_probs() -> None:
     assert pack(batch, samples, trained_only=False).targets.tolist() == [8, 9, 10]
 
 
-def test_a_sample_without_trained_tokens_keeps_its_place_in_the_pack() -> None:
-    batch = RolloutBatch.from_samples(
-        [
-            {"tokens": [1, 2, 3], "response_length": 2, "loss_mask": [False, False]},
-            {"tokens": [4, 5], "response_length": 1, "loss_mask": [True]},
-        ]
-    )
-    packed = pack(batch, np.array([0, 1]), trained_only=True)
-    assert packed.tokens.tolist() == [1, 2, 3, 4, 5] and packed.rows.tolist() == [3]
-    assert packed.response_index.tolist() == [2]
-
-
-def test_a_final_token_of_id_zero_is_a_target_like_any_other() -> None:
-    batch = RolloutBatch.from_samples(
-        [{"tokens": [5, 6, 0], "response_length": 2}, {"tokens": [3, 0, 0, 0], "response_length": 3}]
-    )
-    packed = pack(batch, np.array([0, 1]), trained_only=True)
-    assert packed.cu_seqlens == (0, 3, 7)
-    assert packed.targets.tolist() == [6, 0, 0, 0, 0] and packed.rows.tolist() == [0, 1, 3, 4, 5]
-
-
 @pytest.mark.parametrize("trained_only", [True, False])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_no_samples_make_a_dummy_of_one_token_that_predicts_nothing(trained_only: bool, cp: int) -> None:

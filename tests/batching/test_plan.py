@@ -148,13 +148,6 @@ def test_an_update_holds_as_many_groups_as_samples_per_update_has_room_for(case)
     assert len(plan.updates) + plan.num_skipped_updates == case["epochs"] * math.ceil(len(sizes) / groups)
 
 
-@given(cases())
-@examples(50)
-def test_groups_of_one_are_planned_as_samples(case):
-    alone = np.arange(len(case["lengths"]))
-    assert plan_of(**case, together=alone).digest() == plan_of(**case).digest()
-
-
 def test_a_group_over_the_cap_is_refused_by_name_with_the_way_out():
     shape = {"dp": 2, "max_pack_tokens": 100, "together": np.array([8, 3, 8, 3])}
     with refused(BatchError, "batch.max_tokens_per_rank", "group 3", 130, 100) as caught:
@@ -192,13 +185,6 @@ def test_the_digest_changes_with_anything_in_the_plan():
     assert len({plan.digest() for plan in plans}) == len(plans)
 
 
-def test_the_digest_sees_where_an_update_ends():
-    first = ((np.array([0]),), (np.array([1]),))
-    second = ((np.array([2]),), (np.array([3]),))
-    both = ((np.array([0]), np.array([2])), (np.array([1]), np.array([3])))
-    assert Plan((first, second), 0, 0, 1, 9).digest() != Plan((both,), 0, 0, 1, 9).digest()
-
-
 @pytest.mark.parametrize(("dp", "num_samples"), [(8, 512), (8, 4096), (64, 8192), (64, 40_000)])
 @pytest.mark.parametrize("cap", [8192, 16384, 65536])
 @pytest.mark.parametrize("seed", [0, 1])
@@ -219,13 +205,6 @@ def test_micro_batches_that_run_at_the_same_time_hold_similar_work():
     assert (np.diff(costs, axis=1) <= 0).all(), "costliest first"
     waited_for = costs.max(axis=0).sum()  # ranks meet in every collective, so each step takes as long as its slowest
     assert waited_for / costs.mean(axis=0).sum() <= 1.02
-
-
-def test_imbalance_sums_the_slowest_rank_of_each_update():
-    updates = (((np.array([0]),), (np.array([1]),)), ((np.array([1]),), (np.array([0]),)))
-    linear = CostModel(linear=1.0, quadratic=0.0)
-    # over both updates each rank does 4, yet each update takes as long as its slower rank: 3 + 3 against 2 + 2
-    assert Plan(updates, 0, 0, 1, 9).imbalance(np.array([3, 1]), linear) == pytest.approx(1.5)
 
 
 def test_cost_has_a_quadratic_term_and_decides_who_works_with_whom():
@@ -249,23 +228,11 @@ def test_under_cp_a_sample_weighs_what_it_makes_its_ranks_send():
     assert whole.imbalance(lengths, shape["cost_model"], cp=4) == pytest.approx(504 / 402)
 
 
-def test_on_one_rank_nothing_is_sent_and_sending_weighs_nothing():
-    lengths = log_normal_lengths(200)
-    plans = [plan_of(lengths, dp=4, max_pack_tokens=8192, cost_model=CostModel(comm=comm)) for comm in (0.0, 5.0)]
-    assert plans[0].digest() == plans[1].digest()
-
-
 @pytest.mark.parametrize("cp", [2, 8])
 def test_log_normal_lengths_are_balanced_over_ranks_under_cp(cp):
     lengths = log_normal_lengths(2048, longest=8192 * cp)
     plan = plan_of(lengths, dp=8, max_pack_tokens=8192 * cp, cp=cp)
     assert plan.imbalance(lengths, cp=cp) <= 1.02
-
-
-def test_packs_that_only_fit_tightly_are_found_and_not_overfilled():
-    # Two packs of 10 hold these only as 5 + 5 and 4 + 3 + 3; spreading the work first puts 5 beside 4 and gets stuck.
-    (update,) = plan_of(np.array([3, 5, 4, 5, 3]), dp=2, max_pack_tokens=10).updates
-    assert sorted(pack.tolist() for pack in packs_of(update)) == [[0, 2, 4], [1, 3]]
 
 
 def test_where_spreading_the_work_does_not_fit_every_rank_still_gets_work_in_every_micro_batch():
@@ -283,11 +250,6 @@ def test_a_sample_over_the_cap_is_refused_by_name_with_the_way_out():
     assert names(caught.value.hint, 7000)
     with refused(BatchError, "batch.max_tokens_per_rank", "sample 1", 5000, 4096):
         plan_update(SampleCosts(lengths, COST, 1, 4096), np.array([0, 1, 2]), dp=2)
-
-
-def test_a_sample_over_the_cap_that_trains_nothing_is_dropped_like_any_other():
-    plan = plan_of(np.array([10, 5000]), dp=1, max_pack_tokens=4096, trains=np.array([True, False]))
-    assert plan.num_dropped == 1 and plan.samples_of(0).tolist() == [0]
 
 
 def test_updates_are_cut_before_samples_are_dropped():
@@ -333,16 +295,6 @@ def test_updates_are_the_same_whether_what_does_not_train_is_dropped_or_not(case
         assert np.array_equal(counted, kept.counted_of(update)) and (np.diff(counted) > 0).all()
         assert np.array_equal(dropped.samples_of(update), counted[trains[counted]])
         assert set(dropped.samples_of(update)) <= set(kept.samples_of(update)) <= set(counted) & first
-
-
-def test_a_last_short_update_runs_with_its_own_count():
-    plan = plan_of(np.full(10, 7), dp=2, max_pack_tokens=14, samples_per_update=4)
-    assert [len(plan.samples_of(update)) for update in range(3)] == [4, 4, 2]
-
-
-def test_fewer_samples_than_ranks_leave_whole_ranks_with_dummies():
-    (update,) = plan_of(np.array([5, 9, 7]), dp=8, max_pack_tokens=100).updates
-    assert sorted(len(pack) for pack in packs_of(update)) == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
 def test_without_a_seed_updates_follow_the_batch_and_with_one_each_epoch_is_shuffled_anew():

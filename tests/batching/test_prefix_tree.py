@@ -154,12 +154,6 @@ def rows_of_paths(packed: PackedBatch) -> dict[int, list[int]]:
     return {row: paths[node] for node in nodes for row in range(packed.cu_seqlens[node], packed.cu_seqlens[node + 1])}
 
 
-def test_unrelated_samples_share_nothing():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(2, 40, 200)
-    assert find_prefixes(rng.integers(0, 10**6, lengths.sum()), lengths) is None
-
-
 def test_responses_that_all_samples_begin_with_are_computed_once_and_scored_for_each():
     same = ([5] * 20 + [1, 2, 3], 3, [True] * 3)
     batch = batch_of([same, same, ([5] * 20 + [1, 2, 4], 3, [True] * 3)])
@@ -183,12 +177,3 @@ def test_what_samples_do_not_share_is_found_out(change):
     if change == "length":
         shared = shared[:-1]
     assert not SharedPrefixes(place, shared).fit(tokens, lengths)
-
-
-def test_by_default_sixteen_tokens_in_common_are_shared_and_fifteen_are_not():
-    for in_common, is_shared in ((15, False), (16, True)):
-        samples = [[7] * in_common + [number, 5] for number in range(2)]
-        tokens, lengths = np.concatenate(samples), np.full(2, in_common + 2)
-        shared = find_prefixes(tokens, lengths)
-        assert (shared is not None) == is_shared
-        assert shared is None or shared.tokens(lengths, np.arange(2)) == in_common + 4

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from packaging.requirements import Requirement
 
 from actors.cli import environment
 from actors.cli.check import REGISTRY
-from actors.cli.environment import is_within, supported_packages
 from actors.cli.main import main
 from actors.rollout.rewards import exact_match
 from slimefsdp.algorithms import registry
@@ -95,23 +93,6 @@ def test_every_table_of_functions_is_listed_whole(capsys: pytest.CaptureFixture[
     assert "*" not in text, "without settings nothing is chosen"
 
 
-def test_settings_mark_what_they_choose(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, _ = checked(capsys, config, "loss.policy=gspo")
-    marked = [line.split()[1] for line in text.splitlines() if line.startswith(" * ")]
-    own = f"{__name__}:keep_all"
-    assert marked == ["rloo", "gspo", "token_mean", own, "actors.rollout.rewards:exact_match"]
-    (line,) = (line for line in text.splitlines() if own in line)
-    assert f"{Path(__file__).name}:{keep_all.__code__.co_firstlineno}" in line
-
-
-def test_a_run_without_rollouts_chooses_a_reduction_alone(
-    config: Path, example: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config.write_text(f"algorithm: sft\nmodel: {{path: {example / 'model'}}}\noptim: {{total_updates: 1}}\n")
-    found = json.loads(checked(capsys, config, "--json", "loss.reduction=sequence_mean")[0])
-    assert found["chosen"] == {"loss.reduction": {"sequence_mean": registry.REDUCTIONS["sequence_mean"]}}
-
-
 def test_as_json_it_says_what_settings_choose(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["loss.kl_coefficient=0.1", "loss.kl_estimator=k2", "correction.method=tis", "correction.high=2"]
     found = json.loads(checked(capsys, config, "--json", *overrides)[0])
@@ -155,15 +136,6 @@ def test_where_nothing_runs_all_is_printed_and_the_status_says_so(
     assert len(json.loads(printed)["environment"]["problems"]) == 1
 
 
-def test_an_optional_package_that_is_too_old_is_shown_and_stops_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(environment, "_OPTIONAL", ("numpy",))
-    monkeypatch.setattr(environment, "_requirements", lambda: (">=3", ['numpy<1; extra == "cuda"']))
-    printed, _ = checked(capsys)
-    assert f"numpy {importlib.metadata.version('numpy')} (NOT <1)" in printed
-
-
 def test_machines_are_told_what_they_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,37 +144,3 @@ def test_machines_are_told_what_they_can_run(
     printed, _ = checked(capsys)
     assert "6 CPU cores" in printed and "H1, 80.0 GB" in printed
     assert "on CUDA 3 ranks" in printed and "on the CPU 24 ranks and engines" in printed
-
-
-def test_a_vendors_build_counts_as_the_release_it_leads_to_and_nonsense_as_none() -> None:
-    assert is_within("2.11.0a0+nv25.10", ">=2.11,<3") and not is_within("2.10.0a0+nv25.8", ">=2.11,<3")
-    assert not is_within("of my own", ">=2.11,<3")
-
-
-def test_the_bounds_are_those_of_the_project_from_source_or_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from_source = supported_packages()
-    bounds = {Requirement(f"{one.name}{one.supported}") for one in from_source if not one.is_optional}
-    project = environment.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    python = Requirement(f"python{project['requires-python']}")
-    assert bounds == {python, *map(Requirement, project["dependencies"])}
-    assert {one.name for one in from_source if one.is_optional} == {
-        "datasets",
-        "flash-attn",
-        "ring-flash-attn",
-        "wandb",
-    }
-    signs = "".join(one.supported for one in from_source)
-    assert set(signs) <= set("0123456789.,<>="), "other bounds would be passed over"
-    # an installation has no pyproject.toml beside it
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "actors" / "environment.py"))
-    installed = tmp_path / "slimefsdp-9.dist-info"
-    installed.mkdir()
-    lines = ["Metadata-Version: 2.1", "Name: slimefsdp", "Version: 9", f"Requires-Python: {project['requires-python']}"]
-    lines += [f"Requires-Dist: {text}" for text in project["dependencies"]]
-    for extra, texts in project["optional-dependencies"].items():
-        lines += [f'Requires-Dist: {text}; extra == "{extra}"' for text in texts]
-    (installed / "METADATA").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert supported_packages() == from_source

@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.cli.main import _DTYPES, main
-from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES
+from actors.cli.main import main
 from slimefsdp.errors import byte_text
 from slimefsdp.models.hf_folder import SINGLE_FILE
 from tests.support.tiny_models import save_tiny_model
@@ -35,7 +34,3 @@ def test_a_model_goes_out_and_comes_back_with_one_line_of_result_each(
     source, written = load_file(folder / SINGLE_FILE), load_file(back / SINGLE_FILE)
     assert source.keys() == written.keys() and all(torch.equal(written[n], source[n].float()) for n in source)
     assert json.loads((back / "config.json").read_text())["dtype"] == "float32" and (back / "tokenizer.json").exists()
-
-
-def test_the_dtypes_offered_are_those_that_can_be_written() -> None:
-    assert set(_DTYPES) == set(EXPORT_DTYPES)

@@ -39,14 +39,6 @@ def test_a_run_that_goes_on_is_drawn_by_its_settings(
     assert str(run_dir / "curves.png") in capsys.readouterr().out
 
 
-def test_a_run_whose_settings_cannot_be_read_is_drawn_all_the_same(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run_dir / "settings.yaml").write_text("a_setting_of_another_version: 1\n")
-    assert main(["curves", str(run_dir)]) == 0
-    assert (run_dir / "curves.png").is_file() and "settings.yaml" in capsys.readouterr().err
-
-
 def test_a_folder_without_metrics_or_that_cannot_be_written_is_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,15 +61,6 @@ def test_a_dry_run_says_what_would_be_started_and_writes_and_starts_nothing(
     assert everything(config.parent) == before
 
 
-def test_a_cluster_that_is_not_there_is_no_start(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as unused:  # bound, and nobody listens
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        assert cli.main(["train", str(config), "--dry-run", f"cluster.address={address}"]) == 6
-    said = capsys.readouterr()
-    assert "would start" not in said.out and address in said.err and "cluster.address" in said.err
-
-
 def test_a_cluster_that_is_there_is_looked_at(config: Path, cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
     import ray
 
@@ -77,38 +68,6 @@ def test_a_cluster_that_is_there_is_looked_at(config: Path, cluster: None, capsy
     assert cli.main(["train", str(config), "--dry-run", address]) == 0
     said = capsys.readouterr().out
     assert "would start" in said and f"{int(ray.cluster_resources()['CPU'])} CPUs" in said
-
-
-@pytest.mark.slow
-def test_held_out_sets_are_listed_and_prompts_that_they_share_are_told(
-    config: Path, example: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    lines = (example / "heldout.jsonl").read_text().splitlines()
-    seen = (example / "train.jsonl").read_text().splitlines()[:3]
-    (tmp_path / "plain.jsonl").write_text("\n".join(lines[:9]))
-    (tmp_path / "mixed.jsonl").write_text("\n".join([*lines[:2], *seen, *lines[20:22]]))
-    sets = [f"data.heldout.{name}={tmp_path / f'{name}.jsonl'}" for name in ("plain", "mixed")]
-    sets.append("evaluation.interval_steps=1")
-    told = [
-        f"data.heldout.mixed: 3 of 7 prompts are in data.train too, the first at {tmp_path / 'mixed.jsonl'}:3",
-        f"data.heldout.mixed: 2 of 7 prompts are in data.heldout.plain too, the first at {tmp_path / 'mixed.jsonl'}:1",
-    ]
-    for words, listed in (
-        (["train", str(config), "--dry-run"], ["data ", "held out plain", "held out mixed"]),
-        (["check", str(config)], ["data.train ", "data.heldout.plain", "data.heldout.mixed"]),
-    ):
-        assert cli.main([*words, *sets]) == 0
-        said = capsys.readouterr()
-        assert [line for line in said.err.splitlines() if line.startswith("data.")] == told
-        rows = {name: line for line in said.out.splitlines() for name in listed if line.startswith(name)}
-        assert list(rows) == listed, said.out
-        assert "9 records" in rows[listed[1]] and str(tmp_path / "plain.jsonl") in rows[listed[1]]
-        assert "7 records" in rows[listed[2]] and "3 of them in data.train" in rows[listed[2]]
-    assert cli.main(["check", str(config), "--json", *sets]) == 0
-    data = json.loads(capsys.readouterr().out)["data"]
-    assert [(one["field"], one["prompts"], [other["prompts"] for other in one["shared"]]) for one in data[1:]] == [
-        ("data.heldout.plain", 9, []), ("data.heldout.mixed", 7, [3, 2]),
-    ]  # fmt: skip
 
 
 def test_train_its_dry_run_and_check_list_the_same_problems_and_write_nothing(
@@ -132,27 +91,6 @@ def test_train_its_dry_run_and_check_list_the_same_problems_and_write_nothing(
     for words in ([*train, "--dry-run"], check, [*check, "--json"]):
         assert cli.main(words) == 0, words
     assert everything(config.parent) == before
-
-
-@pytest.mark.slow
-def test_an_earlier_run_is_named_after_all_else_that_is_wrong(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train, check = ["train", str(config)], ["check", str(config)]
-    (config.parent / "run").mkdir()
-    (config.parent / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    for words in (train, [*train, "--dry-run"], check, [*check, "--json"]):
-        assert cli.main(words) == 2, words
-    capsys.readouterr()
-    (config.parent / "model").mkdir()
-    (config.parent / "model" / "config.json").write_text("{}")
-    taken = f"run.export_dir={config.parent / 'model'}"
-    for words in (train, check):
-        assert cli.main([*words, taken]) == 2, words
-        said = capsys.readouterr().err
-        assert "holds an earlier run, and run.export_dir=" in said and "run.export_dir=null" in said, words
-    assert cli.main([*check, taken, "data.max_prompt_tokens=1"]) == 2
-    assert "data.max_prompt_tokens" in capsys.readouterr().err, "what else is wrong comes first, but in `train`"
-    with pytest.raises(AssertionError, match="Ray was started"):
-        cli.main([*train, f"run.dir={config.parent / 'other'}"])
 
 
 @pytest.mark.slow

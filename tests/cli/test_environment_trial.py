@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
-from actors.cli.main import main
 from actors.engines.tokenizer import encode_prompt
 from actors.rollout.environment_trial import try_calls, try_environment, try_reward
 from actors.rollout.prompt_files import Prompts
@@ -26,9 +22,7 @@ from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.runs import startable
 from tests.support.user_code import call_of
-from tests.support.waiting import PATIENCE_S
 
-ROOT = Path(__file__).parents[2]
 HERE = __name__
 TRAIN, HELD = Record({"prompt": "1"}, "train.jsonl:1"), Record({"prompt": "2"}, "held.jsonl:4")
 
@@ -181,31 +175,3 @@ def test_an_environment_that_hangs_or_ends_its_process_costs_its_trial_alone(
     unasked = found.model_copy(update={"evaluation": found.evaluation.model_copy(update={"interval_steps": None})})
     if how == "ends":
         try_environment(unasked, prompts)  # of whose held-out records no episode ever begins
-
-
-@pytest.mark.slow
-def test_check_tries_the_environment_and_imports_no_ray(config: Any, tmp_path: Path) -> None:
-    tree = config("raises").model_dump(mode="json", exclude_unset=True)
-    (tmp_path / "held.jsonl").write_text('{"prompt": "2"}\n')
-    tree["data"]["heldout"] = str(tmp_path / "held.jsonl")
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    watched = (
-        "import sys; from actors.cli.main import main; code = main(sys.argv[1:]); "
-        "sys.exit(9 if 'ray' in sys.modules else code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", watched, "check", tmp_path / "c.yaml"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 2 and "OSError: the world is full" in done.stderr and "held.jsonl:1" in done.stderr
-
-
-@pytest.mark.slow
-def test_train_does_not_start_with_an_environment_that_cannot_begin(
-    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tree = config("init").model_dump(mode="json", exclude_unset=True)
-    del tree["evaluation"]
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    assert main(["train", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
-    assert "IndexError" in capsys.readouterr().err

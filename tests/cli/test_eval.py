@@ -13,9 +13,7 @@ import yaml
 
 from actors.cli import main as cli
 from actors.cli import ray_session
-from actors.cli.evaluate import check_before_evaluation, settings_of
-from slimefsdp.errors import CheckpointError, ConfigError, EngineError, ModelError
-from tests.support.refusals import refused
+from slimefsdp.errors import CheckpointError, ConfigError, EngineError
 from tests.support.waiting import PATIENCE_S
 
 PROMPTS = 12
@@ -141,30 +139,8 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     assert named in capsys.readouterr().err
 
 
-def test_a_section_that_is_misspelt_is_refused(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text("evalation: {samples_per_prompt: 8}\n")
-    assert cli.main([*asked, "--config", str(tmp_path / "run.yaml")]) == ConfigError.exit_code
-    assert "evalation" in capsys.readouterr().err
-
-
-def test_two_evaluations_do_not_write_into_one_folder(asked: list[str], tmp_path: Path) -> None:
-    config = settings_of(asked[1], asked[2:], None, tmp_path / "output")
-    check_before_evaluation(config)
-    with refused(CheckpointError, "--output", tmp_path / "output"):
-        check_before_evaluation(config)
-
-
 @pytest.mark.slow
 def test_weights_that_were_not_sent_are_not_evaluated(asked: list[str], tmp_path: Path) -> None:
     more = ["rollout.engine=tests.support.own_engine:TellingEngine", "--output", str(tmp_path / "output")]
     done = evaluation(*asked, *more)
     assert done.returncode == EngineError.exit_code and "rollout.engine_logprob_bound" in done.stderr
-
-
-def test_a_folder_that_is_no_model_is_refused(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["eval", str(tmp_path), *asked[2:]]) == ModelError.exit_code
-    assert str(tmp_path) in capsys.readouterr().err

@@ -10,16 +10,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 import yaml
-from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 import slimefsdp
@@ -62,31 +59,6 @@ def config(example: Path, tmp_path: Path) -> Path:
     return file
 
 
-def write_earlier_run(folder: Path) -> None:
-    (folder / "run").mkdir()
-    (folder / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-
-
-def write_bad_jsonl(folder: Path) -> None:
-    (folder / "bad.jsonl").write_text('{"prompt": "sort 1"}\n{"prompt": }\n')
-
-
-def write_strange_model(folder: Path) -> None:
-    (folder / "strange").mkdir()
-    (folder / "strange" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
-    save_file({"a": np.zeros(2, np.float32)}, folder / "strange" / "model.safetensors")
-
-
-def rewrite(old: str, new: str) -> Callable[[Path], None]:
-    def prepare(folder: Path) -> None:
-        file = folder / "config.yaml"
-        text = file.read_text()
-        assert old in text
-        file.write_text(text.replace(old, new))
-
-    return prepare
-
-
 def nothing(folder: Path) -> None:
     pass
 
@@ -98,43 +70,6 @@ def test_a_mistake_is_answered_in_three_lines_without_heavy_imports(config: Path
     assert done.returncode == ModelError.exit_code and done.stdout == ""
     assert first.startswith("error [model]") and "'nowhere'" in first
     assert others[0] == "  field: model.path" and others[1].startswith("  hint:  ") and len(others) == 2
-
-
-# name -> (preparation, overrides, exit status, field, what is said)
-MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]]] = {
-    "a setting twice": (rewrite("  steps: 2", "  steps: 2\n  steps: 3"), [], 2, "", ["'steps'", "line"]),
-    "an architecture that is not supported": (
-        write_strange_model, ["model.path=strange"], 4, "model.path", ["'mamba'", "qwen3"],
-    ),
-    "a data file with a bad line": (write_bad_jsonl, ["data.train=bad.jsonl"], 2, "data.train", ["bad.jsonl:2"]),
-    "a setting written as an option": (nothing, ["--steps", "3"], 2, "--steps", ["write run.steps=3"]),
-    "a setting in full written as an option": (nothing, ["--optim.lr=1e-6"], 2, "--optim.lr", ["write optim.lr=1e-6"]),
-    "a reward that is missing": (
-        nothing, ["rollout.reward=actors.rollout.rewards:sorted_digit"], 2, "rollout.reward", ["mean sorted_digits?"],
-    ),
-    "a folder with an earlier run": (write_earlier_run, [], 2, "run.dir", ["run.dir", "checkpoint.resume"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_with_its_field_and_the_way_out(mistake: str, config: Path) -> None:
-    prepare, overrides, status, field, said = MISTAKES[mistake]
-    prepare(config.parent)
-    done = run("train", config, *overrides, folder=config.parent)
-    assert done.returncode == status, done.stderr
-    assert not field or f"\n  field: {field}\n" in done.stderr
-    for words in said:
-        assert words in done.stderr
-    assert "Traceback" not in done.stderr and done.stdout == ""
-
-
-def test_all_that_is_wrong_with_the_settings_is_listed(config: Path) -> None:
-    done = run("train", config, "mesh.dp=0", "optim.lr=fast", "loss.epoch=2")
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    assert len(lines) == 5 and [line.split()[0] for line in lines[1:]] == ["field:", "hint:", "also:", "also:"]
-    for setting in ("loss.epoch", "mesh.dp", "optim.lr"):
-        assert setting in done.stderr
 
 
 def test_debug_shows_the_traceback_of_a_typed_error_at_any_place(config: Path) -> None:
@@ -268,12 +203,6 @@ def test_a_plan_takes_measured_rates_and_flags_over_guesses(long_context: Path, 
     assert by_setting["rates"] == asdict(rates)
     done = run("plan", long_context, "--ranks", 64, "batch.cost_model=nowhere.json")
     assert done.returncode == 2 and "  field: batch.cost_model" in done.stderr
-
-
-def test_a_model_without_sizes_is_answered_by_name(long_context: Path) -> None:
-    (long_context.parent / "big" / "config.json").write_text('{"model_type": "llama", "vocab_size": 10}')
-    done = run("plan", long_context, "--ranks", 16)
-    assert done.returncode == 4 and "hidden_size" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(

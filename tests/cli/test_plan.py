@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +14,8 @@ from hypothesis import strategies as st
 
 from actors.cli.main import main
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ConfigError, ResourceError, SlimeError, byte_text
-from slimefsdp.estimate.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
-from tests.support.refusals import assert_refusal
+from slimefsdp.errors import byte_text
+from slimefsdp.estimate.hardware import Rates, write_calibration
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -53,22 +51,6 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "c.yaml"
 
 
-def test_a_device_that_is_advised_for_a_tiny_model_is_in_its_unit_and_fits(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ResourceError) as caught:
-        main(["--debug", "plan", str(config), "--memory-gb", "0.00002"])
-    assert_refusal(caught.value, ResourceError, "--memory-gb", "20.0 kB")
-    assert " GB" not in str(caught.value)
-    advised = re.search(r"devices\D*([\d.,]+ [kM]B)", str(caught.value.hint))
-    assert advised is not None, caught.value.hint
-    enough = in_bytes(advised[1])
-    assert main(["plan", str(config), "--memory-gb", f"{enough / 1e9:.9f}"]) == 0
-    assert "recommended: " in capsys.readouterr().out
-    with pytest.raises(ResourceError):  # the advice is no more than is needed
-        main(["--debug", "plan", str(config), "--memory-gb", f"{0.8 * enough / 1e9:.9f}"])
-
-
 def test_a_plan_of_adapters_takes_less_of_everything_and_says_how_many_are_trained(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,47 +69,10 @@ def test_a_plan_of_adapters_takes_less_of_everything_and_says_how_many_are_train
     assert "parameters of rank 4 are trained" in capsys.readouterr().out
 
 
-def test_guessed_samples_are_as_long_as_prompt_and_response_may_be_however_large_packs_are(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = []
-    for tokens in (100, 512):
-        command = ["plan", str(config), "--json", "data.max_prompt_tokens=20", f"batch.max_tokens_per_rank={tokens}"]
-        assert main(command) == 0
-        record = json.loads(capsys.readouterr().out)
-        found.append((record["lengths"], record["tokens"]))
-        assert record["longest"] <= 64 + 20
-    assert found[0] == found[1]
-
-
 def rates(folder: Path, **changes: Any) -> list[str]:
     found = Rates(**{**asdict(Rates("measured here", 2.0, 1.0, 10.0, 4.0, 5.0)), **changes})
     write_calibration(folder / "rates.json", found, {})
     return ["--calibration", str(folder / "rates.json")]
-
-
-def test_rates_of_another_dtype_are_used_and_said_to_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = {}
-    for dtype in ("float32", "bfloat16", None):
-        assert main(["plan", str(config), *rates(config.parent, dtype=dtype), "precision.compute_dtype=bfloat16"]) == 0
-        said[dtype] = capsys.readouterr().out
-    assert "measured here, in float32 where precision.compute_dtype is bfloat16" in said["float32"]
-    assert "measured here:" in said["bfloat16"] and said["bfloat16"] == said[None]
-
-
-def no_number(text: str) -> NoReturn:
-    raise AssertionError(f"{text} is no JSON")
-
-
-@pytest.mark.parametrize("fast", ["matrix_tflops", "comm_gbps"])
-def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.CaptureFixture[str], fast: str) -> None:
-    names = ("matrix_tflops", "attention_tflops", "memory_gbps", "comm_gbps", "host_gbps")
-    strange = {name: MOST_RATE if name == fast else LEAST_RATE for name in names}
-    asked = rates(config.parent, **strange)
-    assert main(["plan", str(config), "--json", *asked, f"batch.cost_model={asked[1]}"]) == 0
-    estimate = json.loads(capsys.readouterr().out, parse_constant=no_number)["estimate"]
-    assert estimate["recommended"] == estimate["candidates"][0]
-    assert all(one["seconds"]["total"] > 0 for one in estimate["candidates"])
 
 
 @pytest.mark.parametrize(
@@ -192,24 +137,6 @@ def test_a_batch_file_is_planned_with_what_its_samples_share(
     assert lines(*guess, "batch.share_prefixes=never") == []
     assert main([*guess, "--json"]) == 0 and record["is_batch"] is True
     assert json.loads(capsys.readouterr().out)["is_batch"] is False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "field"),
-    [
-        (["--lengths", "fixed(10)", "--device", "H100"], ConfigError, "--lengths"),
-        (["--tflops", "100", "--device", "H100"], ConfigError, "--tflops"),
-        (["--gbps", "100", "--device", "H100"], ConfigError, "--gbps"),
-        (["--device", "CPU"], ConfigError, "--memory-gb"),
-        (["--memory-gb", "0.00001"], ResourceError, "--memory-gb"),
-    ],
-)
-def test_a_longest_context_that_nobody_can_look_for_is_refused(
-    config: Path, arguments: list[str], error: type[SlimeError], field: str
-) -> None:
-    with pytest.raises(error) as caught:
-        main(["--debug", "plan", str(config), "--longest-context", *arguments])
-    assert_refusal(caught.value, error, field)
 
 
 def test_the_longest_context_of_settings_counts_what_is_trained_and_what_ranks_share(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from actors.cli import main as cli
 from actors.cli import preflight, ray_session
 from actors.cluster import connect
 from slimefsdp.config import load_config
-from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import named_shapes
 from slimefsdp.models.hf_folder import read_model_folder
@@ -80,21 +77,6 @@ def test_presets_for_gpus_say_so_and_compute_in_bfloat16() -> None:
     assert engines == {"own", "colocated"} and {config.algorithm for config in with_gpus} == {"grpo", "ppo", "sft"}
 
 
-@pytest.mark.parametrize("name", PRESETS, ids=lambda path: path.stem)
-def test_the_name_of_a_preset_says_how_many_gpus_it_takes(name: Path) -> None:
-    if name.stem.endswith("gpu"):
-        config = load_config(name)
-        count = config.ranks + connect.gpus_of_engines(config)
-        assert name.stem.endswith(f"_{count}gpu")
-
-
-@pytest.mark.parametrize("page", ["configs/README.md", "docs/settings.md"])
-def test_a_file_that_a_page_derives_from_another_one_is_taken_for_the_preset_of_4b(page: str) -> None:
-    (block,) = re.findall(r"^```yaml\n(base: .*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
-    base = {"base": str(ROOT / "configs/qwen3_4b_grpo_8gpu.yaml")}
-    check_ready_to_train(load_config({**yaml.safe_load(block), **base}))
-
-
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
 def test_named_shapes_have_the_parameters_that_their_models_state(name: str, billions: float) -> None:
     assert spec_of(Path(name)).parameters / 1e9 == pytest.approx(billions, rel=2e-3)
@@ -109,13 +91,6 @@ def spec_of(path: Path) -> ModelSpec:
     folder = named_shapes.shape_of(path)
     assert folder is not None
     return ModelSpec.from_config(read_model_folder(folder, with_weights=False).config)
-
-
-def test_a_start_names_what_makes_the_model(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("sort_digits_sft", "sort_digits_grpo"):
-        assert cli.main(["train", str(ROOT / f"configs/{name}.yaml")]) == 4
-        command = named_shapes.made_by(load_config(ROOT / f"configs/{name}.yaml").model.path)
-        assert command is not None and command in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,11 +119,6 @@ def test_a_reward_is_tried_on_records_that_are_here_although_those_to_evaluate_w
     assert cli.main(["check", preset, "data.heldout=owner/test", *own]) == 0
     assert cli.main(["check", preset]) == 0
     assert tried == ["1 + 1"]
-
-
-def test_a_file_that_a_script_has_not_made_is_missing(fresh: Path) -> None:
-    (fresh / "data/sort_digits").mkdir(parents=True)
-    assert cli.main(["check", str(ROOT / "configs/sort_digits_sft.yaml")]) == 4
 
 
 def test_the_figures_of_presets_are_current(fresh: Path) -> None:

@@ -113,13 +113,6 @@ def test_a_killed_driver_takes_what_was_named_with_it_and_nothing_else(start: An
     assert is_running(driver.before) and is_running(driver.after)
 
 
-def test_a_driver_killed_before_it_named_anything_takes_what_it_had_started_since(start: Any) -> None:
-    driver = start("unnamed")
-    driver.process.kill()
-    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.cleanup])))
-    assert is_running(driver.before)
-
-
 def test_signals_to_the_cleanup_leave_it_at_its_post(start: Any) -> None:
     driver = start("named")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -134,14 +127,6 @@ def test_at_the_drivers_word_the_cluster_is_gone_when_end_returns_and_the_rest_i
     assert driver.tell("end") == "ended\n"
     assert not any(map(is_running, [*driver.cluster, driver.cleanup]))
     assert is_running(driver.before) and is_running(driver.after)
-
-
-def test_a_cleanup_without_a_cluster_ends_at_once() -> None:
-    cleanup = CleanupProcess()
-    assert is_running(cleanup.pid)
-    cleanup.end()
-    assert not is_running(cleanup.pid)
-    cleanup.end()  # and once more is no error
 
 
 def test_what_was_started_just_before_the_word_is_ended_too() -> None:

@@ -21,7 +21,6 @@ from actors.cluster.connect import (
     gpus_here,
     gpus_of_engines,
     keep_token_private,
-    processes_needed,
     with_cluster_ranks,
 )
 from slimefsdp.config import RunConfig, config_from_dict
@@ -191,14 +190,6 @@ def test_a_second_driver_is_let_in_with_the_token_and_refused_without_it(seen_in
     assert code != 0 and nodes == "" and "uthenticat" in error
 
 
-def test_ray_leaves_a_driver_what_sigterm_meant_to_it(seen_inside: dict[str, Any]) -> None:
-    assert seen_inside["sigterm_ends_it"]
-
-
-def test_ranks_of_a_local_cluster_have_the_drivers_priority(seen_inside: dict[str, Any]) -> None:
-    assert seen_inside["niceness"] == [seen_inside["own_niceness"]] * 2
-
-
 def modes(path: Path) -> tuple[int, int]:
     return path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777
 
@@ -220,15 +211,6 @@ def test_a_token_is_made_and_kept_for_this_user_alone(tmp_path: Path, monkeypatc
     (tmp_path / "own").write_text("x" * 64)
     keep_token_private(make=True)
     assert modes(tmp_path / "own")[1] == 0o600 and (tmp_path / "own").read_text() == "x" * 64
-
-
-def test_a_home_that_can_keep_no_token_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    with refused(ResourceError, "cluster.address", "auth_token"):
-        keep_token_private(make=True)
 
 
 def test_a_cluster_on_other_machines_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,41 +277,11 @@ def test_a_cluster_is_allowed_without_a_token_only_where_one_is_named() -> None:
         config(cluster={"allow_without_token": True})
 
 
-def test_ray_is_started_again_until_the_launchs_deadline(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[str] = []
-
-    def failing(problem: str) -> Any:
-        def start(**_: Any) -> None:
-            begun.append(problem)
-            raise Exception(problem)
-
-        return start
-
-    local = config(mesh={"device": "cpu"}, cluster={"launch_timeout_s": 0.2})
-    monkeypatch.setattr("ray.init", failing("The current node timed out during startup."))
-    with refused(ResourceError, "cluster.address", "cluster.launch_timeout_s=0.2"):
-        connect(local)
-    assert len(begun) > cluster_module.STARTS, "Ray's own deadline is no reason to give up before ours"
-    begun.clear()
-    monkeypatch.setattr("ray.init", failing("no room in /tmp"))
-    with refused(ResourceError, "cluster.address", "no room in /tmp"):
-        connect(config(mesh={"device": "cpu"}, cluster={"launch_timeout_s": 600.0}))
-    assert len(begun) == cluster_module.STARTS
-
-
 def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers() -> None:
     cap = 4 * (os.cpu_count() or 1)
     many = config(mesh={"dp": cap, "device": "cpu"}, cluster={"max_ranks_per_core": 4})
     with refused(ResourceError, "mesh.dp", cap + 1, cap, "cluster.max_ranks_per_core=4"):
         check_machine(many)
-
-
-def test_processes_count_ranks_engines_and_a_reference_group() -> None:
-    reference = {"placement": "group", "dp": 3}
-    assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2})) == 4
-    assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2}, reference=reference)) == 7
-    assert processes_needed(config(algorithm="sft", mesh={"dp": 2})) == 2
-    assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2, "placement": "colocated"})) == 4
 
 
 @pytest.mark.parametrize(

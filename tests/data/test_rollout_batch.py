@@ -264,6 +264,24 @@ def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field
     assert caught.value.field == field and caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda batch: batch.save(None), "path"),
+        (lambda batch: RolloutBatch.load(3), "path"),
+        (lambda batch: RolloutBatch.from_samples(None), "samples"),
+        (lambda batch: RolloutBatch.from_slime([]), "data"),
+        (lambda batch: batch.replace(tokens=np.ma.masked_equal(batch.tokens, 2)), "tokens"),
+        (lambda batch: batch.replace(**{"x" * 1000: [1]}), "x" * 60),
+        (lambda batch: batch.select([[0], [0, 1]]), "indices"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_a_batch_error(call, field):
+    with pytest.raises(BatchError) as caught:
+        call(RolloutBatch(**three_samples()))
+    assert caught.value.field == field and caught.value.hint
+
+
 @given(st.data())
 def test_trained_tokens_are_counted_behind_any_number_of_a_response_s_first(data: st.DataObject) -> None:
     masks = data.draw(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))

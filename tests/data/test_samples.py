@@ -55,20 +55,6 @@ def test_a_sample_that_does_not_fit_is_named(change, field, values):
         RolloutBatch.from_samples([good, {**good, **change}, {**good, **change}])
 
 
-@pytest.mark.parametrize(("key", "alike"), [("rewards", "'reward'"), ("logprobs", "_log_probs'")])
-def test_the_key_that_was_meant_is_in_the_way_out(key, alike):
-    with refused(BatchError, key, repr(key)) as caught:
-        RolloutBatch.from_samples([{"tokens": [1, 2], "response_length": 1, key: 1.0}])
-    assert alike in str(caught.value.hint)
-
-
-def test_samples_that_all_lack_a_needed_key_and_no_samples_at_all_are_refused():
-    with refused(BatchError, "response_lengths", "sample 0", "response_length"):
-        RolloutBatch.from_samples([{"tokens": [1, 2]}, {"tokens": [1, 2]}])
-    with refused(BatchError, "tokens"):
-        RolloutBatch.from_samples([])
-
-
 def slime_dict(**changes: Any) -> dict[str, Any]:
     """Two prompts of two samples, as slime's RolloutManager hands them on: normalised rewards beside raw ones."""
     return {
@@ -106,12 +92,6 @@ def test_slime_fields_are_mapped_with_raw_rewards_and_consecutive_groups():
         weight_version=4,
     )
     assert batch.same_as(expected)
-
-
-def test_slime_rewards_are_taken_on_request_or_when_there_are_no_raw_ones():
-    normalised = np.float32([-0.7, 0.7, 0.7, -0.7])
-    assert np.array_equal(RolloutBatch.from_slime(slime_dict(), reward_key="rewards").rewards, normalised)
-    assert np.array_equal(RolloutBatch.from_slime(slime_dict(raw_reward=None)).rewards, normalised)
 
 
 def test_slime_groups_come_from_the_argument_before_the_dict_and_else_are_unknown():

@@ -112,11 +112,6 @@ def test_selective_keeps_the_products_of_experts_that_no_bias_is_added_to_in_pla
     assert none < full and selective == (none if keeps else full)
 
 
-def test_true_and_false_are_full_and_none(folder: Path) -> None:
-    for written, meant in ((True, "full"), (False, "none"), ("selective", "selective")):
-        assert settings(folder, model={"activation_checkpointing": written}).model.activation_checkpointing == meant
-
-
 # ---------------------------------------------------------------------- compile
 
 

@@ -42,15 +42,6 @@ def test_a_rank_that_others_wait_for_has_begun_fewer_collectives(ranks: RankPool
     assert ranks.run(2, begun_while_one_waits) == [[2, 3, 3], [2, 2, 3]]
 
 
-def of_this_rank(rank: int) -> bool:
-    return needs_abort()
-
-
-def test_groups_of_gloo_need_no_abort(ranks: RankPool) -> None:
-    assert ranks.run(2, of_this_rank) == [False] * 2
-    assert needs_abort() is False, "without any group, too"
-
-
 def after_an_abort(rank: int, send: Callable[[Any], None]) -> None:
     abort_collectives()
     try:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.cli import preflight
 from slimefsdp.distributed import compiler
 from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.errors import ConfigError
-from tests.support.plain_step import settings
 from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
 
@@ -69,18 +67,3 @@ def test_on_cuda_it_takes_a_c_compiler_headers_and_triton(
     monkeypatch.setenv("CC", "none-such")
     with refused(ConfigError, "model.compile", "none-such"):
         require_compiler("cuda")
-
-
-@pytest.mark.parametrize(("device", "compiled_for"), [("cpu", "cpu"), ("auto", "cuda"), ("cuda", "cuda")])
-def test_the_driver_looks_for_what_its_ranks_will_compile_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, compiled_for: str
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(preflight, "has_nvidia_driver", lambda: True)
-    monkeypatch.setattr(preflight, "require_compiler", asked.append)
-    mesh = {"device": device}
-    preflight.check_installed(settings(folder, mesh=mesh))
-    preflight.check_installed(settings(folder, mesh=mesh, model={"compile": True}, cluster={"address": "auto"}))
-    assert asked == []  # nothing is compiled; another cluster's nodes have compilers of their own
-    preflight.check_installed(settings(folder, mesh=mesh, model={"compile": True}))
-    assert asked == [compiled_for]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,19 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.trainer import Trainer
-from slimefsdp.training import build
 from slimefsdp.training.plan import plan_training
 from tests.support.comparisons import error_norm, largest_difference, trainer_weights
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep, make_batch, settings
 from tests.support.rank_pool import RankPool
-from tests.support.refusals import assert_refusal, refused
+from tests.support.refusals import refused
 from tests.support.tiny_models import ARCHITECTURES, TinyFolder
-from tests.support.trainers import error_of
 
 CPU = torch.device("cpu")
 DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
@@ -252,13 +248,6 @@ def test_parameters_live_on_the_host_only_if_asked_to(untied: Path, ranks: RankP
     assert pins == {False} and devices == {"cpu"}  # a CPU has nothing to pin for
 
 
-def test_memory_is_pinned_where_there_is_cuda_and_it_is_wanted(untied: Path) -> None:
-    wanted, unwanted = settings(untied), settings(untied, fsdp={"pin_memory": False})
-    cuda = torch.device("cuda")
-    assert build.is_host_memory_pinned(wanted, cuda) and build.parallelism_of(wanted, cuda).pin_memory
-    assert not build.is_host_memory_pinned(unwanted, cuda) and not build.is_host_memory_pinned(wanted, CPU)
-
-
 # ---------------------------------------------------------------------- dtypes
 
 
@@ -305,17 +294,6 @@ def test_buffers_keep_their_dtype_unless_another_is_asked_for(untied: Path, rank
     assert (exact != rounded).any()  # rotary frequencies of 8 bits turn late positions elsewhere
 
 
-@pytest.mark.parametrize("tf32, setting", [(True, "high"), (False, "highest")])
-def test_tf32_is_what_the_setting_says_whatever_it_was(untied: Path, tf32: bool, setting: str) -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        build.set_numerics(settings(untied, precision={"tf32": tf32}))
-        assert torch.get_float32_matmul_precision() == setting
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 # ---------------------------------------------------------------------- units
 
 
@@ -343,72 +321,6 @@ def test_units_are_the_classes_that_are_named_and_a_tied_embedding_is_never_one(
         return
     with refused(ConfigError, "fsdp.wrap_layers", "Embedding"):
         ranks.run(1, unit_names, wanted)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_class_that_no_module_has_is_refused_with_the_candidates(untied: Path, ranks: RankPool, world: int) -> None:
-    config = settings(untied, mesh={"dp": world}, fsdp={"wrap_layers": ["Qwen3MLP", "LlamaMLP"]})
-    error = error_of(lambda: ranks.run(world, unit_names, config))
-    assert_refusal(error, ConfigError, "fsdp.wrap_layers", "LlamaMLP")
-    assert isinstance(error, ConfigError) and "Qwen3MLP" not in error.message
-    candidates = {name for name in re.findall(r"\w+", str(error.hint)) if name[0].isupper()}
-    assert candidates == {"Embedding", "Linear", "Qwen3Attention", "Qwen3DecoderLayer", "Qwen3MLP", "Qwen3RMSNorm"}
-
-
-def test_units_by_size_hold_at_least_so_much_and_no_unit_inside_does(folder: Path, ranks: RankPool) -> None:
-    # attention has 6,176 parameters here, an MLP 5,280, an untied embedding 3,104
-    is_tied = '"tie_word_embeddings": true' in (folder / "config.json").read_text()
-    embedding = [] if is_tied else ["hf.model.embed_tokens"]
-    by_size = {
-        3000: ["", *embedding, *(f"{layer}.{part}" for layer in LAYERS for part in ("self_attn", "mlp"))],
-        6000: ["", *(f"{layer}.self_attn" for layer in LAYERS)],
-        7000: ["", *LAYERS],
-        50_000: [""],
-    }
-    for least, names in by_size.items():
-        assert ranks.run(1, unit_names, settings(folder, fsdp={"wrap_min_parameters": least}))[0] == names
-
-
-def gathers_ahead(rank: int, config: RunConfig, batch: RolloutBatch) -> list[list[str]]:
-    """Units already gathered, or on their way, when each layer begins its forward, and its backward."""
-    trainer = Trainer(config, device=CPU)
-    layers = list(trainer.policy.decoder_layers())
-    states = {str(i): layer._get_fsdp_state()._fsdp_param_groups[0] for i, layer in enumerate(layers)}
-    seen: list[list[str]] = []
-    pre_backward = FSDPState._pre_backward
-
-    def ahead() -> list[str]:
-        return [i for i, group in states.items() if group.is_unsharded or group._all_gather_result is not None]
-
-    def note(*_: Any) -> None:
-        seen.append(ahead())
-
-    def watched(self: FSDPState, grad: torch.Tensor) -> torch.Tensor:
-        result = pre_backward(self, grad)
-        if any(group in states.values() for group in self._fsdp_param_groups):
-            seen.append(ahead())
-        return result
-
-    for layer in layers:
-        layer.self_attn.register_forward_pre_hook(note)
-    FSDPState._pre_backward = watched  # type: ignore[method-assign]
-    try:
-        trainer.forward_backward(batch)
-    finally:
-        FSDPState._pre_backward = pre_backward  # type: ignore[method-assign]
-    return seen
-
-
-def test_so_many_units_are_gathered_ahead(untied: Path, ranks: RankPool) -> None:
-    batch = {"max_tokens_per_rank": 512}  # one micro-batch
-    alone = [["0"], ["1"], ["2"]]
-    forward = {0: alone, 1: [["0", "1"], ["1", "2"], ["2"]], 2: [["0", "1", "2"], ["1", "2"], ["2"]], "auto": alone}
-    backward = {0: alone[::-1], 1: [["1", "2"], ["0", "1"], ["0"]], 2: [["0", "1", "2"], ["0", "1"], ["0"]]}
-    backward["auto"] = backward[1]  # what FSDP2 does by itself
-    for depth in forward:
-        config = settings(untied, mesh={"dp": 2}, fsdp={"prefetch_layers": depth}, batch=batch)
-        found = ranks.run(2, gathers_ahead, config, make_batch(untied))[0]
-        assert found == forward[depth] + backward[depth]
 
 
 def unit_names_and_gradients(
@@ -509,9 +421,3 @@ def divided(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, int
     with Divisions() as divisions:
         trainer.forward_backward(batch)
     return divisions.elements, sum(parameter.numel() for parameter in trainer.policy.parameters())
-
-
-def test_one_rank_does_not_divide_its_gradients_by_one(tiny_folder: TinyFolder, ranks: RankPool) -> None:
-    folder = tiny_folder()
-    elements, parameters = ranks.run(1, divided, settings(folder), make_batch(folder))[0]
-    assert elements < parameters, "of activations alone"

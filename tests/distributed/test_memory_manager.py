@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,12 +12,9 @@ from slimefsdp.distributed.memory_manager import (
     TAGS,
     HostBuffers,
     MemoryManager,
-    allocator_state,
-    forget_peak_memory,
-    memory_in_use,
 )
-from slimefsdp.errors import ConfigError, ResourceError, SlimeError
-from slimefsdp.results import Memory, MemoryReport
+from slimefsdp.errors import ResourceError, SlimeError
+from slimefsdp.results import Memory
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal
 
@@ -74,20 +70,6 @@ def test_each_tag_sleeps_for_itself_and_reports_add_up(ranks: RankPool) -> None:
         (40, 0, ("optimizer",)), (12, 0, 28, 16 + 32 + 64),
         1.0,  # the step count is on the host anyway
     ]  # fmt: skip
-
-
-def unknown_tags(rank: int) -> list[Any]:
-    memory_manager = make_memory_manager()
-    errors = [refusal(call, ("parameters", "weights")) for call in (memory_manager.sleep, memory_manager.wake_up)]
-    return [*errors, memory_manager.memory().asleep]
-
-
-def test_an_unknown_tag_is_refused_before_anything_sleeps(ranks: RankPool) -> None:
-    *errors, asleep = ranks.run(1, unknown_tags)[0]
-    for error in errors:
-        assert_refusal(error, ConfigError, "tags", "'weights'")
-        assert "optimizer" in error.hint
-    assert asleep == ()
 
 
 def shared_gradients(rank: int) -> list[int]:
@@ -191,44 +173,3 @@ def test_what_lies_on_the_host_already_is_left_alone(ranks: RankPool) -> None:
     report, memory, weights = ranks.run(1, what_lies_elsewhere)[0]
     assert (report.device_bytes_before, report.device_bytes_after, report.host_bytes) == (0, 0, 0)
     assert memory == Memory(0, 0, 0, 0, ()) and weights == [0.0, 1.0, 2.0]
-
-
-def test_the_largest_free_block_is_that_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    def segment(device: int, *blocks: tuple[str, int]) -> dict[str, Any]:
-        return {"device": device, "blocks": [{"state": state, "size": size} for state, size in blocks]}
-
-    snapshot = [
-        segment(0, ("inactive", 99)),
-        segment(1, ("active_allocated", 50), ("inactive", 7), ("inactive", 20)),
-        segment(1, ("active_pending_free", 40), ("inactive", 3)),
-    ]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120 + device.index)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 + device.index)
-    state = {"device_reserved": 121, "device_allocated": 91, "largest_free_block": 20}
-    assert allocator_state(torch.device("cuda", 1)) == state
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert allocator_state(torch.device("cuda", 1)) == {**state, "largest_free_block": 0}
-    assert not any(allocator_state(CPU).values())
-
-
-def test_memory_in_use_is_the_allocators_on_a_gpu_and_the_processs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, peak = memory_in_use(CPU)
-    kept = torch.ones(200_000_000, dtype=torch.uint8)
-    then, highest = memory_in_use(CPU)
-    assert then - now > 150e6 and highest >= max(then, peak) and kept.all()
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 + device.index)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 190 + device.index)
-    assert memory_in_use(torch.device("cuda", 1)) == (91, 191)
-    forgotten: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forgotten.append)
-    for device in (CPU, torch.device("cuda", 1)):
-        forget_peak_memory(device)
-    assert forgotten == [torch.device("cuda", 1)]
-
-
-def test_the_allocator_of_two_reports_is_that_after_the_second() -> None:
-    total = MemoryReport(5, 1, 7, 0.5, 90, 80, 10) + MemoryReport(2, 0, 4, 0.5, 60, 50, 5)
-    assert total == MemoryReport(7, 1, 11, 1.0, 60, 50, 5)
-    assert total.bytes_per_s == 6.0 and MemoryReport(3, 3, 0, 0.0).bytes_per_s == 0.0

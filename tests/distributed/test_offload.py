@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from slimefsdp.distributed.memory_manager import CHUNK_BYTES, HostBuffers, StorageOffloader, prefer_expandable_segments
+from slimefsdp.distributed.memory_manager import CHUNK_BYTES, HostBuffers, StorageOffloader
 from slimefsdp.errors import ResourceError, StateError
 from tests.support.refusals import refused
 
@@ -45,28 +44,6 @@ def test_memory_is_gone_while_asleep_and_bits_are_back_afterwards(chunk_bytes: i
     assert (tensors[0][2:4] == 7.0).all()  # still one storage
 
 
-def test_what_changed_between_sleeps_is_what_wakes() -> None:
-    (tensor,) = tensors = [torch.zeros(4)]
-    offloader = StorageOffloader()
-    for value in (1.0, 2.0):
-        tensor.fill_(value)
-        offloader.sleep(tensors)
-        offloader.wake_up()
-        assert (tensor == value).all()
-
-
-def test_a_second_sleep_or_wake_does_nothing() -> None:
-    tensors = make_tensors()
-    copies, offloader = [tensor.clone() for tensor in tensors], StorageOffloader()
-    assert offloader.wake_up().device_bytes_after == 0
-    offloader.sleep(tensors)
-    again = offloader.sleep(tensors)  # copying the freed storages would lose everything
-    assert (again.device_bytes_before, again.host_bytes, again.bytes_per_s) == (0, offloader.host_bytes, 0.0)
-    offloader.wake_up()
-    assert offloader.wake_up().device_bytes_after == 0
-    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
-
-
 def test_any_sets_of_tensors_share_the_host_memory_of_the_largest() -> None:
     """As gradients come and go; what a set had in the host buffers before must not show in the next one."""
     random.seed(0)
@@ -87,41 +64,12 @@ def test_any_sets_of_tensors_share_the_host_memory_of_the_largest() -> None:
     assert largest > 3 * 256 and offloader.host_bytes < largest + 256
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 3, 8, 9, 20, 64])
-def test_host_buffers_are_made_of_powers_of_two_and_its_views_are_its_bytes_in_order(nbytes: int) -> None:
-    host_buffers = HostBuffers(pin_memory=False, chunk_bytes=8)
-    host_buffers.grow_to(nbytes)
-    assert nbytes <= host_buffers.nbytes < max(1, nbytes) + 8
-    lengths = [len(chunk) for chunk in host_buffers._chunks]
-    assert all(length & (length - 1) == 0 and length <= 8 for length in lengths)
-    sizes = [size for size in (3, 0, 5, 1, 7, 48) if nbytes == 64]
-    pieces = [piece for view in host_buffers.views(sizes) for piece in view]
-    assert [sum(map(len, view)) for view in host_buffers.views(sizes)] == sizes
-    for number, piece in enumerate(pieces):
-        piece.fill_(number)
-    laid_out = [byte for chunk in host_buffers._chunks for byte in chunk.tolist()]
-    assert laid_out[: sum(sizes)] == [number for number, piece in enumerate(pieces) for _ in piece]
-
-
 @pytest.mark.parametrize("needed", [1, 1000, 2**20, 2**20 + 1, 24 * 10**6, 200 * 10**6])
 def test_little_host_memory_is_taken_in_vain_and_in_few_chunks(needed: int) -> None:
     host_buffers = HostBuffers(pin_memory=False)
     host_buffers.grow_to(needed)  # never written, so nothing of it is resident
     assert needed <= host_buffers.nbytes < min(2 * needed, needed + 2**20) + 1
     assert len(host_buffers._chunks) <= needed / CHUNK_BYTES + 7
-
-
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_host_memory_is_page_locked_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, pin_memory: bool) -> None:
-    asked, empty = [], torch.empty
-
-    def recording(*size: int, pin_memory: bool = False, **others: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        return empty(*size, **others)  # without CUDA nothing can be page-locked
-
-    monkeypatch.setattr("slimefsdp.distributed.memory_manager.torch.empty", recording)
-    StorageOffloader(pin_memory=pin_memory, chunk_bytes=16).sleep([torch.ones(3), torch.ones(5)])
-    assert asked.count(True) == (2 if pin_memory else 0)
 
 
 # ---------------------------------------------------------------------- failures half-way
@@ -206,22 +154,6 @@ def test_memory_that_numpy_has_seen_is_refused_before_anything_is_freed() -> Non
 
 
 # ---------------------------------------------------------------------- CUDA, by what torch is asked for
-
-
-@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_segments_expand_on_cuda_unless_the_environment_configures_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, device: str, variable: str | None
-) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(variable, "max_split_size_mb:512")
-    before, asked = dict(os.environ), []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    prefer_expandable_segments(torch.device(device))
-    assert asked == (["expandable_segments:True"] if device == "cuda" and variable is None else [])
-    assert dict(os.environ) == before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -108,24 +108,6 @@ def test_a_schedule_adds_up_the_packs_that_training_computes(mesh: MeshShape, ho
     assert found.forward_flops.head * 3 / (2 * 100 * 64) == pytest.approx(found.tokens * share, abs=1)
 
 
-def test_operations_are_those_of_an_update_and_fewer_where_fewer_tokens_count() -> None:
-    whole, half = (scheduled(MeshShape(dp=2), counted_share=share) for share in (1.0, 0.5))
-    assert whole.forward_flops.head == 2.0 * MODEL.vocab * MODEL.hidden * whole.tokens
-    assert half.forward_flops.head == pytest.approx(whole.forward_flops.head / 2, rel=1e-4)  # of whole rows
-    assert half.largest.rows == pytest.approx(whole.largest.rows / 2, abs=1)
-    parts = scheduled(MeshShape(dp=2), samples_per_update=75)
-    assert parts.needed_flops.total == pytest.approx(whole.needed_flops.total / 2)
-    assert whole.needed_flops.total == pytest.approx(3 * whole.forward_flops.total)
-
-
-def test_one_rank_has_nothing_to_balance_or_send() -> None:
-    found = scheduled(MeshShape())
-    imbalance = found.imbalance
-    assert imbalance.data_ranks == imbalance.micro_batches == imbalance.cp.tokens == imbalance.cp.worst_work == 1
-    assert set(found.comm.values()) == {(0.0, 0.0)}
-    assert found.tokens_per_rank[0] == found.tokens == LENGTHS.sum()
-
-
 @given(
     seed=st.integers(0, 2**32 - 1),
     mean=st.sampled_from([500, 1000, 4000]),

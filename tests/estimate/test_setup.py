@@ -68,17 +68,6 @@ def test_a_setup_is_that_of_the_settings() -> None:
     assert setup(lora={"rank": 8}).trained_share == 0.0
 
 
-def test_only_models_in_the_policys_processes_are_colocated() -> None:
-    assert setup().colocated.reference is None, "nothing reads it"
-    read = {"loss": {"kl_coefficient": 0.1}}
-    assert setup(**read).colocated.reference == MODEL and setup(**read).colocated.reference_rests_on_host
-    assert not setup(**read, reference={"offload": "none"}).colocated.reference_rests_on_host
-    assert setup(**read, reference={"placement": "group"}).colocated.reference is None
-    critic = setup(algorithm="ppo", critic={"offload": "none"}).colocated
-    assert critic.critic == MODEL and not critic.critic_rests_on_host
-    assert setup(algorithm="ppo", critic={"placement": "group"}).colocated.critic is None
-
-
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_automatic_sharding_sends_least_and_leaves_room_for_models_that_are_still_to_come(on_cpu: bool) -> None:
     untied = replace(MODEL, vocab=4096)

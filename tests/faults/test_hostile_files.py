@@ -43,7 +43,7 @@ from slimefsdp.convert.dcp import read_saved
 from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
-from slimefsdp.estimate.hardware import Rates, read_calibration, write_calibration
+from slimefsdp.estimate.hardware import Rates, read_calibration
 from slimefsdp.estimate.lengths import sample_lengths
 from slimefsdp.io.file_lock import LOCK, FolderLock
 from slimefsdp.model_spec import ModelSpec
@@ -439,17 +439,6 @@ def test_the_bounds_are_felt() -> None:
             pass
 
 
-def test_what_was_prepared_is_sound_until_somebody_changes_it(folder: Path) -> None:
-    load_model(folder)
-    seal(folder / STEP)
-    (values,) = load_checkpoint(folder)
-    assert torch.equal(values, torch.ones(2, 3))
-    write_calibration(folder / "rates.json", Rates(**GOOD_RATES), {})
-    assert asdict(read_calibration(folder / "rates.json", field="x")) == GOOD_RATES
-    (folder / "batch.safetensors").write_bytes(batch_of([2, 2]))
-    assert RolloutBatch.load(folder / "batch.safetensors").num_samples == 2
-
-
 def test_the_same_files_run_code_in_readers_that_trust_them(folder: Path) -> None:
     """The control of the canary."""
     canary = folder / CANARY
@@ -598,11 +587,3 @@ def test_nothing_in_the_source_runs_what_it_reads() -> None:
 )  # fmt: skip
 def test_a_call_that_would_run_what_it_reads_is_seen(source: str) -> None:
     assert list(unsafe_calls(source))
-
-
-def test_no_setting_lets_a_model_folder_bring_code() -> None:
-    tree = config_from_dict({"model": {"path": "x"}, "optim": {"total_updates": 1}}).model_dump()
-    assert not [name for section in tree.values() if isinstance(section, dict) for name in section if "trust" in name]
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict({"model": {"path": "x", "trust_remote_code": True}, "optim": {"total_updates": 1}})
-    assert caught.value.field == "model.trust_remote_code"

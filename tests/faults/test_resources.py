@@ -35,7 +35,7 @@ from actors.workers.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.collectives import is_out_of_memory
-from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError, SyncError, WorkerDied, WorkerHung
+from slimefsdp.errors import CheckpointError, ResourceError, SlimeError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
 from slimefsdp.trainer import Trainer
 from tests.support.fresh_ranks import run_fresh
@@ -99,22 +99,6 @@ def test_no_memory_says_what_was_expected_and_what_needs_less_and_a_trainer_alon
     assert after == expected, "the update that failed has left nothing"
 
 
-def test_where_no_micro_batch_is_at_work_nothing_is_said_of_its_tokens(tiny_folder: TinyFolder) -> None:
-    assert not torch.distributed.is_initialized(), "a rank may have no memory before it has joined the others"
-    model = tiny_folder(vocab_size=97)
-    config = settings(model, fsdp={"sharding": "replicate"}, mesh={"dp": 2})
-    known = json.loads((model / "config.json").read_text())
-    adapters = settings(model, fsdp={"sharding": "replicate"}, mesh={"dp": 2}, lora={"rank": 4})
-    # there is an estimate where the model is known
-    for ours, model_config, has_estimate in ((config, None, False), (config, known, True), (adapters, known, True)):
-        error = memory_error(MemoryError(), ours, "actor", model_config, CPU)
-        assert error.field == "mesh.dp" and "tokens" not in str(error)
-        assert ("by the estimate" in str(error)) == has_estimate
-        # which of a model as tiny as this one would save nothing beside adapters
-        assert ("fsdp.sharding=full (-" in str(error.hint)) == (ours is config and has_estimate)
-        assert error.hint
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -127,10 +111,6 @@ def test_where_no_micro_batch_is_at_work_nothing_is_said_of_its_tokens(tiny_fold
 )
 def test_allocators_words_for_no_memory_are_known(error: Exception) -> None:
     assert is_out_of_memory(error)
-
-
-def test_other_errors_are_no_lack_of_memory() -> None:
-    assert not any(map(is_out_of_memory, (RuntimeError("shapes differ"), ValueError("out of memory"), KeyError("a"))))
 
 
 def starve(worker: Any) -> None:
@@ -288,16 +268,6 @@ def test_of_an_error_that_cannot_travel_name_text_and_traceback_do(
     assert note.startswith("on rank 0, in train_step:\nTraceback") and "test_resources.py" in note
 
 
-def test_a_lost_peer_and_no_memory_leave_a_rank_typed_with_torchs_own_words(lone_rank: Any) -> None:
-    lost, memory = failure(lone_rank, "a lost peer"), failure(lone_rank, "memory")
-    assert isinstance(lost, PeerFailed) and "Connection closed by peer" in lost.message
-    assert isinstance(memory, ResourceError) and "DefaultCPUAllocator" in memory.message
-    assert memory.ends_rank and not lost.ends_rank
-    for error in (lost, memory):
-        assert error.field and error.hint and (error.rank, error.call) == (0, "train_step")
-        assert "Traceback" in error.__notes__[0]
-
-
 # ------------------------------------------------------------------ disks
 
 
@@ -313,13 +283,6 @@ def test_metrics_that_the_disk_refuses_are_a_typed_error_and_later_lines_are_who
     assert [found["step"] for found in rows][-1] == 3 and all(found.keys() == rows[0].keys() for found in rows)
 
 
-def test_what_ends_a_run_is_not_hidden_by_a_disk_that_refuses_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="the cause"), files_up_to(100), MetricsLog(tmp_path) as log:
-        with pytest.raises(ResourceError):
-            log.write(1, {f"metric_{number}": 1.0 for number in range(200)})
-        raise KeyError("the cause")
-
-
 def test_a_batch_that_the_disk_refuses_is_a_typed_error_and_those_before_stand(tmp_path: Path) -> None:
     recorded = RecordedBatches(tmp_path)
     batch = RolloutBatch(tokens=np.arange(60_000), lengths=[60_000], response_lengths=[1])
@@ -331,40 +294,6 @@ def test_a_batch_that_the_disk_refuses_is_a_typed_error_and_those_before_stand(t
     for step in range(2):
         found, notes = recorded.read(step) or pytest.fail("it is gone")
         assert notes == {"n": step} and np.array_equal(found.tokens, batch.tokens)
-
-
-def limit_files(worker: Any, size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-def test_a_checkpoint_that_one_ranks_disk_refuses_names_that_rank(actor_group: Any) -> None:
-    second = actor_group.receivers[1]
-    ray.get(second.__ray_call__.remote(limit_files, 50_000), timeout=PATIENCE_S)
-    try:
-        with refused(CheckpointError, "run.dir", os.strerror(errno.EFBIG)) as caught:
-            actor_group.save(99)
-    finally:
-        ray.get(second.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=PATIENCE_S)
-    assert (caught.value.rank, caught.value.call) == (1, "save")
-
-
-def test_an_export_that_the_disk_refuses_leaves_nothing_and_the_group_as_it_was(
-    actor_group: Any, batch: RolloutBatch, tmp_path: Path
-) -> None:
-    actor_group.load(0)
-    expected = bits(actor_group.train_step(batch))
-    actor_group.load(0)
-    first, pids = actor_group.receivers[0], [answer.pid for answer in actor_group.health()]
-    ray.get(first.__ray_call__.remote(limit_files, 50_000), timeout=PATIENCE_S)
-    try:
-        with refused(CheckpointError, "path", os.strerror(errno.EFBIG)):
-            actor_group.export_hf(tmp_path / "model")
-    finally:
-        ray.get(first.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=PATIENCE_S)
-    assert not list(tmp_path.iterdir())
-    assert actor_group.export_hf(tmp_path / "model").is_dir()
-    assert bits(actor_group.train_step(batch)) == expected
-    assert [answer.pid for answer in actor_group.health()] == pids
 
 
 # ------------------------------------------------------------------ Ray
@@ -416,26 +345,6 @@ def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(m
     receiver = ObjectStoreUpdate([], timeout_s=60.0)
     with refused(SyncError, "weights"):
         receiver.receive([("tail", torch.zeros(2))])
-
-
-def test_no_call_reaches_ray_once_the_cluster_is_gone(
-    actor_group: Any, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from actors.cluster import ray_errors
-
-    monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: True)
-    for call in (lambda: actor_group.train_step(batch), lambda: actor_group.update_weights([]), actor_group.memory):
-        with refused(ResourceError, "cluster.address"):
-            call()
-
-
-def test_a_driver_that_has_left_the_cluster_starts_no_other_one_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actors.cluster import ray_errors
-
-    monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray_errors.ray, "put", Untouchable())
-    with refused(ResourceError, "cluster.address"):
-        ray_errors.store(b"a batch", "batch")
 
 
 def test_a_driver_that_has_left_the_cluster_starts_no_other_one_to_end_what_went_with_it(

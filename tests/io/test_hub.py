@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from slimefsdp.errors import ConfigError, ModelError, ResourceError
+from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.io import hub
 from slimefsdp.io.hub import HubId, id_of_snapshot, reads_like_id, snapshot
 from tests.support.hub import COMMITS, Hub, Repository, files_of, lay_out, use_cache
@@ -79,27 +78,12 @@ def test_only_owner_and_name_with_one_slash_read_like_an_id(text: str, is_id: bo
     assert reads_like_id(text) == is_id
 
 
-def test_what_is_on_this_machine_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert HubId.of(Path("owner/name@v1")) == HubId("owner/name", "v1")
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert HubId.of(Path("owner/name")) is None
-    assert HubId.of(Path("owner/name@v1")) == HubId("owner/name", "v1")
-
-
 @pytest.mark.parametrize("revision", [None, "main", "v1", NEW])
 def test_offline_the_cache_alone_is_asked(cache: Path, revision: str | None) -> None:
     folder = lay_out(cache, "owner/name", NEW, MODEL, refs=("main", "v1"))
     assert fetched("owner/name", revision) == folder
     assert id_of_snapshot(folder) == HubId("owner/name", NEW)
     assert hub.bytes_there(HubId("owner/name"), "model") > 0
-
-
-def test_a_folder_elsewhere_is_of_no_id(cache: Path, tmp_path: Path) -> None:
-    other = lay_out(tmp_path / "elsewhere", "owner/name", NEW, MODEL)
-    lay_out(cache, "owner/name", NEW, MODEL)
-    for folder in (other, cache, cache / "models--owner--name" / "snapshots" / "main", Path("m")):
-        assert id_of_snapshot(folder) is None
 
 
 @pytest.mark.parametrize("revision", [None, "v2", OLD])
@@ -172,18 +156,3 @@ def test_a_name_and_a_revision_that_the_hub_does_not_have_are_named(served: Hub)
         fetched("owner--x/name")
     with refused(ConfigError, "data.train", "data.train=owner/name"):  # a model's name is no data set's
         snapshot(HubId("owner/name"), "dataset", field="data.train", error=ConfigError, shows_bars=False)
-
-
-def test_a_hub_that_answers_with_errors_is_named_by_what_it_said(served: Hub) -> None:
-    served.repositories["model", "owner/name"].refusal = (500, "")
-    with refused(ModelError, FIELD, f"{FIELD}=owner/name", 500):
-        fetched("owner/name")
-
-
-def test_a_full_disk_is_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> Path:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(hub, "_snapshot", full)
-    with refused(ResourceError, FIELD, cache):
-        fetched("owner/name")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io import safetensors_file
@@ -64,21 +64,6 @@ def test_safetensors_own_library_reads_every_dtype_and_shape(tmp_path):
     assert read.keys() == tensors.keys() and all(same_bits(read[name], tensors[name]) for name in tensors)
     header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
     assert header_bytes % 8 == 0 and b'"__metadata__":{"format":"pt"}' in path.read_bytes()[: 8 + header_bytes]
-
-
-def test_files_of_safetensors_own_library_are_read(tmp_path):
-    path, tensors = tmp_path / "x", mixed()
-    save_file(tensors, path)
-    for name, entry in read_header(path).tensors.items():
-        target = torch.empty_like(tensors[name])
-        with path.open("rb") as stream:
-            read_rows(stream, entry, 0, len(target) if target.dim() else 1, target)
-        assert same_bits(target, tensors[name]), name
-
-
-def test_a_file_without_tensors_is_one(tmp_path):
-    written(tmp_path / "x", {})
-    assert load_file(tmp_path / "x") == {} == read_header(tmp_path / "x").tensors
 
 
 @examples(60)
@@ -156,14 +141,6 @@ def test_what_was_not_announced_is_not_written(tmp_path, name, tensor):
         w.write(name, tensor)
 
 
-def test_an_incomplete_file_is_not_sealed_and_a_complete_one_takes_no_more(tmp_path):
-    writer = TensorFileWriter(tmp_path / "x", specs_of({"a": WEIGHT, "b": WEIGHT}))
-    with refused(CheckpointError, "b", tmp_path / "x"), writer:
-        writer.write("a", WEIGHT)
-    with refused(CheckpointError, "a"), TensorFileWriter(tmp_path / "x", []) as writer:
-        writer.write("a", WEIGHT)
-
-
 @pytest.mark.parametrize(
     "specs, name, value",
     [
@@ -177,15 +154,6 @@ def test_a_header_that_no_reader_would_take_is_refused_before_there_is_a_file(tm
     with refused(CheckpointError, name, value):
         TensorFileWriter(tmp_path / "x", specs)
     assert not (tmp_path / "x").exists()
-
-
-def test_tensors_that_were_written_and_read_can_still_be_freed(tmp_path):
-    tensor = torch.ones(4)
-    written(tmp_path / "x", {"w": tensor})
-    with (tmp_path / "x").open("rb") as stream:
-        read_rows(stream, read_header(tmp_path / "x").tensors["w"], 0, 4, tensor)
-    tensor.untyped_storage().resize_(0)
-    assert tensor.untyped_storage().nbytes() == 0
 
 
 def test_no_copy_of_a_tensor_is_made(tmp_path, monkeypatch):
@@ -205,10 +173,3 @@ def test_no_copy_of_a_tensor_is_made(tmp_path, monkeypatch):
     assert target == (tensor.data_ptr(), tensor.nbytes)
     assert [address for address, _ in chunks] == [tensor.data_ptr() + i * (1 << 20) for i in range(16)]
     assert peak < 1 << 20
-
-
-def test_the_sign_of_a_negative_view_is_written(tmp_path: Path) -> None:
-    tensor = torch._neg_view(torch.randn(5))
-    with TensorFileWriter(tmp_path / "a.safetensors", [TensorSpec("x", tensor.dtype, (5,))]) as file:
-        file.write("x", tensor)
-    assert torch.equal(load_file(tmp_path / "a.safetensors")["x"], tensor)

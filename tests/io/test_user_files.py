@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.run_dir import settings_text
-from slimefsdp.config import config_from_dict, load_config
+from slimefsdp.config import config_from_dict
 from slimefsdp.errors import ConfigError
-from slimefsdp.estimate.lengths import sample_lengths
 from slimefsdp.io.user_files import NoPath, parse_json, path_argument, path_of
 
 
@@ -39,17 +37,6 @@ def test_home_and_variables_expand_in_settings_and_arguments_alike(home: Path, t
     assert found == [home / expected] * 3
 
 
-def test_a_dollar_in_a_path_comes_back_from_the_settings_of_a_run(home: Path) -> None:
-    config = config_from_dict({"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": "/a$$HOME/$$$$"}})
-    (home / "settings.yaml").write_text(settings_text(config))
-    assert config.run.dir == Path("/a$HOME/$$") == load_config(home / "settings.yaml").run.dir
-
-
-def test_what_has_nothing_to_expand_is_left_as_it_is(home: Path) -> None:
-    for text in ("a/b", "/a", "./a~", "a/~", "5$", "a b", "a:b/c", "C:/x", "a//b", "$-x"):
-        assert path_of(text) == path_argument(text) == Path(text)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -66,11 +53,6 @@ def test_what_leads_nowhere_is_refused_in_settings_and_arguments_alike(home: Pat
     with pytest.raises(ConfigError) as refused:
         config_from_dict({"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": text}})
     assert refused.value.field == "run.dir" and refused.value.hint == caught.value.hint
-
-
-def test_a_file_of_lengths_is_named_like_any_other(home: Path) -> None:
-    (home / "lengths.json").write_text("[3, 4]")
-    assert sample_lengths("~/lengths.json", 1).tolist() == [3, 4]
 
 
 VALUES = st.recursive(

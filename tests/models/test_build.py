@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
-from slimefsdp.models.build import build_policy, load_policy, materialise
+from slimefsdp.models.build import build_policy, load_policy
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.hf_folder import SINGLE_FILE, ModelFolder, read_model_folder
 from slimefsdp.models.load_weights import check_tensor_names
@@ -93,13 +92,6 @@ def test_tensors_that_do_not_fit_the_config_are_named(
     assert_refusal(refusal(edit_weights(save_tiny_model(tmp_path), edit)), ModelError, "model.path", *values)
 
 
-@pytest.mark.parametrize("shape", [(95, 32), (97, 32), (96, 31)])
-def test_the_second_copy_of_a_tied_head_must_have_the_embeddings_shape(tmp_path: Path, shape: tuple[int, int]) -> None:
-    path = save_tiny_model(tmp_path, tie_word_embeddings=True)
-    edit_weights(path, lambda t: t.update({"lm_head.weight": torch.zeros(shape)}))
-    assert_refusal(refusal(path), ModelError, "model.path", "'lm_head.weight'", list(shape))
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
@@ -163,14 +155,6 @@ def test_parameters_take_no_memory_before_they_are_sharded_while_buffers_are_rea
     torch.nn.Linear(2, 2).weight.sum().item()  # and outside, new parameters have memory as ever
 
 
-def test_tied_parameters_stay_one_parameter_when_they_get_memory_without_being_sharded(tiny_folder: TinyFolder) -> None:
-    folder = read_model_folder(tiny_folder(tie_word_embeddings=True))
-    policy = build_policy(folder, torch.float32)
-    materialise(policy, CPU)
-    assert policy.has_tied_embeddings and "lm_head.weight" not in dict(policy.named_weights())
-    assert {parameter.device for parameter in policy.parameters()} == {CPU}
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_model_is_built_from_what_was_read_and_not_from_the_folder(tmp_path: Path, kind: str) -> None:
     folder = read_model_folder(save_tiny_model(tmp_path, kind))
@@ -220,30 +204,6 @@ def test_a_non_finite_weight_in_one_ranks_rows_is_the_same_error_on_every_rank(
     path = edit_weights(save_tiny_model(tmp_path), poison(name, row, value))
     messages = ranks.run(2, message_of_rank, path)
     assert messages[0] == messages[1] and f"tensor '{name}' holds NaN or infinity" in messages[0]
-
-
-def test_a_file_that_only_one_rank_cannot_read_is_the_same_error_on_every_rank_at_once(
-    tiny_folder: TinyFolder, ranks: RankPool
-) -> None:
-    start = time.monotonic()
-    messages = ranks.run(2, message_of_rank, tiny_folder(), 1)
-    assert messages[0] == messages[1] and "'model.embed_tokens.weight' cannot be read" in messages[0]
-    assert time.monotonic() - start < 100  # a rank left in a collective would wait 120 s
-
-
-def message_of_rank_with_a_folder_of_its_own(rank: int, paths: list[Path]) -> str:
-    return message_of_rank(rank, paths[rank])
-
-
-@pytest.mark.parametrize("changes", [{"intermediate_size": 60}, {"model_type": "mamba"}])
-def test_a_folder_that_only_one_rank_refuses_is_the_same_error_on_every_rank_at_once(
-    tmp_path: Path, ranks: RankPool, changes: dict[str, Any]
-) -> None:
-    paths = [save_tiny_model(tmp_path / "good"), edit_config(save_tiny_model(tmp_path / "bad"), **changes)]
-    start = time.monotonic()
-    messages = ranks.run(2, message_of_rank_with_a_folder_of_its_own, paths)
-    assert messages[0] == messages[1] and messages[0] != "loaded"
-    assert time.monotonic() - start < 100
 
 
 @pytest.mark.parametrize("missing_on", [None, 0, 1])

@@ -110,10 +110,6 @@ def test_the_kl_to_equal_logits_is_exactly_0_with_kernels(in_plain_torch):
     assert (kl == 0).all()
 
 
-def test_a_cpu_has_no_use_for_kernels():
-    assert not fused_log_probs._has_kernels(torch.zeros(1))
-
-
 class Uncompilable:
     """A kernel that cannot be compiled on this machine."""
 
@@ -136,11 +132,6 @@ def test_where_triton_cannot_compile_the_head_says_so_once_and_does_without(monk
     assert warning.endswith(
         "without its Triton kernels, which failed: RuntimeError: Failed to find C compiler. Specify via CC"
     )
-
-
-def test_without_triton_there_is_nothing_to_try(monkeypatch):
-    monkeypatch.setattr(head_kernels, "triton", None)
-    assert not head_kernels.can_launch.__wrapped__(torch.device("cpu"))
 
 
 INTERPRETED = """

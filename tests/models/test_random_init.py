@@ -125,26 +125,6 @@ def test_the_draw_follows_transformers_own_rules(tmp_path: Path, ranks: RankPool
     assert len(drawn_twice) == sum(tensor.std() > 0 for tensor in ours.values())  # no two parameters share a stream
 
 
-def generator_of_rank(rank: int, path: Path) -> bool:
-    before = torch.get_rng_state()
-    drawn(path)
-    return torch.equal(before, torch.get_rng_state())
-
-
-def test_drawing_leaves_the_ranks_own_generator_alone(tmp_path: Path, ranks: RankPool) -> None:
-    assert ranks.run(1, generator_of_rank, config_alone(tmp_path, "qwen3")) == [True]
-
-
-def test_a_parameter_without_a_rule_is_named_instead_of_left_as_garbage(tmp_path: Path) -> None:
-    folder = read_model_folder(config_alone(tmp_path, "qwen3"), with_weights=False)
-    policy, template = (build_policy(folder, torch.float32) for _ in range(2))
-    for model in (policy, template):
-        model.decoder_layers()[1].register_parameter("extra", torch.nn.Parameter(torch.empty(3, device="meta")))
-    materialise(policy, CPU)
-    with refused(ModelError, "model.init", "model.layers.1.extra"):
-        draw_weights(policy, template, SEED)
-
-
 def trainer_of_rank(rank: int, path: Path, out: Path, init: str) -> None:
     config = {
         "run": {"seed": SEED},

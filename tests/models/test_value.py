@@ -16,7 +16,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
-from slimefsdp.models.build import build_model, build_policy, load_model
+from slimefsdp.models.build import build_model, load_model
 from slimefsdp.models.decoder import ValueModel
 from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.models.load_weights import check_tensor_names
@@ -131,10 +131,6 @@ def check_refusal(path: Path, field: str, *values: object) -> None:
         check_tensor_names(build_model(ValueModel, folder, torch.float32), folder)
 
 
-def test_a_classifier_of_two_labels_is_no_critic(tmp_path: Path) -> None:
-    check_refusal(save_classifier(tmp_path, labels=2), "critic.path", tmp_path / SINGLE_FILE, 2)
-
-
 def test_a_classifiers_head_is_wanted_whole_and_alone(tmp_path: Path) -> None:
     path = save_classifier(tmp_path)
     stored = load_file(path / SINGLE_FILE)
@@ -145,16 +141,6 @@ def test_a_classifiers_head_is_wanted_whole_and_alone(tmp_path: Path) -> None:
     ):
         save_file(broken, path / SINGLE_FILE, metadata={"format": "pt"})
         check_refusal(path, "model.path", repr(name))
-
-
-def test_a_head_under_another_name_is_refused(tmp_path: Path) -> None:
-    check_refusal(save_classifier(tmp_path, "gpt2"), "model.path", "'classifier.bias'")
-
-
-def test_a_policy_is_not_read_from_a_token_classifier(tmp_path: Path) -> None:
-    folder = read_model_folder(save_classifier(tmp_path))
-    with refused(ModelError, "model.path", "'lm_head.weight'"):
-        check_tensor_names(build_policy(folder, torch.float32), folder)
 
 
 @pytest.mark.parametrize("kind", WITHOUT)

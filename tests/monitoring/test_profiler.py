@@ -104,23 +104,6 @@ def test_communication_is_counted_in_the_phase_that_begins_it_and_what_overlaps_
     assert [line.split()[0] for line in (optimizer, other)] == ["optimizer", "other"]
 
 
-def test_a_kernel_counts_in_the_phase_in_which_the_host_started_it() -> None:
-    def with_number(one: dict[str, Any], number: int) -> dict[str, Any]:
-        return {**one, "args": {"correlation": number}}
-
-    trace = [
-        UPDATE,
-        event("slimefsdp::forward", 10, 40, "user_annotation"),
-        event("slimefsdp::backward", 40, 80, "user_annotation"),
-        with_number(event("cudaLaunchKernelExC", 15, 16, "cuda_runtime"), 7),
-        with_number(event("ncclDevKernel_AllGather_RING_LL", 50, 60, "kernel"), 7),
-        with_number(event("cuLaunchKernelEx", 45, 46, "cuda_driver"), 8),
-        with_number(event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 85, 95, "kernel"), 8),
-    ]
-    expected = {("forward", "all-gather"): 10e-6, ("backward", "reduce-scatter"): 10e-6}
-    assert shares_of_trace(trace, "update 3").by_phase == pytest.approx(expected)
-
-
 def memory(time: int, total: int, change: int, device: int) -> dict[str, Any]:
     args = {"Total Allocated": total, "Bytes": change, "Device Type": device}
     return {"ph": "i", "name": "[memory]", "ts": 1000.0 + time, "args": args}
@@ -133,15 +116,6 @@ def test_the_peak_is_that_of_the_device_that_computes_and_on_a_cpu_of_what_the_u
     kernel = event("gemm", 20, 30, "kernel")
     assert shares_of_trace([UPDATE, kernel, *on_cpu, *on_gpu], "update 3").peak_bytes == 900
     assert shares_of_trace([UPDATE, kernel], "update 3").peak_bytes is None
-
-
-def test_the_table_has_a_row_a_rank_and_parts_that_add_up() -> None:
-    lines = shares_table("update 3", [Shares(2.0, 1.0, 0.8, 0.5, 3_460_000), Shares(1.0, 0.25, 0.0, 0.0)]).splitlines()
-    assert [line.split() for line in lines[2:]] == [
-        ["0", "2.000", "50.0", "%", "40.0", "%", "25.0", "%", "25.0", "%", "3.5"],
-        ["1", "1.000", "25.0", "%", "0.0", "%", "0.0", "%", "75.0", "%", "-"],
-    ]
-    assert len({len(line) for line in lines[1:]}) == 1, "columns stand under their titles"
 
 
 def profiled_run(rank: int, config: RunConfig, resumed: RunConfig) -> list[str]:

@@ -27,16 +27,6 @@ OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight
 CPU = torch.device("cpu")
 
 
-def test_the_map_has_seven_decades_below_one() -> None:
-    for is_signed in (True, False):
-        values = dynamic_map(is_signed, CPU).double()
-        assert values.shape == (256,) and (values.diff() > 0).all() and values.max() == 1 and 0 in values
-        positive = values[(values > 0) & (values < 1)]
-        in_decades = [int(((positive > 10.0**-d) & (positive < 10.0 ** (1 - d))).sum()) for d in range(7, 0, -1)]
-        assert in_decades == [2**d * (1 if is_signed else 2) for d in range(7)]
-        assert torch.equal(values[values < 0].abs().flip(0), positive) if is_signed else values.min() == 0
-
-
 def nearest(values: torch.Tensor, is_signed: bool, block: int) -> torch.Tensor:
     """Each value as the nearest one of its block's largest times the map, by looking at all 256; of unsigned values
     those above 0 as the nearest one above 0.
@@ -66,25 +56,6 @@ def test_values_become_the_nearest_of_their_block(is_signed: bool) -> None:
     assert torch.equal(largest, scales_again) and codes.unique().numel() > 200
 
 
-@pytest.mark.parametrize("is_signed", [True, False])
-def test_a_code_is_found_as_by_a_search_of_all_borders(is_signed: bool) -> None:
-    table = dynamic_map(is_signed, CPU)
-    borders = (table[:-1] + table[1:]) / 2
-    floats = [borders, torch.nextafter(borders, torch.tensor(2.0)), torch.nextafter(borders, torch.tensor(-2.0)), table]
-    steps = torch.arange(-(2**15), 2**15).mul(2**16).int()  # the first float of each upper half
-    around = torch.cat([(steps + offset).view(torch.float32) for offset in (0, 1, 2**15, 2**16 - 1)])
-    values = torch.cat([*floats, around[around.abs() <= 1], torch.tensor([-0.0, 1.0])])
-    values = values if is_signed else values[values >= 0]
-    values = torch.cat([values, torch.ones(-len(values) % 32)]).view(-1, 32)
-    values[:, 0] = 1.0  # every block's largest, so that scales are 1
-    codes, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(len(values), 1)
-    quantize_(codes, scales, values, is_signed=is_signed)
-    expected = torch.bucketize(values, borders, right=True)
-    if not is_signed:
-        expected = torch.where(values > 0, expected.clamp(min=1), expected)
-    assert torch.equal(codes.long(), expected) and len(values) > 1000
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_second_moment_above_zero_is_never_kept_as_zero(dtype: torch.dtype) -> None:
     values = torch.logspace(-44, 0, 64, dtype=torch.float64).to(dtype).repeat(3, 1)
@@ -95,19 +66,6 @@ def test_a_second_moment_above_zero_is_never_kept_as_zero(dtype: torch.dtype) ->
     assert torch.equal(codes > 0, values > 0)
     least = dynamic_map(False, CPU)[1] * scales
     assert torch.equal(dequantize(codes, scales, is_signed=False)[:2, :30], least[:2].expand(2, 30))
-
-
-def test_zeros_stay_zeros_and_codes_of_zero_are_read_as_zeros() -> None:
-    for is_signed in (True, False):
-        codes, scales = torch.full((2, 64), 9, dtype=torch.uint8), torch.ones(2, 1)
-        quantize_(codes, scales, torch.zeros(2, 64), is_signed=is_signed)
-        assert not dequantize(codes, scales, is_signed=is_signed).any() and not scales.any()
-        assert not dequantize(torch.zeros_like(codes), scales, is_signed=is_signed).any()
-
-
-def test_a_block_divides_a_row_and_is_as_large_as_may_be() -> None:
-    expected = {(5, 64): 64, (9, 512): 256, (3, 896): 224, (2, 257): None, (7,): None, (3, 4): None, (5, 6, 32): 192}
-    assert {shape: block_of(shape) for shape in expected} == expected
 
 
 def parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:

@@ -271,17 +271,6 @@ def test_the_learning_rates_of_a_resumed_run_are_those_of_a_straight_one(ranks: 
         assert found == straight and straight[3] == straight[4] and len(set(straight)) >= 2
 
 
-def from_an_older_state(rank: int) -> tuple[float, int, Any]:
-    one = Rank(loss_scaling=LossScale(8.0, growth_interval=3))
-    one.step(0)
-    one.updater.restore({"updates_taken": 5, "skipped_in_a_row": 1})
-    return one.updater.loss_scale, one.updater.updates_taken, one.updater.health
-
-
-def test_a_state_from_before_there_was_a_scale_is_accepted(ranks: RankPool) -> None:
-    assert ranks.run(1, from_an_older_state) == [(8.0, 5, None)]
-
-
 HALVES: dict[str, dict[str, Any]] = {  # an optimiser, and the module whose function fails at its second call
     "adamw, second group": {"name": "adamw", "fails": ("optimizer", "adamw")},
     "bfloat16 moments, second bucket": {
@@ -376,12 +365,3 @@ def test_after_an_update_that_failed_halfway_nothing_is_taken_until_a_state_is_r
         assert error.hint is not None and "load a checkpoint" in error.hint
     assert found["left alone"] and all(found["equal"])
     assert found["metrics"][0] == found["metrics"][1]
-
-
-def without_gradients(rank: int) -> str:
-    one = Rank()
-    return str(caught(lambda: one.updater.step(world())))
-
-
-def test_an_update_without_gradients_is_refused(ranks: RankPool) -> None:
-    assert "without gradients" in ranks.run(1, without_gradients)[0]

@@ -29,10 +29,6 @@ def test_warm_up_rises_linearly_to_the_peak_and_is_never_zero(schedule: str) -> 
     assert rates(schedule, warmup=0, total=20)[0] == 2.0
 
 
-def test_without_a_decay_the_peak_stays() -> None:
-    assert (rates("constant", warmup=3, total=10, upto=50)[2:] == 2.0).all()
-
-
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
 def test_decays_are_straight_and_half_a_cosine_down_to_the_floor(floor: float) -> None:
     steps = np.linspace(0, 1, 17)  # from the first update after the warm-up to the last

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,32 +293,6 @@ def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(
         assert engines.calls
 
 
-def test_a_batch_with_a_sample_that_no_pack_can_hold_any_more_is_passed_over(make: Any, tmp_path: Path) -> None:
-    recorded = RecordedBatches(tmp_path / "batches")
-    resume = {"checkpoint": {"resume": True}}
-    batch, _ = Collector(make(), Engines(), recorded).collect(0, VERSION, {})
-    assert batch is not None
-    longest, engines = int(batch.lengths.max()), Engines()
-    fits, too_small = ({"max_tokens_per_rank": tokens} for tokens in (longest, longest - 1))
-    again, _ = Collector(make(**resume, batch=fits), NoEngines(), recorded).collect(0, VERSION, {})  # type: ignore[arg-type]
-    assert again is not None and again.same_as(batch)
-    with pytest.warns(UserWarning, match="longer than a pack is now"):
-        Collector(make(**resume, batch=too_small), engines, recorded).collect(0, VERSION, {})
-    assert engines.calls
-
-
-def test_a_batch_of_other_records_is_passed_over(make: Any, tmp_path: Path) -> None:
-    recorded = RecordedBatches(tmp_path / "batches")
-    config = make(checkpoint={"resume": True})
-    Collector(config, Engines(), recorded).collect(0, VERSION, {})
-    lines = Path(str(config.data.train)).read_text().splitlines()
-    Path(str(config.data.train)).write_text("\n".join(reversed(lines)))
-    engines = Engines()
-    with pytest.warns(UserWarning, match=r"step 0\b"):
-        Collector(config, engines, recorded).collect(0, VERSION, {})
-    assert engines.calls
-
-
 def raising(record: Record, *_: Any) -> Any:
     return 1 / 0
 
@@ -446,23 +419,6 @@ def test_steps_in_which_every_group_failed_train_nothing_and_several_in_a_row_en
         Evaluator(config, collector).evaluate(5)
 
 
-def test_a_greedy_response_whose_reward_failed_takes_its_group_along(make: Any) -> None:
-    config = make(rollout={"reward_failure": "skip"}, advantage={"estimator": "remax"})
-    drawn = drawn_by_hand(config, [(3, 1, 0)])
-
-    class FailingLater(Failing):
-        calls = 0
-
-        def with_failures(self, calls: Sequence[EpisodeCall], outcomes: Sequence[Any]) -> list[Any]:
-            self.calls += 1
-            return super().with_failures(calls, outcomes) if self.calls == 2 else list(outcomes)
-
-    rewards = FailingLater(config, [drawn[0][0]["number"]])
-    with pytest.warns(UserWarning):
-        batch, _ = Collector(config, Engines(), rewards=rewards).collect(0, VERSION, {})  # type: ignore[arg-type]
-    assert_holds(batch, drawn[1:])
-
-
 def test_an_overlong_response_loses_reward_as_the_paper_says() -> None:
     longest, buffer = 20480, 4096
     for length in (1, 16383, 16384, 16385, 18000, 20479, 20480):
@@ -484,11 +440,6 @@ def test_the_penalty_trains_and_the_metrics_keep_the_reward_as_it_was(make: Any)
     assert metrics == before
 
 
-def test_a_group_that_differs_by_its_penalties_alone_is_not_mixed(make: Any) -> None:
-    given = {"filter": "mixed_groups", "reward": f"{__name__}:hopeless", "overlong_buffer_tokens": 4}
-    assert collected(make(rollout=given))[0] is None
-
-
 def test_truncated_responses_stay_in_their_group_and_out_of_the_loss(make: Any) -> None:
     config = make(rollout={"mask_truncated": True})
     batch, _ = collected(config)
@@ -498,20 +449,6 @@ def test_truncated_responses_stay_in_their_group_and_out_of_the_loss(make: Any) 
     samples = [sampled for _, group in groups for sampled in group]
     assert 0 < sum(not sampled.finished for sampled in samples) < len(samples)
     assert batch.loss_mask.tolist() == [sampled.finished for sampled in samples for _ in sampled.log_probs]
-
-
-class EndlessEngines(Engines):
-    """No response of theirs ever ends."""
-
-    def generate(self, *args: Any, **kwargs: Any) -> tuple[int, list[SampledResponse]]:
-        version, samples = super().generate(*args, **kwargs)
-        return version, [replace(sample, finished=False) for sample in samples]
-
-
-def test_a_step_whose_responses_are_all_truncated_and_masked_has_no_batch(make: Any) -> None:
-    batch, metrics = collected(make(rollout={"mask_truncated": True}), engines=EndlessEngines())
-    assert batch is None and metrics["rollout/truncated"] == 1
-    assert collected(make(), engines=EndlessEngines())[0] is not None
 
 
 def test_remax_compares_with_one_greedy_response_per_prompt_that_trains(make: Any) -> None:
@@ -600,24 +537,6 @@ def greedy(record: Record, response: str, finished: bool) -> dict[str, float]:
     return {"reward": 1.0, "greedy_reward": 0.25}
 
 
-@pytest.mark.parametrize(
-    ("reward", "asked"), [("finished", {"pass_at": [1]}), ("greedy", {"greedy": True})], ids=["finished", "greedy"]
-)
-def test_scores_that_are_called_as_what_an_evaluation_finds_are_refused(
-    make: Any, reward: str, asked: dict[str, Any]
-) -> None:
-    named = {"reward": f"{__name__}:{reward}"}
-    evaluation_of(make(rollout=named), Engines(), 0)
-    with refused(BatchError, "rollout.reward", "finished" if reward == "finished" else "greedy_reward"):
-        evaluation_of(make(rollout=named, evaluation=asked), Engines(), 0)
-
-
-def test_what_took_how_long_is_added_up(make: Any) -> None:
-    seconds = {"generate": 100.0}
-    Collector(make(), Engines()).collect(0, VERSION, seconds)  # type: ignore[arg-type]
-    assert seconds["generate"] > 100 and seconds["reward"] > 0
-
-
 class Trainers:
     """A worker group that counts what it is asked for; each update makes a new version."""
 
@@ -650,24 +569,6 @@ def test_a_step_without_a_batch_leaves_the_weights_and_says_so(make: Any, reward
         assert row["weight_version"] == version and row["rollout/groups_dropped"] >= 1 - trained
         assert {f"seconds/{name}" for name in ("generate", "reward", "train", "sync")} <= row.keys()
     assert "eval/reward" in rows[1]
-
-
-class Skipping(Trainers):
-    """Its gradients are never finite."""
-
-    def train_step(self, batch: RolloutBatch) -> dict[str, float]:
-        self.trained += 1
-        return {"updates": 0.0, "skipped_update": 1.0, "loss": 0.5}
-
-
-def test_engines_are_not_sent_the_weights_that_they_have(make: Any) -> None:
-    engines: Any = Engines()
-    group: Any = Skipping()
-    loop = RolloutLoop(make(evaluation={"interval_steps": None}), group, engines)
-    loop.before_training(evaluates=False)
-    for step in range(2):
-        loop.step(step)
-    assert group.trained == 2 and group.sent == 1
 
 
 def odd_length(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:

@@ -123,25 +123,6 @@ def test_a_step_draws_prompts_and_responses_of_its_stage_and_an_evaluation_is_as
     assert words(engines.calls[-1][0]) == LENGTHS and engines.calls[-1][1] == LONGEST
 
 
-def test_without_a_curriculum_no_metric_tells_of_one(make: Any) -> None:
-    _, metrics = collector(make(rollout={"curriculum": []}), Engines()).collect(0, VERSION, {})
-    assert not {"rollout/stage", "rollout/prompt_length"} & metrics.keys()
-
-
-def test_a_response_that_its_stage_cuts_loses_the_whole_penalty(make: Any) -> None:
-    config = make(rollout={"overlong_buffer_tokens": 2, "overlong_penalty": 0.5})
-    for step in (0, 2, 4):
-        batch, metrics = collector(config, Engines()).collect(step, VERSION, {})
-        assert batch is not None and batch.rewards is not None and metrics["rollout/overlong_penalty"] == 0.5
-        assert batch.rewards.tolist() == [-0.5, 0.5] * PROMPTS_PER_STEP
-
-
-def test_the_greedy_response_that_others_are_compared_with_has_the_limit_of_the_stage(make: Any) -> None:
-    engines: Any = Engines()
-    collector(make(advantage={"estimator": "remax"}), engines).collect(2, VERSION, {})
-    assert [(most, greedy) for _, most, greedy in engines.calls] == [(5, False), (5, True)]
-
-
 def test_a_resumed_run_draws_what_one_without_a_break_would_have_drawn(make: Any, tmp_path: Path) -> None:
     straight: Any = Engines()
     one = collector(make(), straight)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from actors.rollout import data_sets
-from actors.rollout.data_sets import DataSource
 from actors.rollout.prompt_files import with_data_commits
 from actors.rollout.prompts import PromptStream, Record, digest_of, place_of, read_jsonl, read_records
 from actors.rollout.supervised_records import read_demonstrations, read_pairs
@@ -20,7 +18,6 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import ConfigError
 from slimefsdp.io import hub
-from slimefsdp.io.hub import HubId
 from tests.support.hub import COMMITS, files_of, lay_out, use_cache
 from tests.support.refusals import refused
 
@@ -164,15 +161,6 @@ def test_training_takes_the_split_train_and_evaluation_test_unless_another_is_na
         records(f"{path}#dev", "heldout")
 
 
-def test_a_single_split_is_the_one_whatever_its_name(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    assert records(path) == records(path, "heldout") == RECORDS
-    with refused(ConfigError, "data.train", path, "dev"):
-        records(f"{path}#dev")
-    with refused(ConfigError, "data.train", path, "main"):
-        records(f"{path}:main")
-
-
 def lay_out_sums(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     for config, split, rows in (("main", "train", ROWS), ("main", "test", TEST), ("hard", "validation", TEST)):
@@ -237,28 +225,6 @@ def test_each_held_out_set_has_its_commit_and_keeps_it_in_a_resumed_run(cache: P
         with_data_commits(settings(**asked, later=f"{NAME}:main"))
 
 
-@pytest.mark.parametrize("written", ["owner/other", f"{NAME}@v2", "owner/other:main#train"])
-def test_a_data_set_that_is_not_in_the_cache_is_named_offline(cache: Path, tmp_path: Path, written: str) -> None:
-    lay_out_sums(cache, tmp_path)
-    with refused(ConfigError, "data.train", f"data.train={written.partition(':')[0]}", cache):
-        records(written)
-
-
-@pytest.mark.parametrize("written", ["./data/sums", "data/sums/", "data/tarin.jsonl", "data/tarin.parquet", "sums"])
-def test_a_path_that_leads_nowhere_is_not_looked_for_on_the_hub(tmp_path: Path, written: str) -> None:
-    with refused(ConfigError, "data.train", written.strip("./"), "does not exist"):
-        records(written)
-
-
-def test_what_is_there_under_the_whole_name_comes_first(tmp_path: Path) -> None:
-    (tmp_path / "owner").mkdir()
-    (tmp_path / "owner" / "sums:main#train").write_text(json.dumps(RECORDS[0]))
-    assert not DataSource.of("owner/sums:main#train").is_table
-    assert records("owner/sums:main#train", prompt_column="prompt") == RECORDS[:1]
-    source = DataSource.of("owner/other@v1:main#train")
-    assert source == DataSource(Path("owner/other@v1"), HubId("owner/other", "v1"), "main", "train")
-
-
 def test_columns_are_mapped_by_name_and_take_the_place_of_others(tmp_path: Path) -> None:
     rows = [{"prompt": "raw", "question": "q", "answer": "long", "solution": "s", "level": 1}]
     path = write_parquet(tmp_path / "x.parquet", rows)
@@ -282,21 +248,10 @@ def test_a_column_that_is_missing_is_named_with_its_setting_and_those_there_are(
     assert "data.prompt_column" in str(caught.value.hint)
 
 
-def test_without_an_answer_there_is_none(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "x.parquet", [{"question": "q", "level": 1}])
-    assert records(path) == [{"prompt": "q", "level": 1}]
-
-
 @pytest.mark.parametrize("value", [b"\x00", datetime.date(2026, 1, 1), [{"at": datetime.datetime(2026, 1, 1)}]])
 def test_a_value_that_json_cannot_hold_is_named_by_column_and_row(tmp_path: Path, value: object) -> None:
     path = write_parquet(tmp_path / "x.parquet", [{"question": "q", "odd": None}, {"question": "r", "odd": value}])
     with refused(ConfigError, "data.train", f"{path} row 1", "odd"):
-        records(path)
-
-
-def test_a_faulty_prompt_is_named_by_row(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "x.parquet", [{"question": "q"}, {"question": " "}])
-    with refused(ConfigError, "data.train", f"{path} row 1"):
         records(path)
 
 
@@ -319,24 +274,6 @@ def test_tools_have_the_parameters_that_they_were_written_with(
     row = {"messages": chat, "tools": tools, "prompt": "a", "chosen": "b", "rejected": "c"}
     path = write_parquet(tmp_path / "x.parquet", [row])
     assert read(DataSettings(train=path), "train")[0]["tools"] == tools
-
-
-def test_what_cannot_be_read_or_holds_nothing_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.parquet").write_text("no Parquet")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "train.txt").write_text("a line\n")
-    table(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
-    for name in ("bad.parquet", "empty", "texts", "none.parquet", "gone.parquet"):
-        with refused(ConfigError, "data.train", tmp_path / name):
-            records(tmp_path / name)
-
-
-def test_a_folder_that_is_no_data_set_is_not_walked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_sets, "MAX_FILES", 1)
-    path = folder_of_parquet(tmp_path)
-    with refused(ConfigError, "data.train", path, 1):
-        records(path)
 
 
 @pytest.mark.parametrize("elsewhere", ["../secret.jsonl", "/etc/../secret.jsonl"])
@@ -364,26 +301,3 @@ def test_files_of_other_machines_are_refused_before_anything_is_asked_for_them(
     with refused(ConfigError, "data.train", path, named):
         records(path)
     assert asked == []
-
-
-def test_a_configuration_that_the_readme_calls_the_default_is_one(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "made" / "main" / "train.parquet", ROWS)
-    write_parquet(tmp_path / "made" / "hard" / "train.parquet", TEST)
-    readme = README.replace("config_name: main", "config_name: main\n  default: true").replace("train-*", "train*")
-    readme = readme.replace("  - {split: test, path: main/test-*}\n", "")
-    (tmp_path / "made" / "README.md").write_text(readme)
-    assert records(tmp_path / "made") == RECORDS
-    assert len(records(f"{tmp_path / 'made'}:hard")) == 1
-
-
-def test_supervised_records_have_columns_too() -> None:
-    tree = {"model": {"path": "m"}, "optim": {"total_updates": 1}, "batch": {"samples_per_update": 1}}
-    data = {"train": "x", "prompt_column": "q", "answer_column": "a"}
-    assert config_from_dict({**tree, "algorithm": "sft", "data": data}).data.prompt_column == "q"
-
-
-def test_other_files_in_a_folder_are_noticed(tmp_path: Path) -> None:
-    path = folder_of_parquet(tmp_path)
-    before = records(path)
-    write_parquet(path / "train-00000-of-00001.parquet", TEST)
-    assert records(path) != before and len(records(path)) == 1

@@ -17,13 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from actors.rollout import prompt_files
 from actors.rollout.demonstrations import (
     Demonstration,
-    batch_of,
     encode_demonstration,
-    encoded_demonstrations,
 )
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.supervised_records import read_demonstrations
-from actors.rollout.tokenizer import encode_records
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import ConfigError, ModelError
@@ -134,14 +131,6 @@ def test_a_template_that_writes_the_question_otherwise_before_its_answer_is_refu
     assert shown(answered) == "<user> h a <end> <assistant> B </S>"
 
 
-def test_a_prompt_with_its_answer_is_encoded_as_ever(example: Path) -> None:
-    records = [json.loads(line) for line in (example / "sft.jsonl").read_text().splitlines()[:20]]
-    found = encoded_demonstrations(example / "model", records, data=DataSettings(), timeout_s=300)
-    expected = encode_records(str(example / "model"), records, with_answers=True)
-    assert [(one.tokens.tolist(), one.response_length) for one in found] == expected
-    assert batch_of(found).loss_mask is None
-
-
 @pytest.mark.parametrize(
     ("made", "record", "field"),
     [
@@ -158,12 +147,6 @@ def test_what_cannot_be_encoded_is_named(made: Any, record: dict[str, Any], fiel
         encode_demonstration(made, record)
     assert caught.value.field == field and caught.value.hint
     assert ("last_turn" in caught.value.hint) == (field == "data.train_on")
-
-
-def test_a_chat_that_ends_with_the_user_has_no_last_turn_to_train() -> None:
-    with pytest.raises(ConfigError) as caught:
-        encode_demonstration(tokenizer(), {"messages": chat("a", "b", "c")}, train_on="last_turn")
-    assert caught.value.field == "data.train_on" and "'user'" in caught.value.message
 
 
 def data(folder: Path, record: dict[str, Any], **settings: Any) -> DataSettings:
@@ -200,31 +183,6 @@ def test_columns_and_templates_make_a_record(
 ) -> None:
     (found,) = read_demonstrations(data(tmp_path, record, **settings), "train")
     assert {key: found[key] for key in expected} == expected and found.place == f"{tmp_path / 'records.jsonl'}:1"
-
-
-@pytest.mark.parametrize(
-    ("record", "settings", "field"),
-    [
-        ({"question": "a", "answer": "b"}, {}, "data.train"),
-        ({"question": "a", "answer": "b"}, {"prompt_column": "q"}, "data.prompt_column"),
-        ({"question": "a"}, {"prompt_template": "{q}"}, "data.prompt_template"),
-        ({"question": ["a"]}, {"prompt_template": "{question}"}, "data.prompt_template"),
-        ({"messages": "a"}, {}, "data.train"),
-        ({"messages": chat("a")}, {}, "data.train"),
-        ({"messages": [{"role": "user"}]}, {}, "data.train"),
-        ({"conversations": [{"from": "robot", "value": "a"}]}, {}, "data.train"),
-        ({"prompt": "a", "completion": chat("a", "b")}, {}, "data.train"),
-        ({"prompt": "a", "answer": True}, {}, "data.train"),
-        ({"prompt": "a", "completion": " "}, {}, "data.train"),
-        ({"text": ["a"]}, {}, "data.train"),
-    ],
-)
-def test_a_record_of_no_form_is_named(
-    tmp_path: Path, record: dict[str, Any], settings: dict[str, Any], field: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_demonstrations(data(tmp_path, record, **settings), "train")
-    assert caught.value.field == field and "records.jsonl:1" in caught.value.message and caught.value.hint
 
 
 @pytest.fixture
@@ -266,23 +224,6 @@ def test_a_text_that_is_too_long_is_left_out_cut_or_split(
     found = prepared(folder, "texts.jsonl", most=8, how=how)
     assert [len(one.tokens) for one in found.demonstrations] == lengths
     assert [one.place for one in found.skipped] == [f"{folder / 'texts.jsonl'}:{line}" for line in skipped]
-
-
-def test_a_record_that_is_too_long_is_an_error_that_names_it(folder: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        prepared(folder, "texts.jsonl", most=7)
-    assert caught.value.field == "data.train" and "texts.jsonl:2" in caught.value.message
-    with pytest.raises(ConfigError) as caught:  # which cannot be split
-        prepared(folder, "chats.jsonl", most=9, how="split")
-    assert "chats.jsonl:1" in caught.value.message
-
-
-def test_a_chat_of_which_nothing_would_be_trained_is_left_out(folder: Path) -> None:
-    found = prepared(folder, "chats.jsonl", most=9, how="truncate")  # its answer begins at the tenth token
-    assert [one.place for one in found.skipped] == [f"{folder / 'chats.jsonl'}:1"]
-    assert [len(one.tokens) for one in found.demonstrations] == [3, 8, 9]
-    found = prepared(folder, "chats.jsonl", most=10, how="truncate")
-    assert shown(found.demonstrations[0]).endswith("<assistant> G") and not found.skipped
 
 
 @given(length=st.integers(2, 60), most=st.integers(2, 20))

@@ -140,13 +140,6 @@ def test_the_context_of_each_turn_is_what_was_sampled_and_said_before(folder: An
     assert len(contexts) == 2 * len(found)
 
 
-def test_the_text_of_an_episode_shows_whose_turn_each_line_is_of(folder: Any) -> None:
-    found = played(runner(Engines(), folder, {"says": "x\n[policy] y"}))
-    for sample, _ in found.values():
-        heads = [line.partition(" ")[0] for line in sample.text.splitlines()[1:] if line.startswith("[")]
-        assert heads == ["[environment]", "[policy]"] * 2
-
-
 @pytest.mark.parametrize("says", ["x", [65, 66]])
 def test_token_ids_follow_as_they_are_and_texts_close_the_turn(folder: Any, says: Any) -> None:
     for sample, _ in played(runner(Engines(), folder, {"says": says})).values():
@@ -190,18 +183,6 @@ def test_what_cannot_be_encoded_fails_by_itself(folder: Any) -> None:
     assert all("in turn 1 of episode" in outcome.message for outcome in found.values())
 
 
-def test_rewards_that_add_up_to_more_than_a_batch_can_hold_fail_their_episode(folder: Any) -> None:
-    for outcome in played(runner(Engines(), folder, {"says": "much"})).values():
-        assert isinstance(outcome, BatchError) and outcome.field == "rollout.environment"
-        assert "add up to 4e+38" in outcome.message and "in turn 2 of episode" in outcome.message
-
-
-def test_a_prompt_without_room_for_a_response_is_named(folder: Any) -> None:
-    found = played(runner(Engines(max_tokens=3), folder))
-    assert isinstance(found[0, 0], BatchError) and "3 tokens" in found[0, 0].message
-    assert not isinstance(found[1, 0], BatchError)
-
-
 def test_where_weights_change_between_turns_episodes_begin_again_unless_they_may_mix(folder: Any) -> None:
     engines = Engines(versions=[4, 5, 5, 5, 5, 5])
     version, found = runner(engines, folder).run(RECORDS, GROUP, (7,), [0, 0], {})
@@ -214,12 +195,6 @@ def test_where_weights_change_between_turns_episodes_begin_again_unless_they_may
         assert (sample.versions[0].version, sample.versions[-1].version) == (4, 5)
         ends = [0, *(span.end for span in sample.versions)]
         assert [span.start for span in sample.versions] == ends[:-1]
-
-
-def test_greedy_episodes_ask_for_the_likeliest_tokens(folder: Any) -> None:
-    engines = Engines()
-    played(runner(engines, folder), greedy=True)
-    assert all(one.params.greedy for one in engines.asked)
 
 
 def test_an_episode_of_one_turn_is_the_sample_that_was_drawn(folder: Any) -> None:

@@ -12,7 +12,6 @@ import pytest
 from actors.engines.pool import EnginePool
 from actors.engines.tokenizer import load_tokenizer
 from actors.rollout.collect import Collector
-from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import PromptStream, Record
 from actors.rollout.user_code_workers import UserCodeWorkers
@@ -232,20 +231,3 @@ def test_an_environment_that_fails_ends_the_run_or_leaves_its_group_out(
         else:
             assert batch.num_samples == (NUM_PROMPTS - 1) * GROUP
     assert lost == pytest.approx(1 / NUM_PROMPTS)
-
-
-def test_each_evaluation_of_a_record_begins_alike(collector: Any) -> None:
-    config, episodes = collector("Talks", arguments={"last": 1})
-    seen: list[Any] = []
-    engines = episodes._engines
-    original = engines.draw
-    engines.draw = lambda requests, *args, **kwargs: (
-        seen.append([one.prompt for one in requests]),
-        original(requests, *args, **kwargs),
-    )[1]
-    try:
-        metrics = [Evaluator(config, episodes).evaluate(step) for step in (0, 7)]
-    finally:
-        del engines.draw
-    assert seen[0] == seen[1] and len(seen[0]) == 4
-    assert metrics[0]["eval/turns"] == metrics[1]["eval/turns"] == 1

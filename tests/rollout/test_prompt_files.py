@@ -17,8 +17,7 @@ from actors.rollout.prompts import Record
 from actors.rollout.tokenizer import count_tokens
 from actors.run_dir import SKIPPED, RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.errors import ConfigError, ModelError, ResourceError
-from tests.support.refusals import refused
+from slimefsdp.errors import ConfigError, ResourceError
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 LENGTHS = (3, 9, 5, 12, 4)  # words of each prompt
@@ -85,14 +84,6 @@ def test_tokens_are_counted_in_a_process_of_its_own_as_training_will_encode_them
     assert late.value.field == "cluster.call_timeout_s"
 
 
-def test_a_folder_without_a_tokenizer_is_named_with_what_it_lacks(folder: Path) -> None:
-    (folder / "model" / "tokenizer.json").unlink()
-    with pytest.raises(ModelError) as caught:
-        without_overlong(config(folder), read_prompts(config(folder)))
-    assert caught.value.field == "model.path"
-    assert str(folder / "model") in caught.value.message and "tokenizer.json" in caught.value.message
-
-
 @pytest.mark.parametrize(
     ("sections", "first", "kept"),
     [
@@ -142,48 +133,6 @@ def test_what_engines_that_the_run_starts_can_take_bounds_evaluation_too(words: 
     settings = config(folder, **sections, rollout={"engine": "vllm", "engine_urls": ["http://a:1"]})
     found = without_overlong(settings, read_prompts(settings))
     assert (found.longest, found.longest_heldout) == (5, max(LENGTHS))
-
-
-def test_a_length_of_evaluations_own_bounds_held_out_prompts_alone(words: None, folder: Path) -> None:
-    sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": max(LENGTHS) + MAX_NEW_TOKENS}
-    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    longer = {"interval_steps": 1, "max_new_tokens": MAX_NEW_TOKENS + max(LENGTHS) - 5}
-    settings = config(folder, evaluation=longer)
-    with refused(ConfigError, "data.heldout", f"evaluation.max_new_tokens={longer['max_new_tokens']}"):
-        without_overlong(settings, read_prompts(settings))
-    settings = config(folder, evaluation=longer, data={"overlong_prompts": "skip"})
-    found = without_overlong(settings, read_prompts(settings))
-    assert lengths_of(found.train) == list(LENGTHS) and lengths_of(found.heldout[""]) == [3, 5, 4]
-    assert (found.longest, found.longest_heldout) == (max(LENGTHS), 5)
-
-
-def test_positions_that_the_model_learned_bound_evaluation_too(words: None, folder: Path) -> None:
-    sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 5 + MAX_NEW_TOKENS}
-    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    settings = config(folder, data={"overlong_prompts": "skip"})
-    found = without_overlong(settings, read_prompts(settings))
-    assert lengths_of(found.train) == lengths_of(found.heldout[""]) == [3, 5, 4]
-
-
-def test_nothing_left_is_an_error_whatever_is_asked_for(words: None, folder: Path) -> None:
-    settings = config(folder, data={"max_prompt_tokens": 2, "overlong_prompts": "skip"})
-    with pytest.raises(ConfigError) as caught:
-        without_overlong(settings, read_prompts(settings))
-    assert caught.value.field == "data.train"
-
-
-def test_records_that_are_short_enough_are_all_kept(words: None, folder: Path) -> None:
-    settings = config(folder, data={"max_prompt_tokens": max(LENGTHS)})
-    prompts = read_prompts(settings)
-    assert without_overlong(settings, prompts) == Prompts(
-        prompts.train, prompts.heldout, longest=max(LENGTHS), longest_heldout=max(LENGTHS), train_lengths=list(LENGTHS)
-    )
-
-
-def test_lengths_are_those_of_the_records_that_are_left(words: None, folder: Path) -> None:
-    settings = config(folder, data={"max_prompt_tokens": 5, "overlong_prompts": "skip"})
-    found = without_overlong(settings, read_prompts(settings))
-    assert found.train_lengths == lengths_of(found.train) == [3, 5, 4] and found.longest == 5
 
 
 def test_a_stage_that_admits_no_prompt_is_refused_and_one_that_admits_the_shortest_is_not(
@@ -247,16 +196,6 @@ def test_a_held_out_set_that_cannot_be_read_is_named(
     with pytest.raises(ConfigError) as caught:
         read_prompts(config(folder, data={"heldout": sets, **data}, rollout=rollout))
     assert caught.value.field == field and named in caught.value.message
-
-
-def test_a_column_that_a_held_out_set_lacks_is_named_with_the_set(folder: Path) -> None:
-    for name, key in (("train", "question"), ("good", "question"), ("bad", "problem")):
-        (folder / f"{name}.jsonl").write_text(json.dumps({key: "w", "answer": "w"}))
-    sets = {name: str(folder / f"{name}.jsonl") for name in ("good", "bad")}
-    with pytest.raises(ConfigError) as caught:
-        read_prompts(config(folder, data={"heldout": sets, "prompt_column": "question"}))
-    assert caught.value.field == "data.prompt_column"
-    assert "data.heldout.bad" in caught.value.message and "bad.jsonl:1" in caught.value.message
 
 
 def test_the_run_folder_lists_what_was_left_out_of_its_newest_start(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.rollout import data_sets
-from actors.rollout.prompts import PromptStream, place_of, read_jsonl, read_records
+from actors.rollout.prompts import PromptStream, read_jsonl, read_records
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.refusals import refused
@@ -103,17 +101,6 @@ def test_a_faulty_line_is_named_by_file_number_and_fault(tmp_path, line, fault):
         read_jsonl(path, field=FIELD)
 
 
-def test_a_file_without_records_or_that_cannot_be_read_is_named(tmp_path):
-    with refused(ConfigError, FIELD, tmp_path / "missing.jsonl"):
-        read_jsonl(tmp_path / "missing.jsonl", field=FIELD)
-    with refused(ConfigError, FIELD, tmp_path / "prompts.jsonl"):
-        read_jsonl(write(tmp_path, "\n \n"), field=FIELD)
-    with refused(ConfigError, FIELD, tmp_path / "prompts.jsonl", "utf-8"):
-        read_jsonl(write(tmp_path, b'{"prompt": "\xff"}\n'), field=FIELD)
-    with refused(ConfigError, FIELD, tmp_path, os.strerror(errno.EISDIR)):
-        read_jsonl(tmp_path, field=FIELD)
-
-
 def test_a_text_becomes_one_user_message_with_the_assistants_turn_opened():
     tokenizer = word_tokenizer(CHAT)
     assert encode_prompt(tokenizer, "sort 52") == ids("[user] sort 52 [assistant]")
@@ -123,16 +110,6 @@ def test_a_text_becomes_one_user_message_with_the_assistants_turn_opened():
 
 def test_without_a_chat_template_a_text_is_encoded_with_the_tokenizers_own_special_tokens():
     assert encode_prompt(word_tokenizer(), "sort 52") == ids("<s> sort 52")
-
-
-def test_chat_messages_need_a_chat_template():
-    with refused(ConfigError, "prompt", "chat template"):
-        encode_prompt(word_tokenizer(), [{"role": "user", "content": "sort 52"}])
-
-
-def test_a_prompt_that_encodes_to_nothing_is_refused():
-    with refused(ConfigError, "prompt", "'sort 52'"):
-        encode_prompt(word_tokenizer("{% if false %}{% endif %}"), "sort 52")
 
 
 def records(count):
@@ -192,26 +169,12 @@ def test_prompts_that_are_too_long_are_passed_over_until_the_next_epoch_also_aft
         assert [one["prompt"] for one in stream.take(count, limit)] == expected
 
 
-def test_epochs_and_seeds_differ_in_order():
-    count = 50
-    stream, other = PromptStream(records(count), 1), PromptStream(records(count), 2)
-    orders = [tuple(record["prompt"] for record in part) for part in (stream.take(count), stream.take(count))]
-    orders.append(tuple(record["prompt"] for record in other.take(count)))
-    in_file_order = tuple(record["prompt"] for record in records(count))
-    assert len({*orders, in_file_order}) == 4
-
-
 @pytest.mark.parametrize(("count", "seed", "field"), [(9, 1, "prompts.records"), (10, 2, "prompts.seed")])
 def test_a_place_in_another_stream_is_refused(count, seed, field):
     state = PromptStream(records(10), 1).state()
     with pytest.raises(CheckpointError) as caught:
         PromptStream(records(count), seed).restore(state)
     assert caught.value.field == field
-
-
-def test_a_record_knows_its_line(tmp_path):
-    path = write(tmp_path, '{"prompt": "a"}\r\n\n{"prompt": "b", "place": 1}\n')
-    assert [place_of(record) for record in read_jsonl(path, field=FIELD)] == [f"{path}:1", f"{path}:3"]
 
 
 def test_other_records_of_the_same_number_are_refused_or_begin_the_next_epoch():
@@ -229,11 +192,6 @@ def test_other_records_of_the_same_number_are_refused_or_begin_the_next_epoch():
         again = PromptStream(others, 1)
         again.restore(resumed.state())  # what is saved from now on is of the new records
         assert again.take(20) == resumed.take(20)
-
-
-def test_the_same_records_with_their_keys_in_another_order_are_the_same():
-    state = PromptStream([{"prompt": "a", "answer": 1.5}], 1).state()
-    PromptStream([{"answer": 1.5, "prompt": "a"}], 1).restore(state)
 
 
 @pytest.mark.parametrize("written", ["x.parquet", "folder", "owner/name:main#train"])
@@ -277,11 +235,6 @@ def test_without_a_chat_template_an_observation_follows_as_it_is():
     assert encode_observation(word_tokenizer(), "sort 52") == ids("sort 52")
     with refused(ConfigError, "observation", "chat template"):
         encode_observation(word_tokenizer(), [{"role": "user", "content": "sort 52"}])
-
-
-def test_a_template_that_does_not_say_what_the_assistant_said_is_refused():
-    with refused(ConfigError, "observation", "assistant"):
-        encode_observation(word_tokenizer("{{ messages[0].content }}"), "sort 52")
 
 
 def test_a_template_is_given_what_it_reads_and_nothing_else():

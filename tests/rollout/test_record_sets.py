@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from actors.rollout.prompts import Record
-from actors.rollout.record_sets import Shared, record_sets, warn_of_shared_prompts
+from actors.rollout.record_sets import Shared, record_sets
 from slimefsdp.config.rollout import DataSettings
 
 SETTINGS = DataSettings.model_validate({"train": "t.jsonl", "heldout": {"math": "m.jsonl", "code": "c.jsonl"}})
@@ -34,19 +32,3 @@ def test_prompts_that_are_in_an_earlier_set_are_counted_with_the_place_of_the_fi
     assert [one.shared for one in found] == [
         (), (Shared("data.train", 4, "m:1"),), (Shared("data.heldout.math", 1, "c:2"),),
     ]  # fmt: skip
-
-
-def test_a_text_is_no_chat_message_that_is_written_like_it() -> None:
-    heldout = {"math": records("m", '[{"content": "x", "role": "user"}]'), "code": records("c", chat("x"))}
-    assert not any(one.shared for one in record_sets(SETTINGS, heldout))
-
-
-def test_what_is_shared_is_told_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = DataSettings.model_validate({"train": "t.jsonl", "heldout": "h.jsonl"})
-    warn_of_shared_prompts(record_sets(settings, {"": records("h", "a")}, records("t", "b")))
-    assert capsys.readouterr() == ("", "")
-    sets = record_sets(settings, {"": records("h", "a", "b")}, records("t", "b"))
-    warn_of_shared_prompts(sets)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("data.heldout: 1 of 2 ") and "data.train" in line and "h:1" in line
-    assert "1 of them in data.train" in str(sets[1])

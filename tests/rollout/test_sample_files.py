@@ -13,10 +13,7 @@ from actors.engines.pool import SampledResponse
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
 from actors.rollout.sample_files import example_line, write_samples, write_step_samples
-from slimefsdp.errors import CheckpointError, printable
-from tests.support.refusals import refused
-
-NASTY = "a\x1b[2Jb\0c\x85\u202ed\u2028e\ud800"
+from slimefsdp.errors import printable
 
 
 def scored(reward: float, *, number: int = 0, finished: bool = True, text: str = "so") -> ScoredSample:
@@ -51,30 +48,12 @@ def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
     assert text.count("--- answer: 12\n") == 2, "of the record that has one, with each response"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with refused(CheckpointError, "run.dir", tmp_path / "file"):
-        write_samples(tmp_path / "file", "step_00000003", [])
-
-
 @given(st.text())
 def test_printable_text_has_no_control_character_and_plain_text_stays_as_it_is(text: str) -> None:
     shown = printable(text)
     assert shown == text or not text.isprintable()
     assert all(one in "\n\t" or one.isprintable() or not one.isascii() for one in shown)
     assert "\n" not in printable(text, kept="")
-
-
-def test_what_acts_on_a_terminal_is_escaped_wherever_it_is_shown(tmp_path: Path) -> None:
-    record = Record({"prompt": f"p{NASTY}", "answer": f"a{NASTY}"}, "train.jsonl:1")
-    one = scored(1.0, text=f"r{NASTY}\nnext line")
-    write_step_samples(tmp_path, 7, [(record, [one], "")])
-    write_samples(tmp_path, "evaluation", [(record, [one])])
-    texts = [(tmp_path / name).read_text() for name in ("step_00000007.txt", "evaluation.txt")]
-    for text in [*texts, example_line(7, record, one)]:
-        assert printable(text) == text and text.count("\\x1b[2Jb\\x00c") >= 2
-    assert all("\n  next line\n" in text for text in texts)
-    assert "\n" not in example_line(7, record, one)
 
 
 def test_a_step_leaves_each_prompt_once_with_its_responses_rewards_and_ends(tmp_path: Path) -> None:
@@ -90,25 +69,6 @@ def test_a_step_leaves_each_prompt_once_with_its_responses_rewards_and_ends(tmp_
     said = ("response 0: reward 0; 2 tokens, cut", "response 1: reward 1, exact 0.5, trained as 0.25; 2 tokens, ended")
     assert all(part in text for part in said)
     assert "sort 31 -> 13 (reward 1)" in example_line(3, groups[1][0], groups[1][1][0])
-
-
-def test_no_text_can_look_like_a_heading(tmp_path: Path) -> None:
-    fake = "x\n=== train.jsonl:9: 1 of 1 responses\n---\n--- response 9: reward 9\n\n--- answer: 9"
-    record = Record({"prompt": fake, "answer": fake}, "train.jsonl:1")
-    write_step_samples(tmp_path, 7, [(record, [scored(1.0, text=fake)], "")])
-    write_samples(tmp_path, "evaluation", [(record, [scored(1.0, text=fake)])])
-    for name, headings in (("step_00000007.txt", 3), ("evaluation.txt", 3)):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert sum(line.startswith(("===", "---")) for line in lines) == headings
-
-
-def test_a_large_group_of_long_texts_leaves_a_small_file_of_its_extremes(tmp_path: Path) -> None:
-    samples = [scored(float(number), number=number, text=f"<{number}{'x' * 100_000}>") for number in range(100)]
-    write_step_samples(tmp_path, 1, [(Record({"prompt": "y" * 100_000}, "train.jsonl:1"), samples, "")])
-    text = (tmp_path / "step_00000001.txt").read_text()
-    shown = [number for number in range(100) if f"response {number}:" in text]
-    assert len(text) < 50_000 and {0, 99} <= set(shown) < set(range(100))
-    assert "<99" in text and "x>" in text, "the beginning and the end of a response"
 
 
 def test_samples_of_a_step_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:

@@ -19,11 +19,9 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
 )
 
-from slimefsdp.errors import BatchError, ModelError, StateError
+from slimefsdp.errors import BatchError, StateError
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from slimefsdp.sampling.sampler import Completion, Sampler, draw, sample
 from tests.support.float64 import KeepFloat64
@@ -129,15 +127,6 @@ def test_two_sampled_tokens_follow_the_tempered_joint_distribution(family):
 
     assert chi_square(1.5) < quantile
     assert chi_square(1.3) > 2 * quantile  # the test can tell a slightly wrong temperature
-
-
-def test_a_number_chooses_the_token_where_it_falls_among_the_summed_probabilities():
-    logits = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).log()  # tokens 0, 2 and 5 have no chance at all
-    for number, token in [(0.0, 1), (0.499, 1), (0.501, 3), (0.749, 3), (0.751, 4), (1 - 2**-53, 4), (-1.0, 1)]:
-        numbers = [0.6, number, -1.0]
-        tokens, log_probs = draw(logits.expand(3, -1), temperature=[1.0] * 3, numbers=numbers, tempered=[True] * 3)
-        assert tokens == [3, token, 1]
-        assert log_probs == pytest.approx([logits[3].item(), logits[token].item(), logits[1].item()])
 
 
 # top_k, top_p, min_p
@@ -259,23 +248,6 @@ def test_a_float64_model_has_float64_log_probs(kind, tmp_path):
             assert log_probs[1:].tolist() == pytest.approx(expected.tolist(), abs=1e-12, rel=0)
 
 
-def test_the_number_of_samples_that_begin_in_a_step_can_be_bounded():
-    sampler = Sampler(to_sample_from(tiny("qwen3")), max_rows=8)
-    for prompt in PROMPTS:
-        sampler.add(prompt, 3, SamplingParams(9))
-    sampler.add(PROMPTS[0], 0, SamplingParams(1), prompt_log_probs=True)
-    assert sampler.waiting_rows == 13
-    for begin, rows in ((2, 2), (0, 2), (5, 7), (5, 8)):
-        sampler.step(begin)
-        assert sampler.running_rows == rows and sampler.waiting_rows == 13 - rows
-    sampler.abort({0, 1, 2, 3})
-    assert (sampler.running_rows, sampler.waiting_rows) == (0, 1)
-    sampler.step(0)
-    assert sampler.take_prompt_log_probs() == []
-    sampler.step(1)
-    assert [number for number, _ in sampler.take_prompt_log_probs()] == [4] and sampler.is_idle
-
-
 def test_the_cache_shrinks_with_the_rows():
     sampler = Sampler(to_sample_from(tiny("qwen3")), max_rows=64)
     sampler.add(PROMPTS[0], 63, SamplingParams(2))
@@ -287,16 +259,6 @@ def test_the_cache_shrinks_with_the_rows():
     alone = Sampler(to_sample_from(tiny("qwen3")))
     alone.add(PROMPTS[0], 1, SamplingParams(9, seed=(3,)))
     assert [completion.tokens for _ in range(8) for _, _, completion in alone.step()] == [ended.tokens]
-
-
-def test_the_samples_of_one_prompt_differ_and_stand_together_in_prompt_order():
-    model = tiny("qwen3")
-    alone = [drawn(model, [prompt], greedy=True)[0].tokens for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
-    together = drawn(model, PROMPTS, 3, greedy=True)
-    assert [completion.tokens for completion in together] == [tokens for tokens in alone for _ in range(3)]
-    sampled = drawn(model, PROMPTS, 3, temperature=2.0)
-    assert len({tuple(completion.tokens) for completion in sampled}) == 3 * len(PROMPTS)
 
 
 def test_an_end_token_is_kept_ends_its_row_and_says_finished():
@@ -358,21 +320,6 @@ def test_the_number_of_rows_bounds_the_batch_and_not_the_result(max_rows, greedy
     assert max(seen) <= max(max_rows, sum(map(len, PROMPTS)))
 
 
-def test_a_row_that_is_free_is_filled_at_once():
-    policy, waits = to_sample_from(tiny("qwen3")), SamplingParams(12)
-    sampler = Sampler(policy, max_rows=2)
-    for _ in range(2):
-        sampler.add([1, 2], 1, SamplingParams(2, seed=(1,)))
-    sampler.add([3], 1, waits)
-    sampler.add([4, 5, 6], 2, waits)
-    ended, steps = [], 0
-    while not sampler.is_idle:
-        ended += [[request, index] for request, index, _ in sampler.step()]
-        steps += 1
-    # 2 tokens come in one step; then two rows of 12 tokens, and one of 12 more
-    assert ended == [[0, 0], [1, 0], [2, 0], [3, 0], [3, 1]] and steps == 1 + 11 + 11
-
-
 def test_free_rows_are_shared_between_clients_and_each_keeps_its_order():
     policy, params = to_sample_from(tiny("qwen3")), SamplingParams(4, seed=(3,))
     sampler, found, order = Sampler(policy, max_rows=4), {}, []
@@ -420,16 +367,6 @@ def test_requests_that_come_while_others_are_sampled_change_nothing_about_them()
             for _, index, completion in alone.step():
                 assert found[place, index].tokens == completion.tokens
                 assert found[place, index].log_probs == pytest.approx(completion.log_probs, abs=1e-5)
-
-
-def test_a_sampler_that_is_idle_does_nothing_and_holds_no_cache():
-    sampler = Sampler(to_sample_from(tiny("qwen3")))
-    assert sampler.is_idle and sampler.step() == []
-    sampler.add([1, 2], 3, SamplingParams(5))
-    sampler.step()
-    assert sampler.cache_bytes >= 2 * 2 * (3 * 2 * 3 * 8) * 4  # layers, keys and values, rows x kv_heads x tokens
-    sampler.abort()
-    assert sampler.is_idle and sampler.step() == [] and sampler.cache_bytes == 0
 
 
 def test_untempered_log_probs_are_asked_for_by_request():
@@ -527,10 +464,3 @@ def test_broken_weights_are_named_instead_of_sampled_and_nothing_is_left(value, 
     with refused(StateError, "logits", 4):
         sampler.step()
     assert sampler.is_idle
-
-
-def test_a_model_with_a_recurrent_state_is_refused():
-    layers = ["linear_attention", "full_attention"]
-    config = Qwen3NextConfig(vocab_size=VOCAB, layer_types=layers, num_experts=0, **SIZES)
-    with refused(ModelError, "model", "Qwen3Next"):
-        drawn(Qwen3NextForCausalLM(config).eval(), PROMPTS)

@@ -192,20 +192,6 @@ def test_rows_are_bounded_over_all_versions_and_free_ones_go_to_who_has_least(
     assert max(map(ended.index, later.values())) < ended.index(first[4])
 
 
-def test_more_versions_than_rows_take_turns(base: Path, folders: dict[str, Path]) -> None:
-    sampler = holding(base, folders, max_rows=2)
-    numbers = {
-        sampler.add(asked(name, [7], 1, seed, max_new_tokens=3)): (name, seed) for seed in range(4) for name in folders
-    }
-    order = []
-    while not sampler.is_idle:
-        order += [numbers[number] for number, _ in sampler.step()]
-        assert sampler.stats().running_rows <= 2
-    assert len(order) == 12
-    for place in range(0, 12, 3):  # as often each, but for who was first
-        assert max(abs(sum(name == one for name, _ in order[: place + 3]) - (place / 3 + 1)) for one in folders) <= 1
-
-
 def test_a_request_that_is_cancelled_frees_its_rows_and_others_do_not_notice(
     base: Path, folders: dict[str, Path]
 ) -> None:
@@ -314,26 +300,6 @@ def test_requests_that_cannot_be_are_refused_by_field(base: Path, folders: dict[
     assert sampler.is_idle and sampler.step() == []
     (answer,) = answers_of(sampler, [asked(None, [1] * 500, max_new_tokens=12)])
     assert isinstance(answer, SampleAnswer) and len(answer.samples[0].tokens) == 12
-
-
-def test_folders_that_are_of_no_version_here_are_refused(
-    base: Path, tiny_folder: TinyFolder, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    _, adapters = sampler_of(base, rank=2, targets=["attention"])
-    with refused(ModelError, "folder", 3, 2):
-        adapters.read(folders["v3"])
-    with refused(ModelError, "folder", "mlp.down_proj"):
-        adapters.read(folders["v1"])
-    with refused(ModelError, "folder"):
-        adapters.read(tmp_path / "none")
-    other = tiny_folder(vocab_size=97, intermediate_size=55, hidden_size=48)
-    with refused(ModelError, "folder", "model.layers.0.self_attn.k_proj"):
-        adapters.read(random_adapters(other, tmp_path / "other", targets=["q_proj", "k_proj"]))
-    # fewer modules than there is room for: the others have none
-    partly = random_adapters(base, tmp_path / "partly", targets=["q_proj"])
-    (answer,) = answers_of(holding(base, {"partly": partly}), [asked("partly", PROMPTS[0], prompt_log_probs=True)])
-    expected = plain_log_probs(opened(base, partly), PROMPTS[0])
-    assert answer.prompt_log_probs[1:] == pytest.approx(expected.numpy(), abs=1e-4)  # type: ignore[union-attr]
 
 
 def test_a_version_of_experts_is_read_while_the_model_computes(

@@ -357,19 +357,3 @@ def test_a_run_begins_when_the_one_that_is_ending_has_done_its_last_request(
     run = done(second)["model_id"]
     assert group.asked[-3:] == ["load", "save", "finish_save"]
     assert wait_until(lambda: list(service.runs) == [run])
-
-
-def test_a_second_run_of_an_earlier_start_is_refused_and_not_waited_for(recorded: tuple[Service, Recorder]) -> None:
-    service, _ = recorded
-    service.weights.reopen("s:train:0", 0)
-    with refused(StateError, "run.dir", "s:train:0", "s:train:1"):
-        service.weights.reopen("s:train:1", 0)
-
-
-def test_a_server_of_adapters_does_not_go_on_with_a_run_of_all_weights(untied: Path, tmp_path: Path) -> None:
-    service = Service(settings(untied, tmp_path), Recorder(), engine=None)
-    Client(service, session(service)).create()
-    service.close()
-    adapters = config_from_dict(service_tree(untied, tmp_path))
-    with refused(ConfigError, "lora_config.rank", 0):
-        Service(adapters, Recorder(), engine=None).continue_runs()

@@ -153,21 +153,3 @@ def test_a_killed_rank_costs_no_bit_in_a_run_behind_another_one(served_whole: Se
         found = life(kills_at)
         assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
     assert len(served_whole.group.recoveries) == before + 4
-
-
-def test_what_a_server_of_all_weights_does_not_train_is_refused_by_name(served_whole: Served) -> None:
-    client = served_whole.client()
-    for how, words in (
-        ({"rank": 8}, "rank=8, and this server trains all weights"),
-        ({"rank": -1}, "rank=-1"),
-        ({"rank": 0, "train_mlp": False}, "train_mlp=False"),
-    ):
-        with pytest.raises(tinker.BadRequestError, match=words):
-            served_whole.training_client(client, **how)
-    training = served_whole.training_client(client, rank=0)
-    with pytest.raises(Exception, match="vocabulary"):
-        training.forward_backward([datum([3, 4, 10**6])], "cross_entropy").result()
-    with pytest.raises(Exception, match="no update was made"):
-        training.optim_step(ADAM).result()
-    assert update(training, 3).result().metrics["grad_norm"] > 0
-    client.close("success").result()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from slimefsdp.checkpoint import save_load
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.errors import CheckpointError
 from slimefsdp.trainer import Trainer
 from tests.support.fresh_ranks import run_fresh
 from tests.support.rank_pool import RankPool
@@ -239,16 +239,6 @@ def test_a_load_says_which_algorithm_and_schedule_it_goes_on_with(
     assert "advantage.estimator is rloo (saved: None)" in words and "correction.veto_below is 0.1" in words
     assert "loss.policy is cispo (saved: ppo)" in words and "loss.clip_high is 0.5 (saved: 0.2)" in words
     assert ranks.run(1, saved_and_loaded, config.model_copy(update={"run": other.run}), config) == [()]
-
-
-def save_without_a_folder(rank: int, config: RunConfig) -> list[Any]:
-    trainer = Trainer(config, device=CPU)
-    return [error_of(lambda: trainer.save(1)), error_of(trainer.load)]
-
-
-def test_a_run_without_a_folder_says_so(folder: Path, ranks: RankPool) -> None:
-    errors = ranks.run(1, save_without_a_folder, settings(folder))[0]
-    assert [(type(error), error.field) for error in errors] == [(ConfigError, "run.dir")] * 2
 
 
 # ---------------------------------------------------------------------- export

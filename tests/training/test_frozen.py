@@ -13,8 +13,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError, ConfigError
-from slimefsdp.models import build, fused_log_probs
+from slimefsdp.errors import CheckpointError
+from slimefsdp.models import fused_log_probs
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
 from tests.support.float64 import KeepFloat64
@@ -324,35 +324,3 @@ def test_a_checkpoint_of_another_frozen_set_is_refused_by_all(
 
 
 # ---------------------------------------------------------------------- refusals
-
-
-def refusal(rank: int, config: RunConfig) -> tuple[str, str, str]:
-    """The error of a trainer that must not get as far as reading weights."""
-
-    def never(*args: Any) -> None:
-        raise AssertionError("weights were read")
-
-    read, build.read_weights = build.read_weights, never
-    try:
-        Trainer(config, device=CPU)
-    except ConfigError as error:
-        return error.field or "", error.message, error.hint or ""
-    finally:
-        build.read_weights = read
-    raise AssertionError("not refused")  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "patterns, message, hint",
-    [
-        (["*.mlp.*", "model.embed_token.weight"], "'model.embed_token.weight'", "model.embed_tokens.weight"),
-        (["*.MLP.*"], "'*.MLP.*'", ".mlp."),
-        (["*"], "'*'", ""),
-        (["model.*", "lm_*"], "'model.*', 'lm_*'", ""),
-    ],
-)
-def test_patterns_without_a_match_or_a_remainder_are_refused_by_all_before_weights_are_read(
-    folder: Path, ranks: RankPool, patterns: list[str], message: str, hint: str
-) -> None:
-    for found in ranks.run(2, refusal, frozen_settings(folder, tuple(patterns), (1, 2, 1))):
-        assert found[0] == "model.frozen" and message in found[1] and hint in found[2], found

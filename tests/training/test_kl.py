@@ -12,15 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ConfigError
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import TEMPERATURE, make_batch
 from tests.support.plain_step import settings as float64_settings
 from tests.support.rank_pool import RankPool
-from tests.support.tiny_models import TinyFolder, plain_model, save_pair
-from tests.support.trainers import CPU, MESHES, error_of, fresh_batch, ranks_of, settings, step_and_updates
+from tests.support.tiny_models import plain_model, save_pair
+from tests.support.trainers import CPU, MESHES, fresh_batch, ranks_of, settings, step_and_updates
 
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 SPREADS: dict[str, dict[str, Any]] = {
@@ -153,13 +152,6 @@ def test_gradients_with_the_exact_kl_equal_a_plain_step_however_both_models_are_
     compare_with_plain(ranks, config)
 
 
-def test_gradients_with_the_exact_kl_equal_a_plain_step_where_ranks_have_no_sample(
-    pair: tuple[Path, Path], ranks: RankPool
-) -> None:
-    config = float64_settings(pair[0], mesh={"dp": 4}, loss={"kl_estimator": "full"}, reference={"path": str(pair[1])})
-    compare_with_plain(ranks, config, slice(2))
-
-
 @every_mesh
 def test_gradients_with_the_exact_kl_equal_a_plain_step_under_soft_caps_and_windows(
     tmp_path: Path, ranks: RankPool, mesh: str
@@ -261,16 +253,3 @@ def test_the_exact_kl_leaves_the_first_ratio_exactly_one(pair: tuple[Path, Path]
     config = full_kl(pair, mesh=MESHES[mesh], batch={"samples_per_update": 4})
     first, second = ranks.run(ranks_of(MESHES[mesh]), updates_of_a_step, config, fresh_batch())[0]
     assert first["ratio_deviation_max"] == 0.0 < second["ratio_deviation_max"]
-
-
-def error_of_start(rank: int, config: RunConfig) -> list[Any]:
-    return [error_of(lambda: Trainer(config, device=CPU))]
-
-
-def test_an_exact_kl_to_another_architecture_is_refused_at_the_start_on_every_rank(
-    pair: tuple[Path, Path], ranks: RankPool, tiny_folder: TinyFolder
-) -> None:
-    deeper = tiny_folder(vocab_size=97, intermediate_size=55, num_hidden_layers=3)
-    for (error,) in ranks.run(2, error_of_start, full_kl((pair[0], deeper), mesh={"dp": 2})):
-        assert isinstance(error, ConfigError) and error.field == "reference.path"
-        assert str(deeper) in str(error) and "loss.kl_estimator=full" in str(error)

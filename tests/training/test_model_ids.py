@@ -15,7 +15,6 @@ from slimefsdp.io import hub
 from slimefsdp.trainer import Trainer
 from tests.support.hub import COMMITS, files_of, lay_out
 from tests.support.rank_pool import RankPool
-from tests.support.refusals import assert_refusal
 from tests.support.trainers import CPU, fingerprint, settings
 
 OLD, NEW = COMMITS[:2]
@@ -61,14 +60,3 @@ def test_where_rank_0_reads_for_all_the_others_need_no_cache(
     config = settings(Path("m"), model={"path": NAME, "read": "first_rank"}, mesh={"dp": 2})
     found = ranks.run(2, trained_by, config, [caches[0], tmp_path / "none"])
     assert found[0] == found[1] and found[0][0].name == NEW
-
-
-@pytest.mark.parametrize("empty", [0, 1])
-def test_what_one_rank_cannot_have_is_the_same_error_on_all(
-    ranks: RankPool, caches: list[Path], tmp_path: Path, empty: int
-) -> None:
-    caches[empty] = tmp_path / "none"
-    errors = ranks.run(2, trained_by, settings(Path("m"), model={"path": NAME}, mesh={"dp": 2}), caches)
-    for (error,) in errors:
-        assert_refusal(error, ModelError, "model.path", f"model.path={NAME}", tmp_path / "none")
-        assert error.rank == empty

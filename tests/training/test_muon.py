@@ -10,7 +10,6 @@ import torch
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
@@ -22,9 +21,7 @@ from tests.support.plain_lora import ALL, PeftStep, adapters_of, fill_b
 from tests.support.plain_muon import PlainMuon
 from tests.support.plain_step import PlainStep, make_batch, settings
 from tests.support.rank_pool import RankPool
-from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
-from tests.support.trainers import error_of
 
 CPU = torch.device("cpu")
 DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
@@ -229,43 +226,3 @@ def test_calls_choose_rates_and_decay_of_both_parts_and_a_skip_changes_nothing(f
     assert set(found["lr 0"].values()) == {0.0} == set(found["skipped"].values())
     assert 0 < found["momentum kept"] < float("inf") and min(found["decayed"].values()) > 0.05
     assert max(found["anew"]) == 0.0
-
-
-def refused_calls(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:
-    trainer = Trainer(config, device=CPU)
-    trainer.train_step(batch)
-    trainer.save(1)
-    refused = [error_of(lambda: trainer.create_adapter("less", rank=2))]
-    trainer.create_adapter("equal", rank=3)
-    optim = config.optim.model_copy(update={"name": "adamw"})
-    other = Trainer(config.model_copy(update={"optim": optim}), device=CPU)
-    return [*refused, error_of(lambda: other.load(1))]
-
-
-def test_what_would_train_otherwise_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
-    optim = {"adjust_lr_fn": "original", "adamw_lr": None}
-    config = muon_settings(folder, lora={"rank": 3}, optim=optim, run={"dir": str(tmp_path)})
-    lower, loaded = ranks.run(1, refused_calls, config, make_batch(folder))[0]
-    assert isinstance(lower, ConfigError) and lower.field == "rank" and "original" in str(lower)
-    assert isinstance(loaded, CheckpointError) and loaded.field == "optim.name"
-
-
-def trainer_of(rank: int, config: RunConfig) -> None:
-    Trainer(config, device=CPU)
-
-
-@pytest.mark.parametrize(
-    ("sections", "field", "values"),
-    [
-        ({"lora": {"rank": 2, "targets": ["*.q_proj"]}}, "optim.adamw_lr", [0.002, "lora.targets=['*.q_proj']"]),
-        ({"model": {"frozen": ["*embed*", "lm_head*", "*norm*"]}}, "optim.adamw_lr", [0.002, "lm_head*"]),
-        ({"lora": {"rank": 2, "targets": ["lm_head"]}}, "optim.name", ["muon", "lora.targets=['lm_head']"]),
-        ({"model": {"frozen": ["model.layers.*"]}}, "optim.name", ["muon", "model.frozen=['model.layers.*']"]),
-    ],
-)
-def test_a_part_that_has_nothing_to_update_is_refused(
-    folder: Path, ranks: RankPool, sections: dict[str, Any], field: str, values: list[object]
-) -> None:
-    with refused(ConfigError, field, *values):
-        ranks.run(2, trainer_of, muon_settings(folder, mesh={"dp": 2}, **sections))
-    ranks.run(2, trainer_of, settings(folder, mesh={"dp": 2}, **sections))

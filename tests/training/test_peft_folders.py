@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from slimefsdp.config import RunConfig
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
-from slimefsdp.errors import CheckpointError, ConfigError, ModelError, SlimeError, StateError
+from slimefsdp.errors import CheckpointError, ConfigError, ModelError, SlimeError
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
 from tests.support.comparisons import largest_difference
@@ -181,22 +181,6 @@ def test_a_tensor_that_does_not_fit_the_model_is_named_by_all_ranks(
         assert_refusal(error, ModelError, "lora.path", *named)
 
 
-def test_a_head_that_is_tied_or_saved_beside_its_adapters_is_refused_by_name(
-    folder: Path, tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path
-) -> None:
-    with_head = trained_by_peft(
-        folder, lora_settings(folder), make_batch(folder), tmp_path / "head", ["q_proj", "lm_head"]
-    )
-    tied = tiny_folder(vocab_size=97, intermediate_size=55, tie_word_embeddings=True)
-    ((error,),) = ranks.run(1, refusal, settings(tied, lora={"path": str(with_head)}))
-    assert_refusal(error, ConfigError, "lora.targets", "lm_head", "tie_word_embeddings")
-    # what peft writes unless it is told not to
-    rewrite(with_head, tensors={"base_model.model.lm_head.base_layer.weight": torch.zeros(97, 32)})
-    ((error,),) = ranks.run(1, refusal, settings(folder, lora={"path": str(with_head)}))
-    assert_refusal(error, ModelError, "lora.path", "lm_head.base_layer.weight")
-    assert "save_embedding_layers=False" in error.hint
-
-
 def test_adapters_that_were_trained_beside_other_weights_are_refused_by_all(
     folder: Path, tiny_folder: TinyFolder, ranks: RankPool, trained: Path, tmp_path: Path
 ) -> None:
@@ -249,12 +233,6 @@ def test_a_folder_says_what_peft_needs_in_the_masters_dtype(folder: Path, ranks:
     assert sorted(file.name for file in found["said"].iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert_refusal(found["again"], CheckpointError, "path", found["said"])
     assert_refusal(found["no path"], ConfigError, "path")
-
-
-def test_without_adapters_there_is_nothing_to_export(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
-    (found,) = ranks.run(1, exported, settings(folder), tmp_path / "adapter")
-    assert_refusal(found["again"], StateError, "lora.rank", "export_adapter()")
-    assert not (tmp_path / "adapter").exists()
 
 
 def saved_and_exported(rank: int, config: RunConfig, out: Path) -> Path:

@@ -64,13 +64,6 @@ def test_a_sample_longer_than_the_positions_that_the_model_learned_is_named() ->
     checked_advantages(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest)
 
 
-def test_sampling_at_another_temperature_is_refused() -> None:
-    config = settings(rollout={"temperature": 0.7})
-    assert refusal(config, BATCH.replace(temperature=1.0))[0] == "temperature"
-    for temperature in (0.7, None):  # a batch that does not say is believed
-        checked_advantages(config, BATCH.replace(temperature=temperature), VOCAB, loss="policy")
-
-
 def test_the_policy_loss_needs_rewards_with_groups_or_advantages_and_others_need_neither() -> None:
     for name in ("rewards", "group_ids"):
         without = BATCH.replace(**{name: None})
@@ -80,15 +73,6 @@ def test_the_policy_loss_needs_rewards_with_groups_or_advantages_and_others_need
         checked_advantages(
             settings(), without.replace(advantages=np.zeros(BATCH.num_response_tokens)), VOCAB, loss="policy"
         )
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_a_group_of_one_is_refused_where_it_needs_another(estimator: str) -> None:
-    alone = make_batch([1.0, 2.0, 3.0])
-    field, message, hint = refusal(settings(advantage={"estimator": estimator}), alone)
-    assert field == "group_ids" and "group 1 has 1 of the 2 samples" in message and "sample 2" in message
-    assert "at least 2 responses per prompt" in hint
-    checked_advantages(settings(advantage={"estimator": "dr_grpo"}), alone, VOCAB, loss="policy")
 
 
 OLD_IS_ROLLOUT = {"loss": {"old_log_probs": "rollout"}}
@@ -110,23 +94,6 @@ def test_what_the_settings_read_is_asked_of_the_batch(case: str) -> None:
     size = BATCH.num_samples if missing == "baseline_rewards" else BATCH.num_response_tokens
     checked_advantages(settings(**sections), BATCH.replace(**{missing: np.full(size, -1.0)}), VOCAB, loss="policy")
     checked_advantages(settings(), BATCH, VOCAB, loss="policy")
-
-
-def test_old_log_probs_of_the_batch_serve_where_those_of_the_rollout_would() -> None:
-    old = np.full(BATCH.num_response_tokens, -1.0)
-    checked_advantages(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old), VOCAB, loss="policy")
-
-
-@pytest.mark.parametrize("loss", ["policy", "sft", "value"])
-def test_a_mean_over_prompts_needs_groups_whatever_the_loss(loss: Any) -> None:
-    algorithm = {"policy": "grpo", "sft": "sft", "value": "ppo"}[loss]
-    config = settings(algorithm=algorithm, loss={"reduction": "prompt_mean"})
-    tokens = np.zeros(BATCH.num_response_tokens)
-    batch = BATCH.replace(advantages=tokens, values=tokens)
-    checked_advantages(config, batch, VOCAB, loss=loss)
-    field, message, _ = refusal(config, batch.replace(group_ids=None), loss)
-    assert field == "group_ids" and "loss.reduction=prompt_mean" in message
-    checked_advantages(config, batch.replace(group_ids=None), VOCAB, loss=None)
 
 
 def test_a_critics_loss_needs_its_values_and_returns_or_what_they_are_computed_from() -> None:
@@ -233,31 +200,6 @@ def test_a_critic_trains_on_every_sample_with_a_token_and_on_its_own_mesh() -> N
     assert [len(update) for update in actors.updates] == [2]
 
 
-def test_a_preference_pair_is_never_cut() -> None:
-    rewards = np.random.default_rng(2).permutation(20).astype(float)
-    config = settings(
-        loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 40, "samples_per_update": 6}, mesh={"dp": 2}
-    )
-    batch = make_batch(rewards.tolist())
-    order = np.random.default_rng(3).permutation(20)  # pairs are not neighbours
-    batch = batch.select(order)
-    assert batch.group_ids is not None
-    plan = plan_training(config, batch)
-    packs = [pack for update in plan.updates for packs in update for pack in packs if len(pack)]
-    assert planned_samples(plan) == list(range(20)) and len(packs) > 4
-    for pack in packs:
-        assert (np.unique(batch.group_ids[pack], return_counts=True)[1] == 2).all()
-    assert [len(plan.samples_of(update)) for update in range(len(plan.updates))] == [6, 6, 6, 2]
-
-
-def test_updates_are_cut_before_dropping_and_empty_ones_counted() -> None:
-    plan = plan_training(settings(batch={"samples_per_update": 1}, loss={"epochs": 3}), BATCH)
-    assert len(plan.updates) == 18 and plan.num_skipped_updates == 12 and plan.num_first_epoch_updates == 6
-    for drop in (True, False):
-        nothing = plan_training(settings(loss={"drop_zero_advantages": drop}), make_batch([1.0] * 6))
-        assert not nothing.updates and nothing.num_skipped_updates == 1 and nothing.num_dropped == 6
-
-
 def test_a_step_of_several_updates_is_shuffled_and_the_same_batch_always_the_same_way() -> None:
     rewards = np.random.default_rng(1).random(40).tolist()
     config, batch = settings(batch={"samples_per_update": 8}, loss={"epochs": 2}), make_batch(rewards)
@@ -301,13 +243,6 @@ def test_token_weights_look_at_one_update_alone(reduction: str) -> None:
     halved = loss_weights(settings(loss=loss), BATCH, samples, denominator=2.0)
     own = {"token_mean": trained.sum(), "prompt_mean": 3}.get(reduction, 4)
     assert halved == pytest.approx(expected * own / 2.0)
-
-
-@pytest.mark.parametrize("denominator", [0, -1.0, math.inf, math.nan, "2"])
-def test_a_denominator_that_cannot_divide_is_refused(denominator: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        loss_weights(settings(), BATCH, np.arange(10), denominator)
-    assert caught.value.field == "denominator" and caught.value.hint
 
 
 def test_a_steps_metrics_say_what_was_trained_on() -> None:

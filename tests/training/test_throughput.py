@@ -11,7 +11,6 @@ from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.estimate.flops import training_flops
-from slimefsdp.estimate.hardware import peak_tflops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.rpc import Role
 from slimefsdp.trainer import Trainer
@@ -73,22 +72,6 @@ def test_a_critic_has_no_vocabulary_and_a_frozen_weight_no_gradient() -> None:
     throughput = Throughput(ranks=1, model_spec=DIMENSIONS, trained_share=0.25, has_vocabulary_head=False)
     flops = training_flops(DIMENSIONS, batch.lengths, counted_rows=0, trained_share=0.25)
     assert throughput.metrics(plan, batch, 1.0, [0])["tflops_per_rank"] == pytest.approx(flops.total / 1e12, rel=1e-12)
-
-
-def test_unknown_dimensions_leave_the_tokens() -> None:
-    batch = group_of_four()
-    plan = plan_of(batch.lengths, dp=1, max_pack_tokens=60)
-    metrics = Throughput(ranks=2, model_spec=None, peak_tflops=1.0).metrics(plan, batch, 1.0, [0])
-    assert metrics.keys() == {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank"}
-
-
-def test_the_rate_of_a_device_is_found_by_the_whole_of_its_name() -> None:
-    names = {
-        "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.4, "NVIDIA H20": 148.0,
-        "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA B200": 2250.0,
-        "NVIDIA GeForce RTX 4090": 165.2, "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA H1000": None,
-    }  # fmt: skip
-    assert {name: peak_tflops(name) for name in names} == names
 
 
 def step_of(rank: int, config: RunConfig, role: Role, batch: RolloutBatch) -> dict[str, float]:

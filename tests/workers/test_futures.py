@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import signal
-import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,11 +76,6 @@ def test_one_deadline_holds_for_all_and_the_late_rank_is_named(rank_pair: list[A
     assert renumbered.value.rank == 7
 
 
-def test_a_timeout_that_began_earlier_ends_earlier(rank_pair: list[Any]) -> None:
-    with refused(WorkerHung, "cluster.call_timeout_s", "act", 7200):
-        call(rank_pair, {}, {"seconds": HOUR}, timeout_s=2 * HOUR, since=time.monotonic() - 2 * HOUR + 0.5).result()
-
-
 def test_a_failure_does_not_wait_for_ranks_that_hang(rank_pair: list[Any]) -> None:
     error = BatchError("bad tokens", field="tokens", hint="drop it")
     hangs, fails = rank_pair[0].act.remote(seconds=HOUR), rank_pair[1].act.remote(error=error)
@@ -130,16 +124,6 @@ def test_a_death_is_reported_at_once_though_others_hang(rank_pair: list[Any], mo
         CallFuture([hangs, dies], name="act", timeout_s=HOUR, first_only=False).result()
     assert (died.value.rank, died.value.call) == (1, "act")
     assert ray.wait([hangs], timeout=0) == ([], [hangs])
-
-
-def test_what_other_ranks_said_goes_along_once_unless_it_is_the_same(rank_pair: list[Any]) -> None:
-    with pytest.raises(BatchError) as alike:
-        call(rank_pair, {"error": BatchError("odd")}, {"error": BatchError("odd")}).result()
-    assert alike.value.others == ()
-    with pytest.raises(BatchError) as lost:
-        call(rank_pair, {"error": PeerFailed("rank 1 is gone")}, {"seconds": 0.5, "error": BatchError("odd")}).result()
-    (other,) = lost.value.others
-    assert all(part in other for part in ("rank 0", "PeerFailed", "rank 1 is gone")) and other in str(lost.value)
 
 
 def test_signals_are_handled_while_a_call_is_waited_for(rank_pair: list[Any], tmp_path: Path) -> None:
@@ -222,15 +206,6 @@ def test_waiting_for_a_thousand_ranks_takes_a_thousand_times_as_much_and_not_a_m
     assert CallFuture(refs, name="act", timeout_s=HOUR, first_only=False).result() == list(range(count))
     assert made_up.looked_at <= 10 * count
     assert Ref.comparisons <= 10 * count
-
-
-def test_of_few_ranks_each_is_heard_as_soon_as_it_answers(made_up: MadeUpRay) -> None:
-    lost = Ref(made_up.now + 0.01, ray.exceptions.ActorDiedError())
-    others = [Ref(made_up.now + HOUR) for _ in range(14)]
-    began = made_up.now
-    with pytest.raises(WorkerDied):
-        CallFuture([*others, lost], name="act", timeout_s=HOUR, first_only=False).result()
-    assert made_up.now - began < 0.1
 
 
 def test_the_time_that_a_call_waits_for_the_ones_before_it_is_not_its_own(made_up: MadeUpRay) -> None:
@@ -399,14 +374,6 @@ def test_lanes_take_turns_also_one_that_comes_later_and_each_keeps_its_order() -
         wait_until(lambda: len(begun) > before)  # noqa: B023
     assert [name for name, _ in begun] == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "b2"]
     assert last._begun.result() is begun[4][1]
-
-
-def test_without_lanes_calls_are_begun_at_once() -> None:
-    dispatcher, begun = Dispatcher(), list[int]()
-    for number in range(5):
-        dispatcher.submit(lambda number=number: begun.append(number) or Held())  # type: ignore[misc, func-returns-value]
-    dispatcher.drain(PATIENCE_S)
-    assert begun == [0, 1, 2, 3, 4]
 
 
 def unbounded_waits(source: str) -> Iterator[str]:

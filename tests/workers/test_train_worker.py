@@ -118,17 +118,6 @@ def test_whatever_comes_after_an_abort_has_begun_is_a_lost_peers_doing(
     assert abort.count == 1 and ends == [], "it ends with its group"
 
 
-def test_an_abort_that_fails_is_said_where_the_rank_prints(
-    make_config: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(collectives, "needs_abort", lambda: True)
-    monkeypatch.setattr(collectives, "abort_collectives", lambda: raises(RuntimeError("ncclSystemError")))
-    worker = worker_that(dict, make_config())
-    worker.abort_collectives()
-    said = capfd.readouterr().err
-    assert "rank 1 could not abort" in said and "Traceback" in said and "RuntimeError: ncclSystemError" in said
-
-
 def test_where_collectives_end_by_themselves_nothing_is_aborted_and_the_rank_goes_on(make_config: Any) -> None:
     assert not collectives.needs_abort(), "as on gloo"
     worker = worker_that(lambda: {"bytes": 1}, make_config())

@@ -170,15 +170,6 @@ def test_where_all_fail_it_is_an_error_that_tells_of_all(launch: Launch, transpo
     assert ray.get(actors[0].holds.remote(), timeout=PATIENCE_S)[0] is None
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_without_drops_the_first_failure_ends_it_and_nobody_commits(launch: Launch, transport: str) -> None:
-    actors = launch(2)
-    ray.get(actors[1].plan.remote("receive", 1, "raises"), timeout=PATIENCE_S)
-    with pytest.raises(SyncError, match="as planned for receive"):
-        send(update_to(actors, transport), 1)
-    assert ray.get([actor.holds.remote() for actor in actors], timeout=PATIENCE_S)[0][0] is None
-
-
 @pytest.mark.default_tier  # of all transports one, with two processes
 def test_memory_that_is_shared_is_taken_over_by_the_next_update(launch: Launch) -> None:
     actors = launch(2)
@@ -224,18 +215,6 @@ def test_of_folders_only_the_last_one_is_left_whoever_failed(
     require_whole(actors[:1], 3)
     (left,) = tmp_path.iterdir()
     assert left != before
-
-
-@pytest.mark.default_tier  # with one process
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_update(
-    launch: Launch, make_config: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "weights").write_text("a file")
-    source = read_model_folder(make_config().model.path)
-    update = DiskUpdate(launch(1), PATIENCE_S, folder=tmp_path / "weights", source=source, dtype=torch.float32)
-    with pytest.raises(SyncError) as failed:
-        send(update, 1)
-    assert failed.value.field == "run.dir" and str(tmp_path) in str(failed.value)
 
 
 def test_what_was_altered_in_a_broadcast_costs_whoever_got_it_alone(

@@ -11,8 +11,6 @@ import pytest
 from python_snippets import SnippetLimits, python_tool, run_snippet
 from tool_functions import Tool, ToolError
 
-from slimefsdp.errors import ConfigError
-from tests.support.refusals import refused
 from tests.support.waiting import wait_until
 
 LIMITS = SnippetLimits(timeout_s=60.0)  # of a machine that is busy
@@ -129,24 +127,6 @@ def has_open(path: Path) -> bool:
     return False
 
 
-def test_an_open_file_is_seen(tmp_path: Path) -> None:
-    """So that the tests around have something to look for."""
-    with (tmp_path / "open").open("w"):
-        assert has_open(tmp_path)
-    assert not has_open(tmp_path)
-
-
-@pytest.mark.slow
-def test_many_run_at_once() -> None:
-    async def all_of_them() -> float:
-        began = time.monotonic()
-        said = await asyncio.gather(*[run_snippet("import time; time.sleep(3); print(7)", LIMITS) for _ in range(8)])
-        assert said == ["7"] * 8
-        return time.monotonic() - began
-
-    assert asyncio.run(all_of_them()) < 8 * 3
-
-
 @pytest.mark.slow
 def test_a_call_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
     code = f"import time\nkept = open({str(tmp_path / 'open')!r}, 'w')\nfor _ in range(6000): time.sleep(0.1)"
@@ -161,12 +141,6 @@ def test_a_call_that_is_given_up_leaves_no_process(tmp_path: Path) -> None:
 
     asyncio.run(given_up())
     assert wait_until(lambda: not has_open(tmp_path))
-
-
-@pytest.mark.parametrize(("name", "value"), [("cpu_s", 0), ("cpu_s", 1.5), ("timeout_s", -1.0), ("memory_mib", "a")])
-def test_limits_that_are_none_are_refused(name: str, value: object) -> None:
-    with refused(ConfigError, "environment.arguments", name):
-        SnippetLimits(**{name: value})  # type: ignore[arg-type]
 
 
 def test_as_a_tool_it_takes_code() -> None:

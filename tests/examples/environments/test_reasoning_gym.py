@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reasoning_gym
-import reasoning_gym_tasks as environment
 from reasoning_gym_tasks import answer_in, distinct_problems, main, scored, solved, well_formed
 
 from actors.rollout.prompts import read_jsonl
 from actors.rollout.rewards import load_reward
-from slimefsdp.errors import BatchError, ConfigError
-from tests.support.refusals import refused
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x 2 problems
 NAMES = ("chain_sum", "needle_haystack", "word_sorting", "mini_sudoku", "calendar_arithmetic", "countdown")
@@ -39,11 +35,6 @@ def test_all_problems_of_a_small_data_set_are_there_once_on_one_side_or_the_othe
     assert {question.split(": ")[1] for question in questions(train) | questions(heldout)} == wanted
     for one in train + heldout:
         assert eval(one["question"].split(": ")[1].removesuffix("=")) == int(one["answer"])
-
-
-def test_a_data_set_without_so_many_problems_is_refused_with_how_many_it_gave() -> None:
-    with refused(ConfigError, "--train", 200, 81, 120):
-        distinct_problems("chain_sum", ONE_DIGIT, train=81, heldout=120)
 
 
 def test_a_seed_decides_the_problems_and_held_out_ones_stay_when_more_are_trained_on() -> None:
@@ -86,54 +77,6 @@ def test_the_command_takes_settings_of_the_data_set_and_a_last_line(
         == distinct_problems("chain_sum", ONE_DIGIT, train=50, heldout=30, seed=3, instruction="Only the number.")[0]
     )
     assert all(one["prompt"] == f"{one['question']}\nOnly the number." for one in train)
-
-
-WRONG: dict[str, tuple[list[str], str, str]] = {
-    "no such data set": (["chain_sums", "out"], "NAME", "chain_sums"),
-    "no such setting": (["chain_sum", "out", "max_term=3"], "max_term", "max_term"),
-    "a value that is refused": (["chain_sum", "out", "min_terms=0"], "SETTINGS", "min_terms=0"),
-    "a value of another type": (["chain_sum", "out", "max_terms=many"], "SETTINGS", "max_terms='many'"),
-    "a seed as a setting": (["chain_sum", "out", "seed=3"], "seed", "seed"),
-    "no number of problems": (["chain_sum", "out", "--train", "0"], "--train", "0"),
-    "what JSON does not keep": (["rearc", "out", "--train", "1", "--heldout", "1"], "NAME", "rearc"),
-    "no data set": ([], "NAME", "--list"),
-    "no folder": (["chain_sum"], "DIR", "--settings"),
-    "a data set of data sets": (["composite", "out"], "SETTINGS", "composite"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_words_are_typed_errors_and_leave_nothing(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, field, value = WRONG[case]
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == ConfigError.exit_code
-    said = capsys.readouterr().err
-    assert field in said and value in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_data_sets_and_what_one_can_be_set_to_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    names = capsys.readouterr().out.splitlines()
-    assert names == sorted(reasoning_gym.factory.DATASETS) and set(NAMES) <= set(names)
-    assert main(["chain_sum", "--settings"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "min_terms: int = 2" in lines and "allow_negation: bool = False" in lines
-    assert not any(line.startswith(("seed", "size")) for line in lines)
-    assert main(["chain_som", "--settings"]) == 2
-    assert "chain_sum" in capsys.readouterr().err
-    assert all(environment.settings_of(name) is not None for name in names), "of every one"
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(environment, "find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name))
-    environment._data_sets.cache_clear()
-    with refused(ConfigError, "reasoning-gym", "reasoning-gym") as caught:
-        distinct_problems("chain_sum", {}, train=1, heldout=1)
-    assert "-c constraints.txt -e '.[reasoning-gym]'" in str(caught.value.hint)
 
 
 # ---------------------------------------------------------------------- answers and rewards
@@ -196,21 +139,3 @@ def test_the_control_rewards_form_and_reports_what_was_right() -> None:
     ):
         scores = well_formed(one, response, finished)
         assert (scores["reward"], scores["solved"]) == (reward, right), response
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"metadata": None}, {"metadata": {}}, {"metadata": {"source_dataset": "nothing"}}, {"metadata": [1]}],
-)
-def test_a_record_of_another_kind_is_refused(fields: dict[str, Any]) -> None:
-    with refused(BatchError, "metadata", "4 - 1 ="):
-        solved({**record("4 - 1 =", "3"), **fields}, "3", True)
-
-
-def test_a_scorer_that_fails_says_of_which_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(answer: str, entry: dict[str, Any]) -> float:
-        raise RuntimeError("as it likes")
-
-    monkeypatch.setattr(environment, "_scorer", lambda name: broken)
-    with refused(BatchError, "rollout.reward", "chain_sum", "as it likes"):
-        solved(record("4 - 1 =", "3"), "3", True)

@@ -11,9 +11,6 @@ from python_snippets import SnippetLimits, python_tool
 from tool_functions import Tool, ToolError, load_tool
 from transformers.utils import get_json_schema
 
-from slimefsdp.errors import ConfigError
-from tests.support.refusals import refused
-
 HERE = __name__
 
 
@@ -62,12 +59,6 @@ def test_its_schema_is_the_one_of_transformers(function: Any) -> None:
     assert Tool.of(function).schema == expected
 
 
-def test_choices_and_unions_have_their_types() -> None:
-    properties = Tool.of(later).schema["function"]["parameters"]["properties"]
-    assert properties["place"]["enum"] == ["here", "there"] and properties["more"]["type"] == "object"
-    assert properties["either"]["anyOf"] == [{"type": "integer"}, {"type": "string"}]
-
-
 def called(function: Any, arguments: Any) -> str:
     return asyncio.run(Tool.of(function).call(arguments))
 
@@ -99,50 +90,6 @@ def test_what_does_not_fit_or_fails_is_told(function: Any, arguments: Any, fault
     assert fault in str(caught.value) and function.__name__ in str(caught.value)
 
 
-def either_or_none(number: int | str | None = None) -> str:
-    """Says what it was given.
-
-    Args:
-        number: or nothing.
-    """
-    return repr(number)
-
-
-def test_one_of_several_types_may_be_null_as_its_schema_says() -> None:
-    tool = Tool.of(either_or_none)
-    assert tool.schema["function"]["parameters"]["properties"]["number"]["nullable"] is True
-    assert [called(either_or_none, {"number": one}) for one in (None, 3, "a")] == ["None", "3", "'a'"]
-    with pytest.raises(ToolError, match="number"):
-        called(either_or_none, {"number": [1]})
-
-
 def test_a_tool_of_ones_own_is_found_by_its_name() -> None:
     tool = load_tool(f"{HERE}:search")
     assert tool.name == "search" and tool.function is search
-
-
-def bare(query: str) -> None: ...
-
-
-def without_annotation(query) -> None:  # type: ignore[no-untyped-def]
-    """Search."""
-
-
-def of_bytes(query: bytes) -> None:
-    """Search."""
-
-
-def of_many(*queries: str) -> None:
-    """Search."""
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("bare", "docstring"), ("without_annotation", "query"), ("of_bytes", "bytes"), ("of_many", "queries"),
-        ("missing", "missing"), ("HERE", "cannot be called"),
-    ],
-)  # fmt: skip
-def test_what_is_no_tool_is_refused(name: str, fault: str) -> None:
-    with refused(ConfigError, "environment.arguments", fault):
-        load_tool(f"{HERE}:{name}")

@@ -11,17 +11,15 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from tools import ToolCall, ToolUse, parse_calls, shortened
+from tools import ToolCall, ToolUse, parse_calls
 from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
-from actors.rollout.environment import checked_prompt, checked_result, load_environment
+from actors.rollout.environment import checked_prompt, checked_result
 from actors.rollout.prompts import Record
 from actors.rollout.user_code import EpisodeCall
 from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import StepResult
-from slimefsdp.errors import ConfigError
-from tests.support.refusals import refused
 from tests.support.tiers import examples
 
 HERE = __name__
@@ -131,11 +129,6 @@ def test_what_was_wrong_with_a_call_is_its_result_and_the_policy_may_correct_it(
     assert answer.reward == 1.0 and answer.scores == {"tool_calls": 2, "tool_errors": 1}
 
 
-def test_a_response_that_was_cut_is_an_answer_though_it_has_a_call() -> None:
-    (result,) = played(sums("6 * 7"), finished=False)
-    assert result.done and result.reward == 0.0 and result.scores == {"tool_calls": 0, "tool_errors": 0}
-
-
 def test_the_last_call_may_lack_its_closing_mark() -> None:
     assert parse_calls('<tool_call>{"name": "a"}</tool_call> and <tool_call>{"name": "b", "arguments": {"c": 1}}') == [
         ToolCall("a", {}), ToolCall("b", {"c": 1}),
@@ -165,17 +158,6 @@ def test_results_are_text_of_a_bounded_length() -> None:
     assert told(pair) == ["?"] and told(none) == ["(nothing)"]
 
 
-@examples(100)
-@given(st.text(max_size=80), st.integers(1, 40))
-def test_a_text_is_left_alone_or_loses_its_middle(text: str, most: int) -> None:
-    found, text = shortened(text, most), text.strip()
-    if len(text) <= most:
-        assert found == text
-    else:
-        head, said, tail = found[: -(-most // 2)], str(len(text) - most), found[len(found) - most // 2 :]
-        assert text.startswith(head) and text.endswith(tail) and said in found
-
-
 def test_the_reward_is_any_function_and_its_scores_are_kept() -> None:
     (result,) = played("41", reward=f"{HERE}:close_to")
     assert result.reward == 0.5 and result.scores == {"finished": 1, "tool_calls": 0, "tool_errors": 0}
@@ -201,40 +183,6 @@ def test_a_chat_template_writes_the_tools_and_their_results(example: Path) -> No
         "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n1\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_a_chat_template_that_leaves_tools_out_is_refused(example: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(example / "model")
-    prompt: Any = asyncio.run(ToolUse(["calculator"]).reset(RECORD, 0))
-    with refused(ConfigError, "prompt", "tools"):
-        encode_prompt(tokenizer, prompt)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        ({"tools": []}, "tools=[]"), ({"tools": "calculator"}, "tools="), ({"tools": ["search"]}, "search"),
-        ({"tools": [f"{HERE}:nowhere"]}, "nowhere"), ({"tools": ["calculator", "calculator"]}, "calculator"),
-        ({"tools": ["calculator"], "python": {"cpu_s": 1}}, "python"), ({"tools": ["python"], "python": {"x": 1}}, "x"),
-        ({"tools": ["python"], "python": {"cpu_s": "1"}}, "cpu_s"), ({"tools": ["python"], "python": 3}, "python=3"),
-        ({"tools": ["calculator"], "described": "both"}, "both"),
-        ({"tools": ["calculator"], "max_calls": 0}, "max_calls"),
-        ({"tools": ["calculator"], "result_characters": "1"}, "result_characters"),
-        ({"tools": ["calculator"], "result_characters": 300_000}, "max_calls x result_characters=1,200,000"),
-        ({"tools": ["calculator", "python"], "python": 0}, "python=0"),
-        ({"tools": ["calculator"], "reward": 5}, "reward=5"), ({"tools": ["calculator"], "reward": ["a"]}, "reward="),
-    ],
-)  # fmt: skip
-def test_arguments_that_make_no_environment_are_refused(arguments: Any, fault: str) -> None:
-    with refused(ConfigError, "environment.arguments", fault):
-        ToolUse(**arguments)
-    with refused(ConfigError, "environment.arguments", fault):  # before a run starts, too
-        load_environment("examples/environments/tools.py:ToolUse", arguments)
-
-
-def test_a_reward_that_is_none_is_refused() -> None:
-    with refused(ConfigError, "environment.arguments", "nowhere"):
-        ToolUse(["calculator"], reward=f"{HERE}:nowhere")
 
 
 @pytest.fixture
