@@ -5,19 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ray.util import placement_group_table
 from transformers import AutoModelForCausalLM
 
-from actors.engines.pool import EnginePool
 from actors.loop import _restore_reference_group, train
-from actors.rollout.prompts import PromptStream, read_jsonl
-from actors.rollout.rewards import sorted_digits
-from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError
 from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
 from tests.support import runs
@@ -26,7 +20,6 @@ from tests.support.runs import bits, rows_of
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-UPDATES = 40
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +76,6 @@ def test_a_run_leaves_metrics_curves_events_and_checkpoints(whole_run: tuple[Run
     assert any(file.stat().st_size > 1000 for file in (folder / "tensorboard").glob("events*"))
     assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
     assert closing.startswith("GRPO on 1 FSDP2 rank: held-out sampled exact 0.000 -> ") and "4 steps" in closing
-
-
-def test_engines_keep_their_weights_until_they_are_due_or_evaluated(cluster: None, make_run: Any) -> None:
-    config = make_run("stale", checkpoint={"interval_steps": None}, evaluation={"interval_steps": 3})
-    rollout = config.rollout.model_copy(update={"sync_interval_steps": 2})
-    train(config.model_copy(update={"rollout": rollout}))
-    rows = rows_of(config)[1:]
-    # due after steps 2 and 4, evaluated after 3 and 4
-    assert [row["weight_version"] for row in rows] == [0, 4, 6, 8]
-    stale = [row["rollout_mismatch_max"] > 1e-3 for row in rows]
-    assert stale == [False, True, False, False], "step 2 trains on what the weights of step 0 sampled"
 
 
 def living_placement_groups() -> set[str]:
@@ -181,67 +163,3 @@ def test_a_run_that_lacks_a_setting_starts_nothing(make_run: Any) -> None:
 
 
 # ------------------------------------------------------------------ learning
-
-
-@pytest.fixture(scope="module")
-def warm_model(cluster: None, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The warm-up of the example: 100 supervised updates by its own settings."""
-    folder = tmp_path_factory.mktemp("warm")
-    overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}"]
-    overrides += [f"run.dir={folder}", f"run.export_dir={folder / 'model'}", "cluster.max_ranks_per_core=64"]
-    config = load_config(ROOT / "configs" / "sort_digits_sft.yaml", overrides)
-    assert "loss" in train(config)
-    rows = rows_of(config)
-    assert len(rows) == 100 and rows[-1]["loss"] < rows[0]["loss"] / 2
-    AutoModelForCausalLM.from_pretrained(folder / "model")
-    return folder / "model"
-
-
-def held_out_accuracy(engines: EnginePool, records: list[dict[str, Any]]) -> float:
-    _, samples = engines.generate([record["prompt"] for record in records], samples_per_prompt=4, seed=(9,))
-    return float(np.mean([sorted_digits(records[s.prompt], s.text, s.finished)["exact"] for s in samples]))
-
-
-def accuracy_after(
-    updates: int, group: Any, engines: EnginePool, example: Path, rng: np.random.Generator | None
-) -> tuple[float, float]:
-    """Held-out accuracy before and after a loop of one's own; with `rng`, rewards go to samples at random."""
-    group.load(0)
-    group.update_weights(engines.receivers)
-    prompts = PromptStream(read_jsonl(example / "train.jsonl", field="train"), seed=0)
-    held_out = read_jsonl(example / "heldout.jsonl", field="heldout")
-    before = held_out_accuracy(engines, held_out)
-    while group.health()[0].updates_taken < updates:
-        records = prompts.take(32)
-        seed = (1, group.health()[0].updates_taken)
-        _, samples = engines.generate([r["prompt"] for r in records], samples_per_prompt=8, seed=seed)
-        rewards = np.array([sorted_digits(records[s.prompt], s.text, s.finished)["reward"] for s in samples])
-        batch = RolloutBatch(
-            tokens=np.concatenate([s.tokens for s in samples]),
-            lengths=[len(s.tokens) for s in samples],
-            response_lengths=[s.response_length for s in samples],
-            rewards=rewards if rng is None else rng.permutation(rewards),
-            group_ids=[s.prompt for s in samples],
-        )
-        group.train_step(batch)
-        group.update_weights(engines.receivers)
-    return before, held_out_accuracy(engines, held_out)
-
-
-def test_accuracy_rises_with_rewards_and_falls_when_they_are_permuted(
-    warm_model: Path, example: Path, tmp_path: Path
-) -> None:
-    overrides = [f"model.path={warm_model}", f"run.dir={tmp_path}", "cluster.max_ranks_per_core=64"]
-    config = load_config(ROOT / "configs" / "sort_digits_grpo.yaml", overrides)
-    group = WorkerGroup.launch(config)
-    engines = EnginePool.launch(config)
-    try:
-        group.save(0)
-        before, after = accuracy_after(UPDATES, group, engines, example, rng=None)
-        before_control, after_control = accuracy_after(UPDATES, group, engines, example, rng=np.random.default_rng(0))
-    finally:
-        group.shutdown()
-        engines.shutdown()
-    assert before == before_control
-    assert after > before + 0.1
-    assert after_control < before - 0.1

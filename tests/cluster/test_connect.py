@@ -190,6 +190,14 @@ def test_a_second_driver_is_let_in_with_the_token_and_refused_without_it(seen_in
     assert code != 0 and nodes == "" and "uthenticat" in error
 
 
+def test_ray_leaves_a_driver_what_sigterm_meant_to_it(seen_inside: dict[str, Any]) -> None:
+    assert seen_inside["sigterm_ends_it"]
+
+
+def test_ranks_of_a_local_cluster_have_the_drivers_priority(seen_inside: dict[str, Any]) -> None:
+    assert seen_inside["niceness"] == [seen_inside["own_niceness"]] * 2
+
+
 def modes(path: Path) -> tuple[int, int]:
     return path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777
 

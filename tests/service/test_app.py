@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import shutil
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,8 +19,6 @@ import actors.service.catalogue
 from actors.service import request_scan, tinker_pb2, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
-from actors.service.operations import RequestLog
-from actors.service.results import Results
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.serve import keys_of
 from actors.service.service import Service
@@ -35,7 +29,7 @@ from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ADAM, ASKED, LOCAL, Calls, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, ASKED, LOCAL, Engine, Group, answer, new_run
 from tests.support.waiting import wait_until
 
 HEAD, KEYS = {"X-API-Key": "tml-x"}, ("tml-a", "tml-b")
@@ -305,30 +299,9 @@ def test_a_sampler_asked_for_again_under_its_number_is_that_one_and_no_other(
         assert [made(number, **other).status_code for other in kinds if other != first] == [400, 400]
 
 
-def test_what_is_not_known_is_not_told_again_whole(http: TestClient, service: Service) -> None:
-    long = "x" * 3000
-    for call, body in (
-        ("get_info", {"model_id": long}),
-        ("session_heartbeat", {"session_id": long}),
-        ("asample", {"sampling_session_id": long, "seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text"}]},
-                     "sampling_params": {}}),
-    ):  # fmt: skip
-        found = http.post(f"/api/v1/{call}", json=body)
-        assert found.status_code in (404, 410) and len(found.content) < 2000
-
-
 def test_a_length_beside_a_transfer_encoding_is_refused(http: TestClient) -> None:
     both = {"content-length": "2", "transfer-encoding": "chunked", **JSON}
     assert http.post("/api/v1/create_session", content=b"{}", headers=both).status_code == 400
-
-
-def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    log = RequestLog(tmp_path / "folder" / "log")
-    shutil.rmtree(tmp_path / "folder")
-    for _ in range(3):
-        log.write("healthz", 200, 0.1)
-    log.close()
-    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_a_request_of_more_parts_than_there_may_be_is_refused_before_it_is_parsed(
@@ -442,18 +415,6 @@ def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: S
     assert list(again.runs) == runs[1:] and [one.run for one in again.catalogue.kept_runs()] == runs[1:]
 
 
-def test_what_no_answer_could_list_is_refused_before_it_is_kept(http: TestClient, service: Service) -> None:
-    run = new_run(http)
-    for more in ('"ttl_seconds": 1000000000000000000', '"ttl_seconds": 0'):
-        body = f'{{"model_id": "{run}", "seq_id": 1, "path": "x", {more}}}'
-        assert http.post("/api/v1/save_weights", content=body, headers=JSON).status_code == 422, more
-    for value in ("NaN", "-Infinity", "[1, Infinity]"):
-        body = json.dumps({"session_id": service.runs[run].session, **ASKED, "model_seq_id": 1})
-        body = body.removesuffix("}") + f', "user_metadata": {{"x": {value}}}}}'
-        assert http.post("/api/v1/create_model", content=body, headers=JSON).status_code == 422, value
-    assert [http.get(f"/api/v1/{path}").status_code for path in ("training_runs", "checkpoints")] == [200, 200]
-
-
 def test_names_of_one_run_are_not_those_of_another_nor_of_samplers_without_one(
     http: TestClient, service: Service
 ) -> None:
@@ -476,27 +437,6 @@ def test_names_of_one_run_are_not_those_of_another_nor_of_samplers_without_one(
     assert for_sampler(3, sampling_session_seq_id=7)["sampling_session_id"].endswith(":sample:7")
     assert (folder / "mine").exists()
     assert "keeps its weights" in for_sampler(4, sampling_session_seq_id=7)["error"]
-
-
-def test_a_run_that_cannot_be_begun_from_a_checkpoint_leaves_no_adapter(http: TestClient, service: Service) -> None:
-    group, run = cast(Any, service._group), new_run(http)
-    saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "ck"}))
-    shutil.rmtree(service.catalogue.folder(service.catalogue.get(saved["path"], ALL)))
-    body = {"session_id": service.runs[run].session, "model_seq_id": 1, "path": saved["path"], "optimizer": False}
-    assert "error" in answer(http, http.post("/api/v1/load_weights", json=body))
-    assert list(service.runs) == [run] and group.names == [adapter_of(run)]
-
-
-def test_a_response_that_may_be_longer_than_there_is_room_for_is_refused(http: TestClient, service: Service) -> None:
-    session = http.post("/api/v1/create_session", json={}).json()["session_id"]
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
-    key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
-    for number, (more, status) in enumerate(((-2, 200), (-1, 400))):
-        how = {"max_tokens": service.most_tokens + more}
-        body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
-        found = http.post("/api/v1/asample", json=body)
-        assert found.status_code == status and (status == 200 or "there is room for" in found.text)
 
 
 def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_its_prompt(
@@ -523,32 +463,6 @@ def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_
         assert isinstance(answer(http, http.post("/api/v1/asample", json=body)), bytes)
     (request,) = asked
     assert model["max_context_length"] == positions == request.params.max_new_tokens + 3
-
-
-def test_samples_for_stable_reinforce_are_drawn_where_a_loss_stands_for_it(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = {"seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}}
-    body |= {"sampling_params": {"max_tokens": 1}, "record_stability_info": True}
-    for loss, status in ((None, 400), ("cispo", 200)):
-        http = TestClient(limited(service, monkeypatch, stable_reinforce=loss), headers={"X-API-Key": "tml-a"})
-        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
-        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
-        key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
-        found = http.post("/api/v1/asample", json=body | {"sampling_session_id": key})
-        assert found.status_code == status and (loss or "service.stable_reinforce" in found.json()["error"])
-
-
-def test_a_temperature_that_logits_cannot_be_divided_by_is_refused_by_name(http: TestClient, service: Service) -> None:
-    session = http.post("/api/v1/create_session", json={}).json()["session_id"]
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
-    key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
-    for number, (temperature, status) in enumerate(((1e-45, 400), (1e-31, 400), (1e31, 400), (1e-30, 200), (0, 200))):
-        how = {"max_tokens": 1, "temperature": temperature}
-        body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
-        found = http.post("/api/v1/asample", json=body)
-        assert found.status_code == status and (status == 200 or f"temperature={temperature}" in found.json()["error"])
 
 
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:
@@ -649,19 +563,6 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
     asyncio.run(life())
 
 
-def test_a_sampler_knows_no_request_whose_answer_is_kept_no_more() -> None:
-    results, samplers = Results(-1.0, 100, 10, 1000), Samplers(cast(Any, Engine(1)), most_unnamed=1)
-    samplers.sessions["a"] = sampler = SamplerSession("a", "s", "me", None)
-    sampler.answers |= {number: results.new("me") for number in (1, 2, 3)}
-    for number in (1, 3):
-        sampler.answers[number].set(b"x")
-    samplers.forget_answers()
-    assert list(sampler.answers) == [1, 2, 3]
-    results.forget_old()
-    samplers.forget_answers()
-    assert list(sampler.answers) == [2, 3]  # the third one goes behind the second
-
-
 def test_what_was_saved_is_known_to_the_next_start_until_it_expires(tmp_path: Path) -> None:
     first, now = Catalogue(tmp_path), time.time()
     for name, expires in (("stays", None), ("goes", now - 1)):
@@ -674,41 +575,6 @@ def test_what_was_saved_is_known_to_the_next_start_until_it_expires(tmp_path: Pa
         again.get("tinker://s:train:0/sampler_weights/goes", ALL)
     again.remove_expired()
     assert [one.name for one in again.listed(ALL)] == ["stays"] == [one.name for one in Catalogue(tmp_path).listed(ALL)]
-
-
-def test_expiry_takes_nothing_that_was_saved_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalogue = Catalogue(tmp_path)
-    one = Saved("s:train:0", "s.train.0", "weights", "a", 4, 1.0, 10, expires=2.0)
-    catalogue.folder(one).mkdir(parents=True)
-    catalogue.add(one)
-
-    def now() -> float:
-        catalogue.add(replace(one, time=3.0, expires=None))
-        return 4.0
-
-    monkeypatch.setattr(actors.service.catalogue, "time", SimpleNamespace(time=now))
-    catalogue.remove_expired()
-    assert [saved.time for saved in catalogue.listed(ALL)] == [3.0] and catalogue.folder(one).is_dir()
-    assert [saved.time for saved in Catalogue(tmp_path).listed(ALL)] == [3.0]
-
-
-def test_a_checkpoint_that_takes_the_place_of_an_expired_one_stays(
-    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, save = new_run(http), Calls.save
-    body = {"model_id": run, "seq_id": 1, "path": "a"}
-    path = answer(http, http.post("/api/v1/save_weights", json=body))["path"]
-
-    def saved(calls: Calls, *args: Any, **how: Any) -> None:
-        save(calls, *args, **how)
-        service.catalogue.remove_expired()
-
-    monkeypatch.setattr(Calls, "save", saved)
-    first = service.catalogue.get(path, ALL)
-    service.catalogue.add(replace(first, expires=time.time() + 3600))
-    monkeypatch.setattr(actors.service.catalogue, "time", SimpleNamespace(time=lambda: time.time() + 7200))
-    answer(http, http.post("/api/v1/save_weights", json={**body, "seq_id": 2, "overwrite": True}))
-    assert service.catalogue.folder(service.catalogue.get(path, ALL)).is_dir()
 
 
 def test_runs_end_with_their_session_though_the_engine_is_lost(
@@ -730,40 +596,6 @@ def test_runs_end_with_their_session_though_the_engine_is_lost(
     http.post(f"/api/v1/sessions/{session}/finish", json={})
     assert wait_until(lambda: not service.runs)
     assert version is not None and not version.folder.exists()
-
-
-def test_a_save_for_a_sampler_that_its_session_does_not_see_the_end_of_leaves_nothing(
-    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, export = new_run(http), Calls.export_adapter
-    began, may_go_on = threading.Event(), threading.Event()
-
-    def exported(calls: Calls, folder: Path) -> None:
-        began.set()
-        assert may_go_on.wait(60)
-        export(calls, folder)
-
-    monkeypatch.setattr(Calls, "export_adapter", exported)
-    http.post("/api/v1/save_weights_for_sampler", json={"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0})
-    assert began.wait(60)
-    http.post(f"/api/v1/sessions/{service.runs[run].session}/finish", json={})
-    may_go_on.set()
-    assert wait_until(lambda: not service.runs)
-    assert service.samplers.sessions == {}
-    assert list((service.config.run.dir / "service" / "sampler_weights").rglob("_session-*")) == []
-
-
-def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherwise(
-    http: TestClient, service: Service
-) -> None:
-    run = new_run(http)
-    session = service.runs[run].session
-    path = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "a"}))["path"]
-    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-    found = http.post("/api/v1/load_weights", json=load)  # under the number of a run that did not load it
-    assert found.status_code == 400 and "load_weights" in found.text and cast(Any, service._group).loaded == []
-    answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))
-    assert http.post("/api/v1/create_model", json={"session_id": session, **ASKED}).status_code == 410
 
 
 @pytest.mark.parametrize(
@@ -844,22 +676,6 @@ def test_health_and_status_are_told_while_there_is_no_engine_to_sample_with(
         assert "slimefsdp_sampling_is_up 0.0" in http.get("/metrics").text
 
 
-def test_silent_clients_are_noticed_while_samplers_wait(
-    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began = threading.Event()
-
-    async def waits() -> None:
-        began.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(service.samplers, "forget_oldest", waits)
-    run = new_run(http)
-    assert wait_until(began.is_set)
-    service.sessions[service.runs[run].session].seen = time.monotonic() - service.config.service.session_timeout_s - 1
-    assert wait_until(lambda: not service.runs and not service.sessions)
-
-
 def test_a_sampler_gets_no_other_weights_that_were_saved_under_its_name(http: TestClient, service: Service) -> None:
     run = new_run(http)
     session = service.runs[run].session
@@ -887,15 +703,3 @@ def test_a_sampler_gets_no_other_weights_that_were_saved_under_its_name(http: Te
     assert "not there any more" in sampled(first, 3)["error"] and isinstance(sampled(second, 1), bytes)
     body = {"model_id": run, "seq_id": 3, "path": "x"}
     assert "there are weights" in answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))["error"]
-
-
-def test_targets_that_take_nothing_on_the_wire_are_bounded_too(http: TestClient, service: Service) -> None:
-    run = new_run(http)
-    for number, (targets, words) in enumerate(((170, None), (171, "513 targets")), 1):
-        none = {"values": b"", "col_indices": b"", "crow_indices": bytes(4 * 8)}
-        sparse = tinker_pb2.Tensor(sparse_csr=none, dtype=tinker_pb2.DTYPE_INT64, shape=[3, targets])
-        body = message(run, number, target_tokens=sparse).SerializeToString()
-        assert len(body) < 300 and service.config.service.max_body_bytes == 8 * 512
-        sent = http.post("/api/v1/forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
-        found = answer(http, sent)
-        assert isinstance(found, bytes) if words is None else words in found["error"]

@@ -176,29 +176,6 @@ def test_a_loss_of_the_clients_own_is_differentiated_by_it(served: Served, clien
     assert training.forward_backward_custom(data, squares).result().metrics["squares"] < first["squares"]
 
 
-def test_what_is_not_supported_fails_by_name_and_the_next_update_is_refused_once(served: Served, client: Any) -> None:
-    training = served.training_client(client)
-    good = [datum(tokens_of(0))]
-    for data, loss, word in (
-        (good, "stable_reinforce", "stable_reinforce"),
-        ([datum([3, 4, 10**6])], "cross_entropy", "vocabulary"),
-        ([datum(tokens_of(0), weights=[float("nan")] * 11)], "cross_entropy", "weights"),
-        ([types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [9]})],
-         "cross_entropy", "target"),
-    ):  # fmt: skip
-        with pytest.raises(Exception, match=word):
-            training.forward_backward(data, loss).result()
-    with pytest.raises(Exception, match="no update was made"):
-        training.optim_step(ADAM).result()
-    training.forward_backward(good, "cross_entropy")
-    training.optim_step(ADAM).result()
-    for how, word in (({"rank": 9}, "rank"), ({"train_unembed": False}, "train_unembed"), ({"rank": 0}, "rank")):
-        with pytest.raises(Exception, match=word):
-            served.training_client(client, **how)
-    with pytest.raises(Exception, match="base_model"):
-        client.create_lora_training_client(base_model="nope/none", rank=4).result()
-
-
 def test_a_killed_rank_costs_two_clients_a_wait_and_no_bit(served: Served, client: Any) -> None:
     def lives(kills_at: int | None) -> list[np.ndarray]:
         both = [served.training_client(client, seed=seed) for seed in (1, 2)]
@@ -217,29 +194,6 @@ def test_a_killed_rank_costs_two_clients_a_wait_and_no_bit(served: Served, clien
     found = lives(2)
     assert len(served.group.recoveries) == before + 1
     assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
-
-
-def test_a_killed_rank_costs_no_bit_though_a_client_has_deleted_what_it_loaded(served: Served, client: Any) -> None:
-    def life(kills: bool) -> np.ndarray:
-        training = served.training_client(client)
-        training.forward_backward([weighted(1)], "cross_entropy")
-        training.optim_step(ADAM).result()
-        path = training.save_state("a").result().path
-        training.forward_backward([weighted(2)], "cross_entropy")
-        training.optim_step(ADAM).result()
-        training.load_state_with_optimizer(path).result()
-        rest = tinker.RestClient(base_url=served.url, api_key=served.key)
-        rest.delete_checkpoint_from_tinker_path(path).result()
-        training.forward_backward([weighted(3)], "cross_entropy").result()
-        if kills:
-            (health, *_) = served.group.health()
-            assert isinstance(health, Health)
-            os.kill(health.pid, signal.SIGKILL)
-        training.optim_step(ADAM).result()
-        return log_probs_of(training.forward([weighted(99)], "cross_entropy").result())[0]
-
-    expected, before = life(False), len(served.group.recoveries)
-    assert np.array_equal(life(True), expected) and len(served.group.recoveries) == before + 1
 
 
 def test_an_rl_loop_learns_a_dense_reward(served: Served, client: Any) -> None:

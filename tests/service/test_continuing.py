@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -13,8 +12,6 @@ from typing import Any, cast
 import pytest
 from starlette.testclient import TestClient
 
-import actors.service.run_table
-from actors.service import tinker_pb2
 from actors.service.app import make_app
 from actors.service.catalogue import adapter_of
 from actors.service.service import Service
@@ -108,33 +105,6 @@ def test_a_client_that_was_further_is_told_until_it_loads_what_it_is_told_of(sta
     assert new["model_id"] == f"{session}:train:1"
 
 
-def test_a_load_that_fails_makes_up_for_nothing_that_was_lost(start: Start) -> None:
-    http = client(start())
-    run = new_run(http)
-    saved = posted(http, "save_weights", model_id=run, seq_id=1, path="first")["path"]
-    train(http, run, 2, 4, 6)
-    service = start()
-    http = client(service)
-    shutil.rmtree(service.catalogue.folder_of(run, 4, "first"))
-    assert "error" in posted(http, "load_weights", model_id=run, seq_id=8, path=saved, optimizer=True)
-    assert "were lost" in cast(Any, answer(http, gradient(http, run, 9)))["error"]
-
-
-def test_a_part_that_waits_for_lost_ones_is_told_in_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    http = client(start())
-    run = new_run(http)
-    train(http, run, 1, 3)
-    gradient(http, run, 5)
-    service = start()
-    http = client(service)
-    part = gradient(http, run, 6)
-    service.refuse_behind_lost()
-    assert service.runs[run].waiting == 1  # those before it may still come
-    monkeypatch.setattr(actors.service.run_table, "_MISSING_S", 0.0)
-    service.refuse_behind_lost()
-    assert "requests 5 to 5" in cast(Any, answer(http, part))["error"]
-
-
 def test_what_a_client_saved_is_a_checkpoint_too_and_gradients_are_in_none(start: Start) -> None:
     http = client(start())
     run = new_run(http)
@@ -164,32 +134,6 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before(start: S
     for one in (store, store.named("update-4-request-8")):
         (one.path_of(4) / "manifest.json").write_text("torn")
     assert start().runs[run].next_number == 5
-
-
-@pytest.mark.parametrize("says_so", [True, False])
-def test_of_what_starts_save_for_a_client_there_is_one_checkpoint_until_it_ends_its_run(
-    start: Start, says_so: bool
-) -> None:
-    http = client(start())
-    run = new_run(http)
-    posted(http, "save_weights", model_id=run, seq_id=1, path="update-1-request-1")  # a client may call it so
-    train(http, run, 2, 4)
-    for number in (6, 11, 16):  # each behind the newest checkpoint
-        service = start()
-        http = client(service)
-        listed = [one.name for one in service.catalogue.listed(ALL, run)]
-        assert listed == ["update-1-request-1", f"update-{service.runs[run].updates}-request-{number - 1}"]
-        named = {one.parent.name for one in service.config.run.dir.rglob("named/*/step_*")}
-        assert {one for one in named if one.startswith("update-")} == set(listed)
-        path = service.catalogue.listed(ALL, run)[-1].path
-        posted(http, "load_weights", model_id=run, seq_id=number, path=path, optimizer=True)
-        train(http, run, number + 1, number + 3)
-    if says_so:
-        posted(http, "unload_model", model_id=run)
-    else:  # it may come back for it
-        asyncio.run(service.end_session(service.runs[run].session, is_overdue=True))
-        service._run_table._threads.shutdown()
-    assert [one.name for one in service.catalogue.listed(ALL, run)] == listed[: 2 - says_so]
 
 
 def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew_under_its_name(start: Start, capfd: Any) -> None:
@@ -226,34 +170,6 @@ def test_runs_without_a_checkpoint_and_those_that_have_ended_do_not_come_back(st
     assert [one.run for one in again.catalogue.kept_runs()] == [runs[3]]
 
 
-def test_of_a_run_that_has_ended_the_disk_has_what_it_saved_under_a_name(start: Start) -> None:
-    service = start()
-    http = client(service)
-    other, run = new_run(http), new_run(http)
-    path = posted(http, "save_weights", model_id=other, seq_id=1, path="mine")["path"]
-    train(http, run, 1, 3)
-    posted(http, "load_weights", model_id=run, seq_id=5, path=path, optimizer=True)
-    posted(http, "save_weights", model_id=run, seq_id=6, path="kept")
-    folder = CheckpointStore.of_run(service.config.run.dir, "actor", adapter_of(run)).root
-    names = {one.name for one in folder.iterdir()}, {one.name for one in (folder / "named").iterdir()}
-    assert "step_00000002" in names[0] and len(names[1]) == 2 and "kept" in names[1]
-    posted(http, "unload_model", model_id=run)
-    assert [one.name for one in folder.iterdir()] == ["named"]
-    assert [one.name for one in (folder / "named").iterdir()] == ["kept"]
-
-
-def test_what_was_done_after_an_end_in_order_is_missed_after_one_without_warning(start: Start) -> None:
-    first = start()
-    with TestClient(make_app(first), LOCAL) as http:
-        run = new_run(http)
-        train(http, run, 1)
-    second = start()
-    assert second.runs[run].resumed_at is None and second.runs[run].next_number == 3  # nothing can be missing
-    train(client(second), run, 3, 5)  # with a checkpoint of update 2 between
-    third = start()
-    assert third.runs[run].resumed_at is not None and third.runs[run].next_number == 5
-
-
 def test_an_update_counts_though_its_checkpoint_fails_and_one_that_is_skipped_leaves_no_gradients(
     start: Start, capfd: Any
 ) -> None:
@@ -285,22 +201,6 @@ def test_what_a_run_has_loaded_a_recovery_can_load_again_though_its_client_has_d
     assert cast(Any, again._group).loaded_names == ["b"]  # a copy is none of those that the run wrote
     (listed,) = client(again).get("/api/v1/checkpoints").json()["checkpoints"]
     assert listed["checkpoint_id"] == "weights/b"
-
-
-def test_behind_a_start_no_recovery_needs_what_a_client_can_delete(start: Start) -> None:
-    first = start()
-    with TestClient(make_app(first), LOCAL) as http:
-        run = new_run(http)
-        train(http, run, 1)
-        posted(http, "save_weights", model_id=run, seq_id=3, path="a")
-    second = start()
-    assert cast(Any, second._group).loaded_names == [None] and second.runs[run].resumed_at is None
-    second.close()
-    store = CheckpointStore.of_run(second.config.run.dir, "actor", adapter_of(run))
-    (store.path_of(1) / "manifest.json").write_text("torn")
-    third = start()
-    assert cast(Any, third._group).loaded_names == ["a"] and third.runs[run].resumed_at is None
-    assert third.catalogue.checkpoints_of(run, 4)[0].name is None  # which was written anew
 
 
 def test_weights_to_sample_from_that_were_lost_with_a_start_are_saved_again_under_their_name(start: Start) -> None:
@@ -404,24 +304,3 @@ def test_records_that_are_none_or_lead_elsewhere_are_passed_over_and_named(
     assert list(again.runs) == [run] and again.catalogue.get(path, ALL).name == "mine"
     said = capfd.readouterr().err
     assert [name for name in [*bad, "pipe.json"] if f"saved/{name} is no record" not in said] == []
-
-
-def test_what_a_client_is_told_has_a_length(start: Start) -> None:
-    http = client(start())
-    run = new_run(http)
-    made = message(run, 1)
-    made.loss_fn_config["k" * 100_000] = 1.0
-    sent = http.post(
-        "/api/v1/forward_backward", content=made.SerializeToString(),
-        headers={"content-type": "application/x-protobuf"},
-    )  # fmt: skip
-    assert len(answer(http, sent)["error"]) < 2100
-    wide = message(run, 2, target_tokens=tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_INT64, shape=[1] * 10_000))
-    sent = http.post(
-        "/api/v1/forward_backward", content=wide.SerializeToString(),
-        headers={"content-type": "application/x-protobuf"},
-    )  # fmt: skip
-    assert sent.status_code == 400 and "10000 dimensions" in sent.text and len(sent.text) < 2100
-    body = b'{"x": "' + b"x" * (2 << 20) + b'"}'
-    long = http.post("/api/v1/session_heartbeat", content=body, headers={"content-type": "application/json"})
-    assert long.status_code == 413

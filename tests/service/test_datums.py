@@ -112,23 +112,6 @@ def test_stable_reinforce_is_the_loss_that_the_server_has_for_it() -> None:
         work_of(asked, **sizes, stable_reinforce="cispo")
 
 
-def test_rows_of_a_sparse_tensor_that_wrap_around_are_refused() -> None:
-    starts = np.array([0, 2**63 - 1, -2, 1], "<i8")  # whose differences are 0 or more, in 64 bits
-    sparse = tinker_pb2.SparseCsr(
-        values=np.array([4], "<i8").tobytes(),
-        crow_indices=starts.tobytes(),
-        col_indices=np.array([0], "<i8").tobytes(),
-    )
-    targets = tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_INT64, shape=[3, 2])
-    with refused(BatchError, "data[0].loss_fn_inputs.target_tokens"):
-        work_of(
-            message(target_tokens=targets, weights=np.ones((3, 2))),
-            vocab_size=VOCABULARY,
-            max_tokens=64,
-            max_targets=100,
-        )
-
-
 def test_a_sparse_tensor_is_the_dense_one() -> None:
     dense = np.array([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 0.5, 0.0]])
     sparse = tinker_pb2.SparseCsr(

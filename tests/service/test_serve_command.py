@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import os
 import re
-import runpy
 import signal
 import socket
 import subprocess
@@ -136,18 +135,6 @@ def test_a_server_of_all_weights_needs_room_for_one_more_model(
     assert "service.max_version_bytes=100000 holds no version" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["supervised", "dense_reward"])
-def test_an_example_without_a_server_ends_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = str(ROOT / f"examples/tinker/{name}.py")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    monkeypatch.setenv("TINKER_BASE_URL", url)
-    monkeypatch.setattr(sys, "argv", [script, "a/model"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(script, run_name="__main__")
-    assert isinstance(end.value.code, str) and url in end.value.code and "\n" not in end.value.code
-
-
 @pytest.mark.slow  # starts Ray, ranks and an engine twice, and two clients
 def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_one_had(
     untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,49 +226,3 @@ def test_a_killed_server_goes_on_from_checkpoints_bit_for_bit_and_says_what_was_
         for server in servers:
             with suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
-
-
-@pytest.mark.slow  # starts Ray, a rank and an engine three times
-def test_a_server_of_all_weights_goes_on_with_its_run_after_an_end_in_order_and_one_without_warning(
-    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    file = tmp_path / "service.yaml"
-    tree = service_tree(untied, tmp_path, checkpoint={"interval_steps": 2})
-    file.write_text(yaml.safe_dump(tree | {"lora": {"rank": 8}}))
-    adam = types.AdamParams(learning_rate=1e-3, eps=1e-8)
-
-    def log_probs(one: tinker.TrainingClient) -> np.ndarray:
-        return log_probs_of(one.forward([datum(tokens_of(99))], "cross_entropy").result())[0]
-
-    def train(one: tinker.TrainingClient, *updates: int) -> np.ndarray:
-        for update in updates:
-            one.forward_backward([datum(tokens_of(update))], "cross_entropy").result()
-            one.optim_step(adam).result()
-        return log_probs(one)
-
-    server = Server(file, "lora.rank=null")
-    try:
-        client = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
-        training = client.create_lora_training_client(base_model=str(untied), rank=0).result()
-        before = train(training, 1)
-        assert server.end() == 0
-        again = [file, "lora.rank=null", f"service.port={server.url.rpartition(':')[2]}"]
-        server = Server(*again)
-        assert np.array_equal(before, log_probs(training))
-        undisturbed = train(training, 2, 3)
-        sampler = training.save_weights_and_get_sampling_client().result()
-        sampled = sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(99))).result()[1:]
-        assert np.abs(undisturbed - np.array(sampled)).max() < 5e-5 < np.abs(undisturbed - before).max()
-        os.kill(server.process.pid, signal.SIGKILL)
-        server.process.wait(PATIENCE_S)
-        server = Server(*again)  # at its newest checkpoint, of update 2
-        with pytest.raises(tinker.RequestFailedError, match="after update 2"):
-            training.optim_step(adam).result()
-        rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
-        (saved,) = rest.list_checkpoints(training.model_id).result().checkpoints
-        training.load_state_with_optimizer(saved.tinker_path).result()
-        assert np.array_equal(train(training, 3), undisturbed)
-        assert server.end() == 0
-    finally:
-        server.kill()

@@ -273,19 +273,6 @@ def test_a_request_that_ends_engines_ends_two_of_them_and_fails(lived: Any) -> N
     lived(life)
 
 
-def test_a_request_that_came_while_an_engine_was_replaced_has_not_been_tried(lived: Any) -> None:
-    async def life(starts: Starts, engine: SupervisedEngine, samplers: Samplers) -> None:
-        first = sampling(samplers, 0, FATAL_SEED)
-        await until(lambda: engine.problem)
-        late = sampling(samplers, 0, 1)
-        with pytest.raises(WorkerDied):
-            await first
-        starts.all[2].draws.set()
-        assert (await late).samples[0].tokens == [1]
-
-    lived(life)
-
-
 def test_engines_that_are_killed_or_stopped_draw_the_same_after_they_were_replaced(
     cluster: None, config: RunConfig, example: Path, tmp_path: Path
 ) -> None:

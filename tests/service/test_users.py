@@ -10,7 +10,6 @@ from starlette.testclient import TestClient
 
 from actors.service.app import make_app
 from actors.service.service import Service
-from actors.service.users import User, Users
 from slimefsdp.config import config_from_dict
 from tests.support.service import message, service_tree
 from tests.support.service_standins import ADAM, LOCAL, Engine, Group, answer, new_run
@@ -161,32 +160,3 @@ def test_who_has_what_holds_over_starts_and_no_key_is_written_or_said(service: S
         body = {"session_id": session, "model_seq_id": 0, "path": has["weights"], "optimizer": True}
         assert "error" not in answer(alice, alice.post("/api/v1/load_weights", json=body))  # in another session
         assert alice.post("/api/v1/get_info", json={"model_id": has["run"]}).status_code == 200
-
-
-def test_one_key_or_none_is_one_user_who_has_all_and_what_had_no_owner_is_the_operators(service: Service) -> None:
-    with client(make_app(service), "") as http:
-        has = made(http)
-        number = {"model_id": has["run"], "seq_id": 5, "path": has["weights"], "optimizer": True}
-        assert answer(http, client(http.app, "tml-x").post("/api/v1/load_weights", json=number))["path"]
-    for keys, key, there in (
-        (("tml-new",), "tml-new", True),
-        (("tml-first", "tml-second"), "tml-first", True),
-        (("tml-first", "tml-second"), "tml-second", False),
-    ):
-        user = Users(keys).of(key)
-        assert user is not None and (len(service.catalogue.listed(user)) == 3) is there
-
-
-def test_an_owner_is_the_same_at_each_start_and_is_not_the_key() -> None:
-    def user(key: str, *keys: str) -> User:
-        found = Users(keys).of(key)
-        assert found is not None
-        return found
-
-    alone, first, second = user("a", "a"), user("a", "a", "b"), user("a", "b", "a")
-    other = user("b", "b", "a")
-    assert alone.id == first.id == second.id != other.id and second.id != "a"
-    assert [one.is_operator for one in (alone, first, second, other)] == [True, True, False, True]
-    assert [one.owns(other.id) for one in (alone, first, second, other)] == [True, False, False, True]
-    assert [one.owns("") for one in (alone, first, second, other)] == [True, True, False, True]
-    assert Users(("a",)).of("b") is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -15,7 +13,6 @@ import tinker
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from slimefsdp.results import Health
 from tests.support.service import Served, datum, log_probs_of, tokens_of
 
 ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-8)
@@ -45,12 +42,6 @@ def log_probs(training: Any, seed: int = 99) -> np.ndarray:
 
 def prompt_log_probs(sampler: Any, seed: int = 99) -> np.ndarray:
     return np.array(sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(seed))).result()[1:])
-
-
-def kill_a_rank(served: Served) -> None:
-    health = served.group.health()[1]
-    assert isinstance(health, Health)
-    os.kill(health.pid, signal.SIGKILL)
 
 
 def test_each_version_of_the_whole_model_is_sampled_as_it_was_trained_while_others_are_there(
@@ -124,32 +115,3 @@ def test_a_second_run_waits_for_the_end_of_the_first_and_begins_at_the_base(serv
         assert np.array_equal(log_probs(second), before) and not np.array_equal(before, after)
         update(second, 0).result()
         assert np.array_equal(log_probs(second), after)
-
-
-def test_a_killed_rank_costs_no_bit_in_a_run_behind_another_one(served_whole: Served) -> None:
-    def life(kills_at: int | None) -> list[np.ndarray]:
-        with training_client(served_whole) as training:
-            for step in range(5):
-                pending = update(training, step)
-                if step == kills_at:
-                    kill_a_rank(served_whole)
-                pending.result()
-            path = training.save_state(f"end-{kills_at}").result().path
-            found = [log_probs(training)]
-        with training_client(served_whole, lambda one: one.create_training_client_from_state(path).result()) as again:
-            update(again, 7).result()
-            again.load_state_with_optimizer(path).result()
-            found.append(log_probs(again))
-            rest = tinker.RestClient(base_url=served_whole.url, api_key=served_whole.key)
-            rest.delete_checkpoint_from_tinker_path(path).result()  # which a recovery can do without
-            pending = update(again, 9)
-            if kills_at is not None:
-                kill_a_rank(served_whole)
-            pending.result()
-            return [*found, log_probs(again)]
-
-    expected, before = life(None), len(served_whole.group.recoveries)
-    for kills_at in (1, 4):  # before the first checkpoint of its updates, and behind it
-        found = life(kills_at)
-        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert len(served_whole.group.recoveries) == before + 4

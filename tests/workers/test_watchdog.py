@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import ray
 
-from actors.engines.pool import EnginePool
 from actors.workers import watchdog, worker_group
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import RankRequest, submit
@@ -27,7 +25,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import WorkerHung
 from slimefsdp.heartbeat import IDLE, LAUNCH, ProgressSnapshot
 from tests.support.ray_fixtures import MakeConfig
-from tests.support.refusals import names, refused
+from tests.support.refusals import names
 from tests.support.waiting import PATIENCE_S, wait_until
 
 LIMIT_S = 4.0  # without an answer, and without a tick
@@ -113,29 +111,6 @@ def since(file: Path, now: float) -> float:
     return now - float(file.read_text())
 
 
-def test_a_stopped_process_is_named_with_its_activity_and_is_not_asked_for_a_stack(processes: list[Any]) -> None:
-    pids = call(processes, ("warm", []), ("warm", [])).result()
-    future = call(processes, ("spin", [0.2] * 60), ("spin", [0.2] * 60))
-    stopped_at: list[float] = []
-
-    def stop() -> None:
-        stopped_at.append(time.time())
-        os.kill(pids[1], signal.SIGSTOP)
-
-    timer = threading.Timer(SEEN_S, stop)
-    timer.start()
-    try:
-        error, now = hang_of(future)
-    finally:
-        timer.join(timeout=PATIENCE_S)
-        os.kill(pids[1], signal.SIGCONT)
-    assert (error.rank, error.call, error.field) == (1, "spin", "cluster.ping_timeout_s")
-    assert now - stopped_at[0] >= LIMIT_S - 1
-    assert names(error.message, pids[1]) and "state T" in error.message and error.stack is None
-    assert error.seconds is not None and error.seconds > LIMIT_S
-    assert future.result() == pids, "it goes on where it was"
-
-
 def test_a_process_whose_interpreter_lock_is_held_writes_its_stack_all_the_same(
     processes: list[Any], tmp_path: Path
 ) -> None:
@@ -146,7 +121,7 @@ def test_a_process_whose_interpreter_lock_is_held_writes_its_stack_all_the_same(
         import time
 
         began.write_text(str(time.time()))
-        ctypes.PyDLL(None).sleep(15)
+        ctypes.PyDLL(None).sleep(10)
 
     future = call(processes, ("hold", [SEEN_S], holds_the_lock), ("hold", [SEEN_S]))
     error, now = hang_of(future)
@@ -156,35 +131,6 @@ def test_a_process_whose_interpreter_lock_is_held_writes_its_stack_all_the_same(
     end(processes)
 
 
-def test_a_process_in_an_endless_loop_is_named_with_the_place(processes: list[Any], tmp_path: Path) -> None:
-    began, released = tmp_path / "began", tmp_path / "released"
-
-    def loops() -> None:
-        import time
-
-        began.write_text(str(time.time()))
-        while not released.exists():
-            pass
-
-    call(processes, ("loop", [0.1]), ("loop", [0.1])).result()  # from now on it is known how long this takes
-    future = call(processes, ("loop", [0.1]), ("loop", [0.1], loops))
-    error, now = hang_of(future)
-    released.touch()
-    assert (error.rank, error.call, error.field) == (1, "loop", "cluster.hang_timeout_s")
-    assert since(began, now) >= LIMIT_S
-    assert error.stack is not None and "in loops" in Path(error.stack).read_text()
-    assert error.stack in str(error), "the way out is to read it"
-    end(processes)
-
-
-def test_what_is_slow_and_gets_on_is_not_reported(processes: list[Any]) -> None:
-    patient = Watchdog(processes, Limits(ping_s=10.0, hang_s=1.0, sync_s=60.0))
-    call(processes, ("whole", [2.0]), ("whole", []), guard=patient).result()  # whatever an activity takes at first
-    call(processes, ("steps", [0.4]), ("steps", [0.4]), guard=patient).result()
-    call(processes, ("steps", [0.4] * 5), ("steps", []), guard=patient).result()
-    call(processes, ("whole", [2.5]), ("whole", []), guard=patient).result()  # 10 times that is allowed
-
-
 def test_one_that_has_not_come_up_is_named_and_not_the_others(processes: list[Any]) -> None:
     class Stuck(Watched):
         def __init__(self) -> None:
@@ -192,7 +138,7 @@ def test_one_that_has_not_come_up_is_named_and_not_the_others(processes: list[An
 
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Stuck)  # type: ignore[call-overload]
     both = [processes[0], actor.remote()]
-    refs = [processes[0].act.remote("wait", [12.0]), both[1].keep_stacks.remote(None, "")]
+    refs = [processes[0].act.remote("wait", [8.0]), both[1].keep_stacks.remote(None, "")]
     future = CallFuture(
         refs, name="launch", timeout_s=4.0, first_only=False, watchdog=Watchdog(both, LIMITS), first_rank=0,
         setting="cluster.launch_timeout_s",
@@ -215,22 +161,6 @@ def test_a_short_call_asks_nobody_and_a_long_one_each_once_a_second(processes: l
     call(processes, ("long", [1.0] * 3), ("long", [])).result()
     seconds = time.monotonic() - began
     assert 2 * 2 <= COST.questions - before <= 2 * (seconds + 1)
-
-
-def test_a_process_without_a_run_folder_says_why_it_has_no_stack(cluster: None) -> None:
-    class Process(Watched):
-        def act(self) -> None:
-            with heartbeat.during("act"):
-                time.sleep(0.1)
-            with heartbeat.during("act"):
-                time.sleep(30)
-
-    one = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Process).remote()  # type: ignore[call-overload]
-    quick = Watchdog([one], Limits(ping_s=10.0, hang_s=1.0, sync_s=60.0), kind="engine")
-    error, _ = hang_of(CallFuture([one.act.remote()], name="act", timeout_s=20, first_only=True, watchdog=quick))
-    ray.kill(one)
-    assert (error.rank, error.call, error.field) == (0, "act", "cluster.hang_timeout_s")
-    assert "engine 0" in error.message and "run.dir" in error.message and error.stack is None
 
 
 def test_stacks_are_written_on_another_node_by_a_task_there(
@@ -520,19 +450,6 @@ def stop_and_continue(began: Path, released: Path) -> Callable[[], None]:
     return fault
 
 
-def hold_the_lock(began: Path, released: Path) -> Callable[[], None]:
-    def fault() -> None:
-        import ctypes
-        import time
-
-        if not began.exists():
-            time.sleep(SEEN_S)
-            began.write_text(str(time.time()))
-            ctypes.PyDLL(None).sleep(15)
-
-    return fault
-
-
 def loop(began: Path, released: Path) -> Callable[[], None]:
     def fault() -> None:
         import time
@@ -545,7 +462,7 @@ def loop(began: Path, released: Path) -> Callable[[], None]:
     return fault
 
 
-@pytest.mark.parametrize(("make_fault", "rank"), [(stop_and_continue, 1), (hold_the_lock, 0), (loop, 1)])
+@pytest.mark.parametrize(("make_fault", "rank"), [(stop_and_continue, 1), (loop, 1)])
 def test_the_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_it(
     measured_group: Any, small_batch: RolloutBatch, tmp_path: Path, make_fault: Any, rank: int
 ) -> None:
@@ -586,30 +503,3 @@ def test_a_rank_in_a_collective_that_no_other_joins_is_named_with_the_collective
     assert "torch/distributed" in Path(error.stack).read_text() and "distributed_c10d.py" in error.message
     ray.get(second.call.remote(request), timeout=PATIENCE_S)  # it joins
     assert alone.result()["updates"] == 1
-
-
-def test_a_rank_that_is_slower_than_the_limit_in_all_is_not_reported(
-    measured_group: Any, small_batch: RolloutBatch
-) -> None:
-    slow = measured_group.receivers[1].inject.remote(lambda: time.sleep(0.8))  # each micro-batch
-    ray.get(slow, timeout=PATIENCE_S)
-    began = time.monotonic()
-    for _ in range(6):
-        assert measured_group.train_step(small_batch)["updates"] == 1
-    assert time.monotonic() - began > LIMIT_S
-
-
-def test_an_engine_that_hangs_is_named(measured_group: Any) -> None:
-    pool = EnginePool.launch(measured_group.config)
-    try:
-        measured_group.update_weights(pool.receivers)
-        (engine,) = pool.receivers
-        pulse = ray.get(engine.progress.remote(), timeout=PATIENCE_S)
-        assert pulse.progress.activity == IDLE
-        assert pool.dead() == []  # whose questions were answered
-        os.kill(pulse.pid, signal.SIGSTOP)
-        with refused(WorkerHung, "cluster.ping_timeout_s", "engine 0") as hung:
-            pool.generate(["a"], samples_per_prompt=1, seed=[1])
-        assert (hung.value.rank, hung.value.call) == (0, "generate")
-    finally:
-        pool.shutdown()

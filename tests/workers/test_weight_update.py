@@ -25,7 +25,7 @@ from slimefsdp.weight_sync.send import BeginAgain
 from tests.support.troubled_taker import TroubledTaker
 from tests.support.waiting import PATIENCE_S
 
-LATE_S = 15.0  # long enough for the others on a busy machine
+LATE_S = 8.0  # long enough for the others on a busy machine
 LARGE = 8 * 2**20  # bytes of a bucket: no socket holds them for a process that does not read
 BUCKETS = 3
 TRANSPORTS = ["object_store", "broadcast"]  # in one of which a lost receiver is in the others' way
@@ -111,7 +111,7 @@ def require_whole(actors: list[Any], version: int) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("trouble", "call", "after"),
-    [("is killed", "begin", 0), ("is killed", "receive", 1), ("raises", "receive", 1), ("raises", "commit", 0)],
+    [("is killed", "receive", 1), ("raises", "commit", 0)],
 )
 def test_the_others_have_the_update_whole_and_the_next_one_too(
     launch: Launch, transport: str, trouble: str, call: str, after: int
@@ -134,9 +134,7 @@ def test_the_others_have_the_update_whole_and_the_next_one_too(
     ("trouble", "call", "after", "transport"),
     [
         ("is late", "begin", 0, "object_store"),
-        ("is late", "receive", 1, "broadcast"),
         ("is stopped", "receive", 1, "broadcast"),
-        ("is stopped", "commit", 0, "object_store"),
     ],
 )
 def test_one_that_is_late_costs_the_others_time_alone(

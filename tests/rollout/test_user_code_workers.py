@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what hangs, ends or cannot be used costs its own episode, and says so."""
+"""Environments and rewards run in processes of their own: what hangs, ends or cannot be used costs its own episode."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import OutOfMemoryError
 
+from actors.rollout import user_code_workers
 from actors.rollout.environment import MOST_CHARACTERS, load_environment
 from actors.rollout.prompts import Record
-from actors.rollout.user_code import Answer, EpisodeCall, checked_code
+from actors.rollout.user_code import Answer, EpisodeCall
 from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import Environment, StepResult
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
 from tests.support.refusals import refused
+from tests.support.user_code import calls_of, scored, scores_of
 from tests.support.waiting import wait_until
 
 HERE = __name__
@@ -46,8 +53,6 @@ class Counting(Environment):
             os._exit(7)
         if response == "raise":
             raise OSError("the world is full")
-        if response == "typed":
-            raise BatchError("no answer", field="answer", hint="give it one")
         if response == "pid":
             return StepResult(str(os.getpid()))
         if response == "end":
@@ -108,6 +113,7 @@ class Forgetful(Counting):
 
 @pytest.fixture
 def launch(cluster: None, make_config: Any) -> Iterator[Any]:
+    """Starts processes for an environment, or for a reward where `settings` has one."""
     started: list[UserCodeWorkers] = []
 
     def workers(name: str = "Counting", **settings: Any) -> UserCodeWorkers:
@@ -115,7 +121,11 @@ def launch(cluster: None, make_config: Any) -> Iterator[Any]:
         started.append(UserCodeWorkers.launch(config))
         return started[-1]
 
-    yield workers
+    def reward_workers(name: str, **settings: Any) -> UserCodeWorkers:
+        started.append(UserCodeWorkers.launch(reward_config(make_config, name, **settings)))
+        return started[-1]
+
+    yield SimpleNamespace(environment=workers, reward=reward_workers)
     for one in started:
         one.shutdown()
 
@@ -152,7 +162,7 @@ class Played:
 
 @pytest.mark.parametrize("name", ["Counting", "CountingLater"])
 def test_episodes_are_answered_by_environments_of_their_own(launch: Any, name: str) -> None:
-    played = Played(launch(name, workers=2, arguments={"start": 10}), 9)
+    played = Played(launch.environment(name, workers=2, arguments={"start": 10}), 9)
     assert played.outcomes[0].__class__ is Answer, played.outcomes[0]
     assert [one.prompt for one in played.outcomes] == [f"p {place}" for place in range(9)]
     said = []
@@ -166,7 +176,7 @@ def test_episodes_are_answered_by_environments_of_their_own(launch: Any, name: s
 
 @pytest.mark.default_tier  # what it starts are two processes without torch
 def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as_they_were(launch: Any) -> None:
-    workers = launch(workers=2, timeout_s=1.0)
+    workers = launch.environment(workers=2, timeout_s=1.0)
     before = {one.result.observation for one in Played(workers, 9).say(*["pid"] * 9)}
     told = ["a", "raise", "b", "hang", "c", "exit", "d", "e", "f"]
     played = Played(workers, 9, call=1)
@@ -185,7 +195,7 @@ def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as
 
 
 def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(launch: Any) -> None:
-    workers = launch("Forgetful", timeout_s=2.0)
+    workers = launch.environment("Forgetful", timeout_s=2.0)
     played = Played(workers, 2)
     played.say("x", "x")
     first, second = played.say("exit", "a")
@@ -205,7 +215,7 @@ def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(l
     ],
 )  # fmt: skip
 def test_what_an_environment_must_not_return_is_named(launch: Any, told: str, fault: str) -> None:
-    (outcome,) = Played(launch(), 1).say(told)
+    (outcome,) = Played(launch.environment(), 1).say(told)
     assert isinstance(outcome, BatchError) and fault in outcome.message and "in turn 1 of episode 0" in outcome.message
     assert outcome.hint == ("give observation=, or done=True" if told == "none" else "correct the environment")
 
@@ -218,44 +228,20 @@ def test_what_an_environment_must_not_return_is_named(launch: Any, told: str, fa
     ],
 )  # fmt: skip
 def test_what_an_episode_must_not_begin_with_is_named(launch: Any, begins: Any, fault: str) -> None:
-    (outcome,) = Played(launch(), 1, begins=begins).outcomes
+    (outcome,) = Played(launch.environment(), 1, begins=begins).outcomes
     assert isinstance(outcome, BatchError) and fault in outcome.message and "at the beginning" in outcome.message
 
 
 def test_a_coroutine_has_its_time_and_costs_its_own_episode(launch: Any) -> None:
-    played = Played(launch("CountingLater", timeout_s=1.0), 6)
+    played = Played(launch.environment("CountingLater", timeout_s=1.0), 6)
     outcomes = played.say("a", "wait", "b", "raise", "c", "end")
     assert [isinstance(one, BatchError) for one in outcomes] == [False, True, False, True, False, False]
     assert "1 s" in outcomes[1].message
 
 
 @pytest.mark.parametrize("name", ["Counting", "CountingLater"])
-def test_an_error_of_its_own_kind_says_where_it_was(launch: Any, name: str) -> None:
-    (outcome,) = Played(launch(name), 1).say("typed")
-    assert outcome.field == "rollout.environment" and outcome.hint == "give it one"
-    assert "no answer in turn 1 of episode 0 of train.jsonl:0" in outcome.message
-
-
-def test_each_episode_has_arguments_of_its_own(launch: Any) -> None:
-    played = Played(launch("Picky", arguments={"level": []}), 3)
-    assert [one.result.observation for one in played.say("a", "a", "a")] == ["1 ['a'] True"] * 3
-
-
-def test_a_number_of_coroutines_is_refused_where_there_are_none(make_config: Any) -> None:
-    for name in ("Counting", "CountingLater"):
-        rollout = {"environment": f"{HERE}:{name}"}
-        config = make_config(rollout=rollout, environment={"concurrency": 7})
-        if name == "Counting":
-            with refused(ConfigError, "environment.concurrency", "has none"):
-                checked_code(config)
-        else:
-            checked_code(config)
-        checked_code(make_config(rollout=rollout))
-
-
-@pytest.mark.parametrize("name", ["Counting", "CountingLater"])
 def test_nothing_depends_on_how_it_closes(launch: Any, name: str) -> None:
-    workers = launch(name)
+    workers = launch.environment(name)
     played = Played(workers, 2)
     (before, _) = played.say("pid", "a")
     assert all(isinstance(one, Answer) for one in played.say("close", "close", is_last=True))
@@ -265,7 +251,7 @@ def test_nothing_depends_on_how_it_closes(launch: Any, name: str) -> None:
 
 def test_a_response_that_was_drawn_anew_is_a_turn_once(launch: Any) -> None:
     """Engines that are started anew draw again, and what was drawn before was asked about already."""
-    played = Played(launch("CountingLater"), 1)
+    played = Played(launch.environment("CountingLater"), 1)
     (call,), (answer,) = played.episodes, played.outcomes
     said = [
         EpisodeCall(call.key, call.record, call.seed, ((text, True),), (answer.digest,)) for text in ("a", "b", "b")
@@ -276,7 +262,7 @@ def test_a_response_that_was_drawn_anew_is_a_turn_once(launch: Any) -> None:
 
 def test_environments_are_closed_once_when_they_are_done_failed_or_forgotten(launch: Any, tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    workers = launch(arguments={"closed": str(file)})
+    workers = launch.environment(arguments={"closed": str(file)})
     played = Played(workers, 5)
     played.say("a", "end", "raise", "a", "a")
     assert file.read_text().split() == ["1", "2"]
@@ -302,9 +288,103 @@ def test_a_name_that_is_no_environment_is_refused(name: str, arguments: Any, fie
 
 
 def test_processes_that_were_shut_down_say_so(launch: Any) -> None:
-    workers = launch()
+    workers = launch.environment()
     pending = workers.pending()
     workers.shutdown()
     with refused(StateError, "environment.workers", f"{HERE}:Counting"):
         pending.add(EpisodeCall((0, 0, 0), _record(0, {}), 0, (), ()))
     workers.forget(0)
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+COUNT = 23
+
+
+def length(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    return {"reward": len(response) + record["number"] / 100, "finished": finished, "pid": os.getpid()}
+
+
+async def length_later(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    await asyncio.sleep(0.001 * (record["number"] % 3))
+    return length(record, response, finished)
+
+
+def as_told(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    """Does what the response says."""
+    if response == "exit":
+        os._exit(7)
+    if response == "raise":
+        raise OSError("the judge's disk is full")
+    return {"reward": record["number"], "pid": os.getpid()}
+
+
+def reward_config(make_config: Any, name: str, **settings: Any) -> RunConfig:
+    made: RunConfig = make_config(rollout={"reward": f"{HERE}:{name}", **settings})
+    return made
+
+
+@pytest.mark.parametrize("name", ["length", "length_later"])
+def test_workers_return_what_the_function_does_in_order(launch: Any, make_config: Any, name: str) -> None:
+    asked = calls_of(*("x" * (n % 5) for n in range(COUNT)))
+    here = scored(UserCodeWorkers(reward_config(make_config, name), in_driver=True), asked)
+    workers = launch.reward(name, reward_workers=2, reward_concurrency=4)
+    for _ in range(2):
+        there = scored(workers, asked)
+        pids = {one.pop("pid") for one in there}
+        assert len(pids) == 2 and os.getpid() not in pids
+        assert there == [{key: value for key, value in one.items() if key != "pid"} for one in here]
+    assert scored(workers, []) == []
+
+
+def test_a_process_that_the_machine_had_no_memory_for_is_not_told_as_the_functions_fault(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = launch.reward("as_told", reward_workers=1)
+    scored(workers, calls_of(""))
+
+    class Ray:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ray, name)
+
+        def get(self, *arguments: Any, **how: Any) -> Any:
+            raise OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+    monkeypatch.setattr(user_code_workers, "ray", Ray())
+    pending = workers.pending()
+    pending.add(calls_of("")[0])
+    while not pending._outcomes:  # the test itself has a time limit
+        pending._advance(0.1)
+    monkeypatch.undo()
+    (outcome,) = pending.finish()
+    assert isinstance(outcome, BatchError) and "want of memory on its machine" in outcome.message
+    assert scored(workers, calls_of(""))[0]["reward"] == 0
+
+
+def test_two_threads_have_their_responses_scored_at_once(launch: Any) -> None:
+    workers = launch.reward("as_told", reward_workers=2, reward_timeout_s=2.0)
+    told = [calls_of(*[""] * 30, "raise", *[""] * 9), calls_of(*[""] * 5, "exit", *[""] * 40)]
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda calls: scored(workers, calls), told))
+    for asked, outcomes in zip(told, both, strict=True):
+        for number, (call, outcome) in enumerate(zip(asked, outcomes, strict=True)):
+            assert isinstance(outcome, BatchError) if call.responses[0][0] else outcome["reward"] == number
+
+
+@pytest.mark.default_tier  # what it starts are processes without torch
+def test_what_is_added_is_scored_before_the_last_one_is_there(launch: Any) -> None:
+    scoring = launch.reward("length").pending()
+    asked = calls_of("x", "xx", "xxx")
+    scoring.add(asked[0])
+    assert wait_until(lambda: scoring._advance(0.01) or 0 in scoring._outcomes)
+    for call in asked[1:]:
+        scoring.add(call)
+    assert [int(outcome["reward"]) for outcome in scores_of(scoring.finish())] == [1, 2, 3]
+
+
+def test_what_the_driver_cannot_call_is_refused_before_a_process_is_started(make_config: Any) -> None:
+    with refused(ConfigError, "rollout.reward_workers"):
+        UserCodeWorkers.launch(reward_config(make_config, "length_later", reward_workers=0))
+    with refused(ConfigError, "rollout.reward", "'no_such'"):
+        UserCodeWorkers.launch(reward_config(make_config, "no_such"))
