@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from scripts import compare_commits
 from scripts.compare_commits import compare, compare_jobs
 from slimefsdp.algorithms import registry
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -65,41 +63,6 @@ def test_a_run_with_a_killed_rank_must_equal_the_other_commits_undisturbed_one()
     assert [one.job for one in found] == ["killed", "calm | killed"]
 
 
-def lines(loss: float, **changes: Any) -> list[dict[str, Any]]:
-    record = {"j": {"1 train: metric loss": loss.hex()}}
-    return [{"job": "j", "records": record, "problem": "", "unread": [], "folder": "/none", "seconds": 1.0, **changes}]
-
-
-@pytest.mark.parametrize(
-    ("new", "arguments", "status"),
-    [
-        (lines(0.5), [], 0),
-        (lines(0.25), [], 1),
-        (lines(0.25), ["--expect", "j: *"], 0),
-        (lines(0.5, problem="Traceback"), [], 2),
-    ],
-)
-def test_the_exit_status_says_what_came_out(new: Any, arguments: list[str], status: int, tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    options = compare_commits.arguments_of(["a", "b", "--json", str(record), *arguments])
-    request = compare_jobs.Request("", "", "", ("j",), ())
-    commits = {"old": "a", "new": "b"}
-    outcome = {"old": lines(0.5), "new": new}
-    assert (
-        compare_commits.report(outcome, dict.fromkeys(commits, request), options, seconds=1, commits=commits) == status
-    )
-    written = json.loads(record.read_text())
-    assert written["commits"] == commits and bool(written["failures"]) == (status == 2)
-
-
-def test_a_setting_that_no_job_reads_is_refused() -> None:
-    options = compare_commits.arguments_of(["a", "b", "--set", "loss.nothing=1"])
-    request = compare_jobs.Request("", "", "", ("j",), tuple(options.set))
-    outcome = {side: lines(0.5, unread=["loss.nothing=1"]) for side in compare_commits.SIDES}
-    with pytest.raises(compare_commits.Unusable):
-        compare_commits.report(outcome, dict.fromkeys(outcome, request), options, seconds=1, commits={})
-
-
 # ---------------------------------------------------------------------- the jobs
 
 
@@ -124,15 +87,6 @@ def test_every_job_but_those_drawn_at_random_has_settings_that_are_accepted() ->
     assert 60 <= sum(job.is_quick for job in JOBS.values()) <= 120 < len(JOBS)
 
 
-@pytest.mark.parametrize("kind", sorted({job.batches for job in JOBS.values()}))
-def test_batches_are_the_same_ones_whenever_they_are_made(kind: str) -> None:
-    first, again, next_one = (RolloutBatch.from_samples(compare_jobs.samples_of(kind, n)) for n in (1, 1, 2))
-    assert first.same_as(again) and not first.same_as(next_one)
-    if first.rewards is not None and first.group_ids is not None:
-        spreads = [first.rewards[first.group_ids == group].std() for group in set(first.group_ids.tolist())]
-        assert (min(spreads) == 0) == (kind == "level groups")
-
-
 # ---------------------------------------------------------------------- for real
 
 
@@ -149,15 +103,6 @@ def comparing_worktrees(folder: Path) -> list[str]:
     return [line for line in listing if str(folder) in line]
 
 
-def test_a_commit_that_is_none_and_a_pattern_without_jobs_are_refused(
-    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare_commits.main(["HEAD", "no-such-commit", "--keep", str(tmp_path / "a")]) == 2
-    assert "no-such-commit" in capsys.readouterr().err
-    assert compare_commits.main(["HEAD", "HEAD", "--only", "nothing/*"]) == 2
-    assert not comparing_worktrees(tmp_path)
-
-
 def commit_with(folder: Path, pattern: str, replacement: str) -> str:
     """HEAD with one text replaced in the only file that has it; on no branch."""
     (name,) = compare_commits.git("grep", "--files-with-matches", "--fixed-strings", pattern, "--", "slimefsdp").split()
@@ -172,31 +117,22 @@ def commit_with(folder: Path, pattern: str, replacement: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
-def test_a_commit_equals_itself_and_one_with_another_constant_differs_where_that_is_read(
+def test_a_commit_with_another_constant_differs_where_that_is_read_and_nowhere_else(
     checkout: Path, tmp_path: Path
 ) -> None:
-    changed = commit_with(tmp_path, "epsilon: float = 1e-6", "epsilon: float = 1e-3")
-    for new, status in (("HEAD", 0), (changed, 1)):
-        record = tmp_path / f"{status}.json"
-        only = ["estimator/grpo", "estimator/rloo", "mesh/dp2 full float32", "correction/tis"]
-        command = [sys.executable, "scripts/compare_commits.py", "HEAD", new, "--json", str(record)]
-        for pattern in only:
-            command += ["--only", pattern]
-        done = subprocess.run(
-            command,
-            cwd=checkout,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == status, done.stdout + done.stderr
-        written = json.loads(record.read_text())
-        assert written["records"]["old"].keys() == set(only) and not written["refused"]
-        differing = {found["job"] for found in written["differences"]}
-        assert differing == (set() if status == 0 else set(only) - {"estimator/rloo"})
-        kinds = {found["what"].split(": ")[1].split()[0] for found in written["differences"]}
-        assert kinds == (set() if status == 0 else {"metric", "weight"})
-        left = [path.name for path in tmp_path.iterdir() if path.name.startswith("compare_commits_")]
-        assert not left and not comparing_worktrees(tmp_path)
+    changed, record = commit_with(tmp_path, "epsilon: float = 1e-6", "epsilon: float = 1e-3"), tmp_path / "record.json"
+    only = ["estimator/grpo", "estimator/rloo", "mesh/dp2 full float32", "correction/tis"]
+    command = [sys.executable, "scripts/compare_commits.py", "HEAD", changed, "--json", str(record)]
+    for pattern in only:
+        command += ["--only", pattern]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    written = json.loads(record.read_text())
+    assert written["records"]["old"].keys() == set(only) and not written["refused"]
+    assert {found["job"] for found in written["differences"]} == set(only) - {"estimator/rloo"}
+    assert {found["what"].split(": ")[1].split()[0] for found in written["differences"]} == {"metric", "weight"}
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("compare_commits_")]
+    assert not left and not comparing_worktrees(tmp_path)

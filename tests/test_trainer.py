@@ -14,12 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError, ResourceError, StateError
+from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
-from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import (
     CPU,
@@ -86,10 +85,6 @@ def plain_values(folder: Path, batch: RolloutBatch, temperature: float) -> tuple
         log_probs.append(table.gather(-1, targets[:, None])[:, 0])
         entropies.append(-(table.exp() * table).sum(-1))
     return torch.cat(log_probs).numpy(), torch.cat(entropies).numpy()
-
-
-def build_trainer(rank: int, config: RunConfig) -> None:
-    Trainer(config, device=CPU)
 
 
 # ---------------------------------------------------------------------- which old log-probs are read
@@ -458,52 +453,6 @@ def test_the_advantages_that_were_compared_are_trained_on(
         assert result["updates"] == 1.0, "the ranks work on"
 
 
-def bad_batches(good: RolloutBatch) -> list[tuple[str, RolloutBatch]]:
-    long = {"tokens": list(range(65)), "response_length": 3, "reward": 0.0, "group_id": 0}
-    foreign = good.tokens.copy()
-    foreign[5] = 97
-    return [
-        ("tokens", good.replace(tokens=foreign)),
-        ("rewards", good.replace(rewards=None)),
-        ("group_ids", good.replace(group_ids=None)),
-        ("group_ids", good.replace(group_ids=np.arange(good.num_samples))),
-        ("rollout_log_probs", good.replace(rollout_log_probs=None)),
-        ("temperature", good.replace(temperature=0.9)),
-        ("lengths", RolloutBatch.from_samples([long, {**long, "reward": 1.0}])),
-    ]
-
-
-def refusals(rank: int, config: RunConfig, good: RolloutBatch) -> dict[str, Any]:
-    trainer = Trainer(config, device=CPU)
-    first = trainer.train_step(good)
-    before, taken = fingerprint(trainer.policy), trainer.updates_taken
-    fields = []
-    for _, bad in bad_batches(good):
-        for call in (trainer.train_step, trainer.forward_backward):
-            error = error_of(lambda call=call, bad=bad: call(bad))
-            fields.append((type(error), error and error.field))
-    unknown_loss = error_of(lambda: trainer.forward_backward(good, loss="dpo"))  # type: ignore[arg-type]
-    untouched = fingerprint(trainer.policy) == before and trainer.updates_taken == taken
-    untouched &= all(parameter.grad is None for parameter in trainer.policy.parameters())
-    second = trainer.train_step(good)
-    losses = [metrics["loss"].hex() for metrics in (first, second)]
-    return {"fields": fields, "untouched": untouched, "unknown_loss": unknown_loss, "losses": losses,
-            "weights": fingerprint(trainer.policy)}  # fmt: skip
-
-
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_bad_batch_is_refused_before_anything_changes(folder: Path, ranks: RankPool, dp: int) -> None:
-    config = settings(folder, mesh={"dp": dp}, loss={"old_log_probs": "rollout"})
-    good = fresh_batch()
-    good = good.replace(rollout_log_probs=np.full(good.num_response_tokens, -4.0), temperature=1.0)
-    undisturbed, weights = ranks.run(dp, steps_then_weights, config, [good, good])[0]
-    for result in ranks.run(dp, refusals, config, good):
-        assert result["fields"] == [(BatchError, field) for field, _ in bad_batches(good) for _ in range(2)]
-        assert result["untouched"] and isinstance(result["unknown_loss"], ConfigError)
-        assert result["losses"] == [metrics["loss"].hex() for metrics in undisturbed]
-        assert result["weights"] == weights
-
-
 def different_batches(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], float]:
     trainer = Trainer(config, device=CPU)
     others = [
@@ -528,13 +477,6 @@ def test_ranks_with_different_batches_or_plans_stop_and_stay_usable(folder: Path
         assert [type(error) for error in errors] == [StateError] * 10
         assert [error.field for error in errors] == ["batch"] * 9 + ["plan"]
         assert loss == undisturbed["loss"]
-
-
-@pytest.mark.parametrize("dp, started", [(2, 1), (1, 2)])
-def test_ranks_that_do_not_fit_the_mesh_are_refused(folder: Path, ranks: RankPool, dp: int, started: int) -> None:
-    with refused(ConfigError, "mesh.dp", dp, started) as caught:
-        ranks.run(started, build_trainer, settings(folder, mesh={"dp": dp}))
-    assert f"mesh.dp={started}" in str(caught.value.hint)
 
 
 def calls_on_a_reference_group(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], np.ndarray]:

@@ -13,7 +13,7 @@ import yaml
 
 from actors.cli import main as cli
 from actors.cli import ray_session
-from slimefsdp.errors import CheckpointError, ConfigError, EngineError
+from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.waiting import PATIENCE_S
 
 PROMPTS = 12
@@ -54,34 +54,6 @@ def test_responses_are_drawn_scored_and_left(asked: list[str], tmp_path: Path) -
     assert metrics["eval/exact"] == pytest.approx(sum(row["scores"]["exact"] for row in rows) / len(rows))
     assert {"eval/pass@1", "eval/pass@3", "eval/greedy_pass@1", "eval/finished"} <= metrics.keys()
     assert cli.main([*asked, *more, "--output", str(output)]) == CheckpointError.exit_code, "it is there already"
-
-
-@pytest.mark.slow
-def test_two_held_out_sets_give_the_numbers_of_each_alone(asked: list[str], example: Path, tmp_path: Path) -> None:
-    (tmp_path / "others.jsonl").write_text("\n".join((example / "heldout.jsonl").read_text().splitlines()[20:27]))
-    sets = {"first": tmp_path / "heldout.jsonl", "others": tmp_path / "others.jsonl"}
-    common = [word for word in asked if not word.startswith("data.heldout")]
-    common += ["evaluation.samples_per_prompt=2", "evaluation.greedy=true"]
-    output = tmp_path / "output"
-    named = [f"data.heldout.{name}={path}" for name, path in sets.items()]
-    done = evaluation(*common, *named, "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    found = json.loads((output / "metrics.json").read_text())
-    expected = {}
-    for name, path in sets.items():
-        alone = evaluation(*common, f"data.heldout={path}", "--json")
-        assert alone.returncode == 0, alone.stderr
-        metrics = json.loads(alone.stdout)
-        expected |= {key.replace("eval/", f"eval/{name}/"): value for key, value in metrics.items()}
-    assert found == expected and "eval/others/greedy_pass@1" in found
-    lines = done.stdout.splitlines()
-    heads = [
-        lines.index(f"{name}: {size} prompts of {sets[name]}") for name, size in (("first", PROMPTS), ("others", 7))
-    ]
-    assert "2 held-out sets" in lines[0] and [lines[head + 1].split()[0] for head in heads] == ["reward", "reward"]
-    for name, size in (("first", PROMPTS), ("others", 7)):
-        rows = (output / "evaluations" / name / "step_00000000.jsonl").read_text().splitlines()
-        assert len(rows) == 2 * size
 
 
 @pytest.mark.slow
@@ -137,10 +109,3 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     words = [word for word in asked if not left_out or not word.startswith(left_out)]
     assert cli.main([*words, *more]) == kind.exit_code
     assert named in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_weights_that_were_not_sent_are_not_evaluated(asked: list[str], tmp_path: Path) -> None:
-    more = ["rollout.engine=tests.support.own_engine:TellingEngine", "--output", str(tmp_path / "output")]
-    done = evaluation(*asked, *more)
-    assert done.returncode == EngineError.exit_code and "rollout.engine_logprob_bound" in done.stderr

@@ -59,10 +59,6 @@ def config(example: Path, tmp_path: Path) -> Path:
     return file
 
 
-def nothing(folder: Path) -> None:
-    pass
-
-
 def test_a_mistake_is_answered_in_three_lines_without_heavy_imports(config: Path) -> None:
     done = run("train", config, "model.path=nowhere", watched=True, folder=config.parent)
     # on a slow machine a stage that lasts has a line of its own

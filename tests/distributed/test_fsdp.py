@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -401,23 +400,3 @@ def test_update_ref_refuses_a_reference_of_another_architecture_and_leaves_it_al
     config = settings(untied, reference={"path": str(reference)})
     ((error, is_untouched),) = ranks.run(1, refused_update_ref, config, make_batch(untied))
     assert "another architecture" in error and "reference.path" in error and is_untouched
-
-
-class Divisions(TorchDispatchMode):
-    """Elements of matrices that were divided by a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
-            self.elements += args[0].numel() if isinstance(args[1], float) else 0
-        return func(*args, **(kwargs or {}))
-
-
-def divided(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, int]:
-    trainer = Trainer(config, device=torch.device("cpu"))
-    with Divisions() as divisions:
-        trainer.forward_backward(batch)
-    return divisions.elements, sum(parameter.numel() for parameter in trainer.policy.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.support.weight_sender import WeightSender
 
 HEAD = "lm_head.weight"
 EMPTY = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": None}
-Asked = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")

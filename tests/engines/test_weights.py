@@ -26,7 +26,6 @@ from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
 
 CPU = torch.device("cpu")
-Send = Callable[[EmbeddedEngine, Bucket], None]
 
 
 class OpenEngine(EmbeddedEngine):

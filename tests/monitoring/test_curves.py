@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from slimefsdp.monitoring.curves import Panel, RunCurves, draw_curves, panels_of, series_of
+from slimefsdp.monitoring.curves import RunCurves, draw_curves, panels_of, series_of
 from slimefsdp.monitoring.metrics_log import MetricsLog
 
 
 def rows_of(metrics, steps):
     return [{"step": step, "time": 0.0, **metrics} for step in range(steps)]
-
-
-def panels(metrics, heldout_sets=()) -> dict[str, Panel]:
-    series = {name: series_of(rows_of(metrics, 2), name) for name in metrics}
-    return {panel.heading: panel for panel in panels_of(series, heldout_sets)}
 
 
 def test_missing_and_non_finite_values_are_left_out_and_a_repeated_step_keeps_its_last_value():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import warnings
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import StateError
-from slimefsdp.optim import low_bit
 from slimefsdp.optim.optimizer import learning_rate
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from tests.support.optimizers import optimizer_of
@@ -269,99 +267,3 @@ def rates(rank: int, schedule: str) -> tuple[list[float], list[float]]:
 def test_the_learning_rates_of_a_resumed_run_are_those_of_a_straight_one(ranks: RankPool, schedule: str) -> None:
     for straight, found in ranks.run(2, rates, schedule):
         assert found == straight and straight[3] == straight[4] and len(set(straight)) >= 2
-
-
-HALVES: dict[str, dict[str, Any]] = {  # an optimiser, and the module whose function fails at its second call
-    "adamw, second group": {"name": "adamw", "fails": ("optimizer", "adamw")},
-    "bfloat16 moments, second bucket": {
-        "name": "adamw", "state_dtype": torch.bfloat16, "fails": ("low_bit", "adamw")
-    },
-    "8-bit moments, second bucket": {"name": "adamw", "state_dtype": torch.uint8, "fails": ("low_bit", "adamw")},
-    "muon, second matrix": {"name": "muon", "matrices": {"a", "b"}, "fails": ("muon", "newton_schulz")},
-    "muon, second group of adamw": {"name": "muon", "matrices": {"a"}, "fails": ("optimizer", "adamw")},
-    "sgd, second group": {"name": "sgd", "fails": ("optimizer", "sgd")},
-}  # fmt: skip
-
-
-class Halved:
-    """An updater over two matrices and a vector on one rank, whose updates may fail in the middle."""
-
-    def __init__(self, kind: str) -> None:
-        how = dict(HALVES[kind])
-        self._module, self._function = how.pop("fails")
-        shapes = {"a": (4, 64), "b": (6, 64), "norm": (64,)}
-        self.named = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
-        options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-        self.optimizer = optimizer_of(self.named, undecayed={"norm"}, **options, **how)
-        self.updater = OptimizerStep(
-            self.optimizer, self.named, lambda update: 0.1, max_grad_norm=1.0, max_skipped=2,
-            loss_scaling=LossScale(4.0, growth_interval=3),
-        )  # fmt: skip
-
-    def step(self, seed: int, *, fails: bool = False) -> dict[str, float]:
-        generator = torch.Generator().manual_seed(seed)
-        for _, parameter in self.named:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setitem(low_bit.BUCKET_ELEMENTS, "cpu", 128)
-            if fails:
-                module = importlib.import_module(f"slimefsdp.optim.{self._module}")
-                original, calls = getattr(module, self._function), []
-
-                def failing(*args: Any, **kwargs: Any) -> Any:
-                    calls.append(args)
-                    if len(calls) == 2:
-                        raise MemoryError("no memory")
-                    return original(*args, **kwargs)
-
-                patched.setattr(module, self._function, failing)
-            return self.updater.step(world())
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The weights, then what the optimiser keeps of them."""
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        return [tensor.detach() for tensor in [*(p for _, p in self.named), *states]]
-
-
-def halfway(rank: int, kind: str) -> dict[str, Any]:
-    straight, one = Halved(kind), Halved(kind)
-    for updater in (straight, one):
-        updater.step(0)
-    saved, progress = [tensor.clone() for tensor in one.tensors()], one.updater.progress()
-    failed: Any = None
-    try:
-        one.step(1, fails=True)
-    except MemoryError as error:
-        failed = str(error)
-    found = {
-        "failed": failed,
-        "changed": [not torch.equal(a, b) for a, b in zip(one.tensors(), saved, strict=True)],
-        "gradients": [parameter.grad for _, parameter in one.named],
-        "progress": one.updater.progress() == progress,
-    }
-    at_failure = [tensor.clone() for tensor in one.tensors()]
-    found["refused"] = [caught(lambda: one.step(1)), caught(lambda: one.updater.require_whole("save"))]
-    found["left alone"] = all(torch.equal(a, b) for a, b in zip(one.tensors(), at_failure, strict=True))
-    one.updater.another().require_whole("save")  # which is over weights and moments of its own
-    with torch.no_grad():
-        for target, source in zip(one.tensors(), saved, strict=True):
-            target.copy_(source)
-    one.updater.restore(progress)
-    one.updater.require_whole("save")
-    found["metrics"] = straight.step(1), one.step(1)
-    found["equal"] = [torch.equal(a, b) for a, b in zip(one.tensors(), straight.tensors(), strict=True)]
-    return found
-
-
-@pytest.mark.parametrize("kind", HALVES)
-def test_after_an_update_that_failed_halfway_nothing_is_taken_until_a_state_is_restored(
-    ranks: RankPool, kind: str
-) -> None:
-    (found,) = ranks.run(1, halfway, kind)
-    assert found["failed"] == "no memory" and found["gradients"] == [None] * 3 and found["progress"]
-    assert any(found["changed"]) and not all(found["changed"]), "it is taken in part"
-    for error, call in zip(found["refused"], ("optimizer_step", "save"), strict=True):
-        assert isinstance(error, StateError) and error.field == call and "halfway" in error.message
-        assert error.hint is not None and "load a checkpoint" in error.hint
-    assert found["left alone"] and all(found["equal"])
-    assert found["metrics"][0] == found["metrics"][1]

@@ -16,10 +16,9 @@ from actors.engines.pool import EnginePool
 from actors.loop import RolloutLoop, train
 from actors.rollout.ahead import AheadCollector
 from actors.run_dir import RunFolder
-from actors.signals import Interrupts
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, Interrupted
+from slimefsdp.errors import BatchError
 from slimefsdp.monitoring.metrics_log import read_metrics
 from tests.support.runs import bits
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -196,19 +195,3 @@ def test_a_run_ahead_trains_on_batches_no_older_than_it_may(
         versions = recorded[0].weight_versions
         oldest = recorded[0].weight_version if versions is None else versions.min()
         assert oldest == recorded[0].weight_version == 2 * step - row["rollout/staleness_max"]
-
-
-def test_a_run_ahead_that_was_asked_to_end_goes_on_to_the_same_bits(run: Callable[..., RunConfig]) -> None:
-    class AskedAt(Interrupts):
-        """Asked to end after step 2."""
-
-        def step_done(self, step: int, last: int | None) -> bool:
-            return step == 2
-
-    ahead = {"max_staleness": 1}
-    train(run("straight", checkpoint={"interval_steps": 1}, **ahead))
-    with pytest.raises(Interrupted):
-        train(run("ended", checkpoint={"interval_steps": 1}, **ahead), AskedAt())
-    train(run("ended", checkpoint={"interval_steps": 1, "resume": True}, **ahead))
-    straight, ended = (rows_of(run(name)) for name in ("straight", "ended"))
-    assert len(straight) == 5 and straight == ended

@@ -194,30 +194,3 @@ def test_a_killed_rank_costs_two_clients_a_wait_and_no_bit(served: Served, clien
     found = lives(2)
     assert len(served.group.recoveries) == before + 1
     assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
-
-
-def test_an_rl_loop_learns_a_dense_reward(served: Served, client: Any) -> None:
-    training = served.training_client(client, rank=8, seed=0)
-    prompt, rewards = [5, 6, 7], []
-    for step in range(16):
-        sampler = training.save_weights_and_get_sampling_client().result()
-        asked = types.SamplingParams(max_tokens=4, stop=[], seed=step)
-        drawn = sampler.sample(types.ModelInput.from_ints(prompt), 32, asked).result().sequences
-        reward = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in drawn]
-        rewards.append(float(np.mean(reward)))
-        data = []
-        for one, value in zip(drawn, reward, strict=True):
-            zeros = [0.0] * (len(prompt) - 1)
-            advantage = (value - rewards[-1]) / (4 * len(drawn)) * 10
-            data.append(
-                datum(
-                    [*prompt, *one.tokens],
-                    logprobs=[*zeros, *one.logprobs],
-                    advantages=[*zeros, *[advantage] * len(one.tokens)],
-                )
-            )
-        said = training.forward_backward(data, "importance_sampling")
-        training.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
-        for one, mine in zip(drawn, log_probs_of(said.result()), strict=True):
-            assert np.abs(mine[2:] - np.array(one.logprobs)).max() < 5e-5
-    assert rewards[-1] >= 0.95 > rewards[0], rewards

@@ -198,16 +198,6 @@ def test_an_update_by_any_loss_is_the_formulas_whatever_was_trained_before(
         assert largest_difference(ours, expected) <= 1e-12 < 1e-4 < largest_difference(base, expected)
 
 
-@pytest.mark.slow
-def test_two_thousand_datums_in_several_requests_update_all_weights_as_one(
-    untied: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    data = request("cross_entropy", 2000, vocabulary=VOCABULARY)
-    config = settings(untied, tmp_path, batch={"max_tokens_per_rank": 2048})
-    whole, parts = ranks.run(1, first_updates, config, [[data], parts_of(data, 700)])[0]
-    assert largest_difference(whole, parts) <= 1e-12 < 1e-4 < largest_difference(whole, weights_in(untied))
-
-
 def trained(one: Client, steps: range) -> Client:
     for seed in steps:
         one.forward_backward(request("cross_entropy", 4, seed, VOCABULARY))

@@ -164,15 +164,6 @@ def test_two_adapters_in_turn_have_the_bits_that_each_has_alone(
     compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "cp": 2}], ids=str)
-def test_two_adapters_of_experts_in_turn_have_the_bits_that_each_has_alone(
-    tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, axes: dict[str, int]
-) -> None:
-    config = adapter_settings(tiny_folder("qwen3_moe"), lora={"targets": ["experts", "head"]}, mesh=axes)
-    compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
-
-
 def test_as_many_as_are_set_wait_on_the_device_and_a_sleep_sends_all_to_the_host(folder: Path, ranks: RankPool) -> None:
     config = adapter_settings(folder, lora={"resident_adapters": 2})
     found = ranks.run(1, places_of_adapters, config)[0]
@@ -436,13 +427,3 @@ def test_weights_that_are_not_finite_leave_by_no_name_and_no_export(
     for found in ranks.run(2, saved_with_infinity, config, tmp_path):
         assert [(type(error), error.field) for error in found] == [(CheckpointError, "weights")] * 3, found
     assert not [*tmp_path.glob("run/**/step_*"), *tmp_path.glob("adapter*"), *tmp_path.glob("whole*")]
-
-
-def without_adapters(rank: int, config: RunConfig) -> list[Any]:
-    trainer = Trainer(config, device=CPU)
-    return [error_of(lambda: trainer.create_adapter("a")), error_of(lambda: trainer.use_adapter(DEFAULT_ADAPTER))]
-
-
-def test_a_run_without_adapters_has_none_to_choose(folder: Path, ranks: RankPool) -> None:
-    for error in ranks.run(1, without_adapters, settings(folder))[0]:
-        assert isinstance(error, ConfigError) and error.field == "lora.rank"

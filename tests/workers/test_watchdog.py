@@ -229,7 +229,6 @@ def pulse_of(pid: int, started: int) -> Pulse:
 
 MADE_UP = Limits(ping_s=60.0, hang_s=10.0, sync_s=20.0)
 NOBODY = 2**22 + 1  # a pid that Linux gives no process
-AT_REST = Pulse(ProgressSnapshot(IDLE, 0, 0.0, None, "", False), NOBODY, 1, "node", None)
 Judge = Callable[..., list[int | None]]
 
 

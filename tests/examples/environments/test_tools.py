@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,6 @@ from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.rollout.environment import checked_prompt, checked_result
-from actors.rollout.prompts import Record
-from actors.rollout.user_code import EpisodeCall
-from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import StepResult
 from tests.support.tiers import examples
 
@@ -183,47 +179,3 @@ def test_a_chat_template_writes_the_tools_and_their_results(example: Path) -> No
         "<|im_start|>user\n<tool_response>\n42\n</tool_response>\n<tool_response>\n1\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-@pytest.fixture
-def workers(cluster: None, make_config: Any) -> Iterator[UserCodeWorkers]:
-    arguments = {"tools": ["calculator", "python"], "python": {"timeout_s": 30.0, "cpu_s": 2}}
-    found = UserCodeWorkers.launch(
-        make_config(
-            rollout={"environment": "examples/environments/tools.py:ToolUse"},
-            environment={"workers": 2, "arguments": arguments},
-        )
-    )
-    yield found
-    found.shutdown()
-
-
-def test_episodes_in_their_processes_run_tools_at_once(workers: UserCodeWorkers) -> None:
-    says = [
-        [call_of("python", {"code": f"print({number} * 2)"}) for number in range(4)],
-        ["<tool_call>oh</tool_call>", call_of("python", {"code": "while True: pass"}), sums("20 + 1"), "6"],
-        ["0", "2", "4", "7"],
-    ]
-    records = [Record({"prompt": "twice?", "answer": str(2 * number)}, f"train.jsonl:{number}") for number in range(4)]
-    calls = [EpisodeCall((0, place, 0), record, 0, (), ()) for place, record in enumerate(records)]
-    answers: list[list[Any]] = []
-    for turn in range(4):
-        pending = workers.pending()
-        for call in calls:
-            pending.add(call)
-        answers.append(pending.finish())
-        assert all(hasattr(one, "digest") for one in answers[-1]), answers[-1]
-        if turn < 3:
-            calls = [
-                EpisodeCall(
-                    call.key, call.record, 0, (*call.responses, (says[turn][place], True)), (*call.digests, one.digest)
-                )
-                for place, (call, one) in enumerate(zip(calls, answers[-1], strict=True))
-            ]
-    assert [one.prompt["messages"][0]["content"] for one in answers[0]] == ["twice?"] * 4
-    assert [told(one.result) for one in answers[1]] == [["0"], ["2"], ["4"], ["6"]]
-    second = [one.result for one in answers[2]]
-    assert "not JSON" in told(second[0])[0] and "computed too long" in told(second[1])[0]
-    assert told(second[2]) == ["21"] and second[3].done and second[3].reward == 1.0
-    assert [one.result.reward for one in answers[3][:3]] == [1.0, 1.0, 1.0]
-    assert [one.result.scores["tool_errors"] for one in answers[3][:3]] == [1.0, 1.0, 0.0]
