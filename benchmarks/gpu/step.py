@@ -64,7 +64,7 @@ from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import decoder
 from slimefsdp.models.build import build_model, materialise
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.models.fused_log_probs import token_log_probs
+from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.optim.optimizer import undecayed_names
 from slimefsdp.optim.optimizer_step import OptimizerStep
@@ -237,20 +237,22 @@ class Bench:
         return found
 
     def head_memory(self, rows: int) -> dict[str, Any]:
-        """What the head takes beyond its inputs and their gradients, forward and backward; None without a GPU."""
+        """Returns the bytes that the head takes beyond its inputs and their gradients; without a GPU they are None."""
         device = self.mesh.device
-        hidden_dim = 2560 if device.type == "cuda" else 64
-        found: dict[str, Any] = {"rows": rows, "hidden": hidden_dim, "vocab": HEAD_VOCAB, "extra_gib": None}
-        if device.type != "cuda":
-            return found
+        on_cpu = device.type == "cpu"
+        hidden_dim, vocab = (64, MODELS["tiny"]["vocab_size"]) if on_cpu else (2560, HEAD_VOCAB)
         hidden = torch.randn(rows, hidden_dim, device=device, dtype=self.dtype, requires_grad=True)
-        weight = torch.randn(HEAD_VOCAB, hidden_dim, device=device, dtype=self.dtype).mul_(0.02).requires_grad_()
-        targets = torch.randint(HEAD_VOCAB, (rows,), device=device)
+        weight = torch.randn(vocab, hidden_dim, device=device, dtype=self.dtype).mul_(0.02).requires_grad_()
+        targets = torch.randint(vocab, (rows,), device=device)
         synchronise(device)
-        before = torch.cuda.memory_allocated(device)
+        before = 0 if on_cpu else torch.cuda.memory_allocated(device)
         reset_peak(device)
-        head_in_chunks(self.own.head_chunk_bytes)(hidden, weight, targets, with_entropy=True)[0].sum().backward()
+        head = head_in_chunks(self.own.head_chunk_bytes)
+        head(HeadInputs(hidden, weight), targets, with_entropy=True)[0].sum().backward()
         synchronise(device)
+        found: dict[str, Any] = {"rows": rows, "hidden": hidden_dim, "vocab": vocab, "extra_gib": None}
+        if on_cpu:
+            return found
         extra = torch.cuda.max_memory_allocated(device) - before
         gradients = hidden.nbytes + weight.nbytes
         return found | {"extra_gib": (extra - gradients) / 2**30, "with_gradients_gib": extra / 2**30}
