@@ -3,7 +3,7 @@
     python benchmarks/calculator_seeds.py --seeds 0 1 2 --json benchmarks/results/calculator_seeds.json \\
         --picture docs/images/calculator_grpo.png
 
-Prints the Markdown table of docs/environments.md. The record is written after each seed.
+Prints Markdown tables, of which docs/environments.md shows a part. The record is written after each seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STRATEGIES = {
 
 
 def table(record: dict[str, Any]) -> str:
-    """Rows of docs/environments.md: strategies, then seeds."""
+    """Returns the record as two tables; docs/environments.md shows a part of the second."""
     lines = ["| policy | right answers |", "|---|---|"]
     lines += [f"| {name} | {share:.4f} |" for name, share in record["strategies"].items()]
     lines += [

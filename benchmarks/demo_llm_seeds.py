@@ -3,8 +3,8 @@
     python benchmarks/demo_llm_seeds.py --seeds 0 1 2 --output runs/demo_llm --json benchmarks/results/demo_llm.json
 
 The control takes as many steps on the same problems, rewarded for the form of an answer alone. A run whose folder is
-there already is read and not repeated, so this goes on where it was. The record is written after each run. Prints the
-Markdown tables of docs/demo_llm.md.
+there already is read and not repeated, so this goes on where it was. The record is written after each run. Prints
+Markdown tables; docs/demo_llm.md shows a part of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_seed(seed: int, reward: str, output: Path, words: Sequence[str]) -> dict
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Those of docs/demo_llm.md: accuracy by family, and what the runs were like."""
+    """Returns the accuracy by family and what the runs were like; docs/demo_llm.md shows a part of it."""
     lines = [
         "| seed | reward | held-out family | solved before | solved after | of finished before | of finished after |",
         "|---|---|---|---|---|---|---|",
