@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from actors.engines.protocol import EngineTag, GroupKind, Request, TensorInfo
 from actors.engines.served_samples import PartialSample
@@ -22,10 +22,12 @@ from slimefsdp.errors import SyncError, WorkerHung
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.sampling.params import FinishReason
 
+if TYPE_CHECKING:  # importing this file costs no torch
+    from slimefsdp.weight_sync.broadcast import Rendezvous
+
 SERVED_AS = "policy"  # the name under which a server that the run starts serves the model
 ADAPTER = "policy-adapter"  # the name by which requests ask for the adapter of lora.sync=adapters
 ASK_S = 60.0  # for a question that costs nothing; a busy machine may take some seconds
-_ENDED_S = 0.5  # within which a server that refuses because it has died is gone
 TIED_HEAD = "lm_head.weight"
 
 
@@ -84,9 +86,6 @@ class WeightRoutes:
         try:
             return ask()
         except Refusal as refusal:
-            child = self.client.child
-            if refusal.status >= 500 and child is not None and child.ends_within(_ENDED_S):
-                raise self.client.lost(str(refusal)) from refusal
             error = SyncError(
                 f"weights did not arrive at engine {self._index}: {refusal}",
                 field="update_weights", hint="send the whole update again",
@@ -168,17 +167,7 @@ class ServerDialect(ABC):
     # ------------------------------------------------------------------ weights
 
     @abstractmethod
-    def join(
-        self,
-        routes: WeightRoutes,
-        address: str,
-        port: int,
-        rank: int,
-        *,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-    ) -> None:
+    def join(self, routes: WeightRoutes, meeting: Rendezvous) -> None:
         """Has the server's workers join the group in which the trainer's first rank broadcasts."""
 
     @abstractmethod

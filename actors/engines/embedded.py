@@ -5,14 +5,12 @@ It loads the model's architecture and tokenizer from the folder, never its weigh
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, get_args
 
 from actors.engines.protocol import (
@@ -20,19 +18,20 @@ from actors.engines.protocol import (
     Engine,
     EngineInfo,
     EngineTag,
+    FrozenWeights,
     Manifest,
     Request,
     Sample,
     TensorInfo,
     Transport,
 )
-from slimefsdp import heartbeat
+from actors.engines.sampling_thread import SamplingThread, use_one_thread
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
 
 if TYPE_CHECKING:  # finding an engine's class costs no torch
     from slimefsdp.sampling.sampler import Completion
-    from slimefsdp.weight_sync.broadcast import BroadcastGroup
+    from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous
 
 _LOOK_S = 1.0  # of a call that waits for weights
 
@@ -41,13 +40,12 @@ _LOOK_S = 1.0  # of a call that waits for weights
 class _Call:
     """A call of `generate` that has not ended."""
 
-    left: int  # samples
-    ended: list[tuple[int, int, Completion]] = field(default_factory=list)  # that are to be handed over
-    error: BaseException | None = None
+    left: int  # samples that were not handed over
+    ended: SimpleQueue[tuple[int, int, Completion] | Exception] = field(default_factory=SimpleQueue)
 
 
 class EmbeddedEngine(Engine):
-    """One engine process; a Ray actor. Its calls sample together: whichever has its turn draws a token for all."""
+    """One engine process; a Ray actor. All of its calls are sampled together, in one thread."""
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)
@@ -61,7 +59,8 @@ class EmbeddedEngine(Engine):
         from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
         self._is_on_cuda = config.mesh.device != "cpu" and torch.cuda.is_available()
-        self._use_one_thread()
+        if not self._is_on_cuda:
+            use_one_thread()
         device = torch.device("cuda" if self._is_on_cuda else "cpu")
         dtype = getattr(torch, config.precision.compute_dtype)
         # under lora.sync=adapters the update says what they are multiplied by; nothing is drawn before
@@ -69,21 +68,18 @@ class EmbeddedEngine(Engine):
         self._policy = build_for_sampling(Path(config.model.path), dtype, device, lora)
         self._receiver = WeightReceiver(self._policy.all_parameters())
         self._sampler = Sampler(self._policy, decode=self.tokenizer.decode)
-        self._changed = threading.Condition()  # holds the lock of all of the following, and of the model
-        self._calls: dict[int, tuple[_Call, int]] = {}  # by number of the sampler's request: whose, and its place there
-        self._num_running = 0
-        self._activity = heartbeat.during("generate")  # of all that run
-        self._others: deque[None] = deque()  # one for each thread that wants the lock for something else than a token
+        # the calls that have not ended, by number of the sampler's request, with the request's place in its call
+        self._calls: dict[int, tuple[_Call, int]] = {}
         self._group: BroadcastGroup | None = None  # that weights are broadcast in
         self._buffers = OpenedBuffers()
         self._arriving = host_buffers(1)  # what is broadcast
         self._manifest: Manifest = {}  # of the update that was begun last
-        # whose frozen weights are here, by the last update that was committed, that was begun, and that is to begin
-        self._frozen: str | None = None
-        self._frozen_coming: str | None = None
-        self._frozen_asked: str | None = None
+        self._frozen = FrozenWeights()
         self._bytes: dict[Any, int] = {}  # of parameters while asleep
-        heartbeat.enter(heartbeat.IDLE)
+        self._thread = SamplingThread(
+            self._step, lambda: self._sampler.is_idle or self._receiver.version is None,
+            activity="generate", is_on_cpu=not self._is_on_cuda,
+        )  # fmt: skip
 
     def info(self) -> EngineInfo:
         config = self._policy.hf.config
@@ -93,9 +89,9 @@ class EmbeddedEngine(Engine):
         )
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        self._use_one_thread()
         call = _Call(sum(request.samples for request in requests))
-        with self._before_the_next_token():
+
+        def add() -> None:
             if self._receiver.version is None and not self._receiver.is_receiving:
                 raise StateError(
                     "the engine has no committed weights",
@@ -104,63 +100,62 @@ class EmbeddedEngine(Engine):
                 )
             for place, request in enumerate(requests):
                 self._calls[self._sampler.add(request.prompt, request.samples, request.params)] = (call, place)
-            self._num_running += 1
-            if self._num_running == 1:
-                self._activity = heartbeat.during("generate")
-                self._activity.__enter__()
+
+        def give_up() -> None:
+            numbers = {number for number, (owner, _) in self._calls.items() if owner is call}
+            if call.left:
+                self._sampler.abort(numbers)
+            for number in numbers:
+                del self._calls[number]
+
+        self._between_tokens(add)
         try:
             while call.left:
                 ended = self._next(call)
                 call.left -= len(ended)
-                if ended:
-                    yield self._samples(ended)
+                yield self._samples(ended)
         finally:
-            with self._before_the_next_token():
-                given_up = {number for number, (owner, _) in self._calls.items() if owner is call}
-                if call.left:
-                    self._sampler.abort(given_up)
-                for number in given_up:
-                    del self._calls[number]
-                self._num_running -= 1
-                if self._num_running == 0:
-                    self._activity.__exit__(*sys.exc_info())
+            self._between_tokens(give_up)
 
     def _next(self, call: _Call) -> list[tuple[int, int, Completion]]:
-        """Returns what has ended of a call since it last had a turn; draws a token for all calls where nothing has."""
-        with self._changed:
-            while self._others:
-                self._changed.wait(_LOOK_S)
-            self._wait_for_weights(call)
-            if call.error is not None:
-                raise call.error
-            if not call.ended:
-                try:
-                    self._hand_out(self._sampler.step())
-                except BaseException as error:  # the sampler holds nothing any more, of no call
-                    for other, _ in self._calls.values():
-                        other.error = error
-                    raise
-            ended, call.ended = call.ended, []
-            return ended
+        """Waits for a sample of a call, and takes what else has ended."""
+        ended = [self._first(call)]
+        with suppress(Empty):
+            while True:
+                ended.append(call.ended.get_nowait())
+        for one in ended:
+            if isinstance(one, Exception):
+                raise one
+        return [one for one in ended if not isinstance(one, Exception)]
 
-    def _wait_for_weights(self, call: _Call) -> None:
-        """A call goes on after an update, whether it began before or meanwhile; what was aborted need not wait."""
-        deadline = time.monotonic() + self.config.cluster.sync_timeout_s
-        while self._receiver.version is None and not call.ended:
-            if time.monotonic() > deadline:
+    def _first(self, call: _Call) -> tuple[int, int, Completion] | Exception:
+        """Waits for a sample, which goes on after an update, whether it began before or meanwhile."""
+        since = time.monotonic()  # when there were no weights first
+        while True:
+            with suppress(Empty):
+                return call.ended.get(timeout=_LOOK_S)
+            if self._receiver.version is not None:
+                since = time.monotonic()
+            elif time.monotonic() - since > self.config.cluster.sync_timeout_s:
                 raise StateError(
                     f"no weights were committed within cluster.sync_timeout_s={self.config.cluster.sync_timeout_s:g} "
                     "of the beginning of an update",
                     field="update_weights",
                     hint="call update_weights, and generate again",
                 )
-            heartbeat.tick()
-            self._changed.wait(_LOOK_S)
+
+    def _step(self) -> None:
+        """Draws a token for all calls; runs in the sampling thread."""
+        try:
+            self._hand_out(self._sampler.step())
+        except Exception as error:  # the sampler holds nothing any more, of no call
+            for call in {id(call): call for call, _ in self._calls.values()}.values():
+                call.ended.put(error)
 
     def _hand_out(self, ended: Sequence[tuple[int, int, Completion]]) -> None:
         for request, number, completion in ended:
             call, place = self._calls[request]
-            call.ended.append((place, number, completion))
+            call.ended.put((place, number, completion))
 
     def _samples(self, ended: Sequence[tuple[int, int, Completion]]) -> list[Sample]:
         texts = self.decode([completion.tokens for _, _, completion in ended])
@@ -170,13 +165,10 @@ class EmbeddedEngine(Engine):
         ]
 
     def abort(self) -> None:
-        with self._before_the_next_token():
-            self._hand_out(self._sampler.abort())
+        self._between_tokens(lambda: self._hand_out(self._sampler.abort()))
 
     def has_frozen(self, source: str) -> bool:
-        with self._before_the_next_token():
-            self._frozen_asked = source
-            return self._frozen == source
+        return self._frozen.are_of(source)
 
     def takes_adapters(self) -> bool:
         """Whether it has adapters of its own, which updates fill: under lora.sync=adapters."""
@@ -187,30 +179,30 @@ class EmbeddedEngine(Engine):
     ) -> None:
         from slimefsdp.models.lora import set_scale
 
-        with self._before_the_next_token():
+        def begin() -> None:
             if self._bytes:
                 raise StateError("the engine is asleep", field="update_weights", hint="call wake_up() first")
             self._receiver.begin(version, manifest, kept)
             if adapter_scale is not None:
                 set_scale(self._policy, adapter_scale)
             self._manifest = manifest
-            self._frozen_coming, self._frozen_asked = self._frozen_asked, None
-            if not kept:
-                self._frozen = None
+            self._frozen.begin(keeps=bool(kept))
+
+        self._between_tokens(begin)
 
     def receive(self, bucket: Any) -> None:
         from actors.workers.object_store_update import unpack_bucket
 
         self._receiver.receive(unpack_bucket(bucket))
 
-    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
 
         if self._group is not None:
             self._group.close()
         self._arriving.clear()  # a broadcast of the group before that did not end may write there yet
         try:
-            self._group = BroadcastGroup(address, port, rank, world_size, backend, timeout_s)
+            self._group = BroadcastGroup(*meeting)
         except BroadcastError as error:
             raise _not_arrived(error) from error
 
@@ -267,18 +259,19 @@ class EmbeddedEngine(Engine):
         self._receiver.receive(unpack(data, tensors))
 
     def commit(self, version: int) -> None:
-        with self._before_the_next_token():
+        def commit() -> None:
             self._receiver.commit(version)
-            self._frozen = self._frozen_coming
+            self._frozen.commit()
             self._sampler.take_new_weights(version)
+
+        self._between_tokens(commit)
 
     def sleep(self) -> None:
         from slimefsdp.distributed.memory_manager import give_back_free_memory
 
-        self.abort()
-        with self._before_the_next_token():
+        def sleep() -> None:
             self._receiver.forget()
-            self._frozen = None
+            self._frozen.forget()
             self._arriving.clear()
             for _, parameter in () if self._bytes else self._policy.all_parameters():
                 storage = parameter.untyped_storage()
@@ -286,31 +279,23 @@ class EmbeddedEngine(Engine):
                 storage.resize_(0)
             give_back_free_memory()
 
+        self.abort()
+        self._between_tokens(sleep)
+
     def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
         """Takes memory for the weights again; a cache exists only while samples are drawn."""
-        if "weights" not in tags:
-            return
-        with self._before_the_next_token():
+
+        def wake_up() -> None:
             for parameter, size in self._bytes.items():
                 parameter.untyped_storage().resize_(size)
             self._bytes = {}
 
-    @contextmanager
-    def _before_the_next_token(self) -> Iterator[None]:
-        """The lock, at the next opportunity: a thread that draws token after token would hardly ever leave it."""
-        self._others.append(None)
-        with self._changed:
-            self._others.pop()
-            try:
-                yield
-            finally:
-                self._changed.notify_all()
+        if "weights" in tags:
+            self._between_tokens(wake_up)
 
-    def _use_one_thread(self) -> None:
-        import torch
-
-        if not self._is_on_cuda:
-            torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
+    def _between_tokens(self, function: Callable[[], None]) -> None:
+        """Has the sampling thread call a function, and waits for it."""
+        self._thread.do(function).result()
 
 
 def _not_arrived(error: Exception) -> SyncError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import ray
@@ -20,6 +20,9 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import Transport as Transport
 from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
+
+if TYPE_CHECKING:  # importing this file costs no torch
+    from slimefsdp.weight_sync.broadcast import Rendezvous
 
 _ROUNDING = 1e-5  # by which a log-prob may be above 0
 _STREAMS_KEPT = 1000  # that were ended, until they are forgotten: one may be ended before it has begun
@@ -190,13 +193,8 @@ class Engine(Watched):
         """Takes one bucket from the object store."""
         raise NotImplementedError
 
-    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         """Joins the group in which rank 0 broadcasts weights, and leaves the one before; returns when all are in it.
-
-        Args:
-            rank: of the engine's first process; the others follow it.
-            backend: gloo or nccl.
-            timeout_s: for this call, and for each broadcast.
 
         Raises:
             SyncError: the others did not come.
@@ -256,6 +254,35 @@ class Engine(Watched):
         """Texts of responses without special tokens, stripped: what reward functions are given."""
         texts = self.tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)
         return [text.strip() for text in texts]
+
+
+class FrozenWeights:
+    """Keeps track of whose frozen weights an engine has, which updates of other weights need not send again."""
+
+    def __init__(self) -> None:
+        # the sources of the update that was committed last, of the one that has begun, and of the one that is to begin
+        self._committed: str | None = None
+        self._coming: str | None = None
+        self._asked: str | None = None
+
+    def are_of(self, source: str | None) -> bool:
+        """Notes the source of the update that is to begin; returns whether its frozen weights are here."""
+        self._asked = source
+        return self._committed is not None and self._committed == source
+
+    def begin(self, *, keeps: bool) -> None:
+        """Notes that this update begins; if it `keeps` nothing, what is here is about to be overwritten."""
+        self._coming, self._asked = self._asked, None
+        if not keeps:
+            self._committed = None
+
+    def commit(self) -> None:
+        """Notes that the update has come to its end."""
+        self._committed = self._coming
+
+    def forget(self) -> None:
+        """Notes that the weights are gone, or that nobody knows what they are."""
+        self._committed = None
 
 
 def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:

@@ -8,20 +8,20 @@ happens in that thread between two tokens, so that requests join and leave there
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.placement import gpus_per_rank
+from actors.engines.sampling_thread import SamplingThread, settle, use_one_thread
 from actors.engines.tokenizer import decoder_of
 from actors.model_folders import with_model_folders
 from actors.workers.watchdog import Watched, remote_class
-from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, portable
 from slimefsdp.models.hf_folder import read_model_folder
@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # whoever only starts an engine needs no torch
 Result = TypeVar("Result")
 _CALLS = 4096  # that an engine answers at once; more of them wait in Ray
 _CANCELLED_KEPT = 1000  # keys of requests, until they are forgotten: one may be cancelled before it has come
-_LOOK_S = 1.0  # of the thread, where nothing is to be done
 
 
 class SamplingEngine(Watched):
@@ -69,7 +68,8 @@ class SamplingEngine(Watched):
         set_numerics(config)
         device = choose_device(config.mesh.device)
         self._is_on_cpu = device.type == "cpu"
-        self._use_one_thread()
+        if self._is_on_cpu:
+            use_one_thread()
         path = Path(config.model.path)
         folder = read_model_folder(path, field="model.path", with_weights=config.model.init == "folder")
         lora = lora_of(config)
@@ -90,15 +90,13 @@ class SamplingEngine(Watched):
             max_samples=max_samples,
             decode=decoder_of(str(path)),
         )
-        self._changed = threading.Condition()  # holds the lock of the next two
-        self._between: list[Callable[[], None]] = []  # what is to be done between two tokens, in order
-        self._end: Exception | None = None  # why nothing is done any more
-        # the thread's own: by number of the sampler's request, and the numbers by the requests' keys
-        self._answers: dict[int, _Answer[SampleAnswer]] = {}
+        # used by the sampling thread alone: answers by number of the sampler's request, and the numbers by their keys
+        self._answers: dict[int, _Answer] = {}
         self._numbers: dict[str, int] = {}
         self._cancelled: deque[str] = deque(maxlen=_CANCELLED_KEPT)
-        self._thread = threading.Thread(target=self._sample, name="sampling", daemon=True)
-        self._thread.start()
+        self._thread = SamplingThread(
+            self._step, lambda: self._sampler.is_idle, activity="sample", is_on_cpu=self._is_on_cpu
+        )
 
     async def load(self, version: str, folder: str) -> int:
         """Reads a version's folder and holds it under that name, for `sample`; returns its bytes.
@@ -126,7 +124,7 @@ class SamplingEngine(Watched):
             read = await asyncio.to_thread(self._read, folder)
         except BaseException:  # a call that was cancelled, too
             with suppress(StateError):
-                self._post(release)
+                self._thread.do(release)
             raise
         return await self._do(partial(self._sampler.hold, version, read))
 
@@ -139,12 +137,13 @@ class SamplingEngine(Watched):
 
         def drop() -> None:
             for number in self._sampler.drop(version):
-                self._taken(number).fail(
+                self._settle(
+                    number,
                     StateError(
                         f"version {version!r} was dropped while it was sampled",
                         field="version",
                         hint="load it again, and drop it when its requests have been answered",
-                    )
+                    ),
                 )
 
         await self._do(drop)
@@ -167,7 +166,7 @@ class SamplingEngine(Watched):
                 was cancelled by its key; or the engine has been shut down.
             BatchError: naming what of the request cannot be. ResourceError: there was no memory to sample with.
         """
-        answer: _Answer[SampleAnswer] = _Answer(key)
+        answer: Future[SampleAnswer] = Future()
         numbers: list[int] = []
 
         def add() -> None:
@@ -176,22 +175,22 @@ class SamplingEngine(Watched):
             if key is not None and key in self._cancelled:
                 raise _was_cancelled(key)
             numbers.append(self._sampler.add(request))
-            self._answers[numbers[0]] = answer
+            self._answers[numbers[0]] = _Answer(answer, key)
             if key is not None:
                 self._numbers[key] = numbers[0]
 
         def give_up() -> None:
             for number in numbers:
                 if number in self._answers:
-                    self._taken(number)
+                    self._settle(number, _was_cancelled(key or ""))
                     self._sampler.cancel(number)
 
-        self._post(add, answer)
         try:
-            return await answer.future
+            await self._do(add)
+            return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             with suppress(StateError):
-                self._post(give_up)
+                self._thread.do(give_up)
             raise
 
     async def cancel(self, key: str) -> None:
@@ -204,7 +203,7 @@ class SamplingEngine(Watched):
         def cancel() -> None:
             self._cancelled.append(key)
             if (number := self._numbers.get(key)) is not None:
-                self._taken(number).fail(_was_cancelled(key))
+                self._settle(number, _was_cancelled(key))
                 self._sampler.cancel(number)
 
         await self._do(cancel)
@@ -215,122 +214,48 @@ class SamplingEngine(Watched):
 
     async def shutdown(self) -> None:
         """Ends the sampling: what has no answer fails with a StateError, and so does what comes later; idempotent."""
-        with self._changed:
-            if self._end is None:
-                self._end = StateError("the engine has been shut down", field="engine", hint="start another one")
-            self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+        end = StateError("the engine has been shut down", field="engine", hint="start another one")
+        await asyncio.to_thread(self._thread.stop, end)
+        for number in list(self._answers):
+            self._settle(number, end)
 
     # ------------------------------------------------------------------ inside
 
     async def _do(self, function: Callable[[], Result]) -> Result:
-        """Returns what a function returns that the thread calls between two tokens."""
-        answer: _Answer[Result] = _Answer()
-        self._post(lambda: answer.give(function()), answer)
-        return await answer.future
-
-    def _post(self, function: Callable[[], None], answer: _Answer[Any] | None = None) -> None:
-        """Has the thread call a function between two tokens.
-
-        Args:
-            answer: gets what the function raises.
-
-        Raises:
-            StateError: the thread has ended.
-        """
-
-        def call() -> None:
-            try:
-                if self._end is not None:
-                    raise self._end
-                function()
-            except Exception as error:
-                if answer is not None:
-                    answer.fail(error)
-
-        with self._changed:
-            if self._end is not None:
-                raise self._end
-            self._between.append(call)
-            self._changed.notify()
-
-    def _sample(self) -> None:
-        """Samples until the engine ends; runs in the sampling thread."""
-        self._use_one_thread()
-        heartbeat.enter(heartbeat.IDLE)
+        """Returns what a function returns that the sampling thread calls between two tokens."""
         try:
-            while self._end is None:
-                self._call_what_waits()
-                if self._sampler.is_idle:
-                    continue
-                with heartbeat.during("sample"):
-                    while self._end is None and not self._sampler.is_idle:
-                        for number, found in self._sampler.step():
-                            answer = self._taken(number)
-                            if isinstance(found, Exception):
-                                answer.fail(found)
-                            else:
-                                answer.give(found)
-                        self._call_what_waits()
-        except Exception as error:  # of this file or the sampler's own
-            self._end = error
-        finally:
-            with self._changed:
-                calls, self._between = self._between, []
-            for call in calls:
-                call()
-            assert self._end is not None
-            for answer in self._answers.values():
-                answer.fail(self._end)
-            self._answers.clear()
+            return await asyncio.wrap_future(self._thread.do(function))
+        except Exception as error:
+            raise portable(error) from None
 
-    def _call_what_waits(self) -> None:
-        with self._changed:
-            while self._sampler.is_idle and not self._between and self._end is None:
-                self._changed.wait(_LOOK_S)
-            calls, self._between = self._between, []
-        for call in calls:
-            call()
+    def _step(self) -> None:
+        """Draws a token for all samples of one version; runs in the sampling thread."""
+        try:
+            for number, outcome in self._sampler.step():
+                self._settle(number, outcome)
+        except Exception as error:  # of this file or the sampler's own: the thread ends by it
+            for number in list(self._answers):
+                self._settle(number, error)
+            raise
 
-    def _taken(self, number: int) -> _Answer[SampleAnswer]:
-        """The answer that a request of the sampler waits for, which is about to be settled."""
+    def _settle(self, number: int, outcome: SampleAnswer | Exception) -> None:
+        """Answers a request of the sampler."""
         answer = self._answers.pop(number)
         if answer.key is not None:
             del self._numbers[answer.key]
-        return answer
+        settle(answer.future, portable(outcome) if isinstance(outcome, Exception) else outcome)
 
     def _read(self, folder: str) -> Any:
-        self._use_one_thread()
+        if self._is_on_cpu:
+            use_one_thread()
         return self._weights.read(Path(folder))
 
-    def _use_one_thread(self) -> None:
-        import torch
 
-        if self._is_on_cpu:
-            torch.set_num_threads(1)  # as in ranks; per thread
+class _Answer(NamedTuple):
+    """A request that waits for its answer."""
 
-
-class _Answer(Generic[Result]):
-    """What a coroutine waits for and the thread gives; made in the coroutine."""
-
-    def __init__(self, key: str | None = None) -> None:
-        self.key = key
-        self._loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Result] = self._loop.create_future()
-
-    def give(self, result: Result) -> None:
-        self._settle(lambda: self.future.set_result(result))
-
-    def fail(self, error: Exception) -> None:
-        self._settle(lambda: self.future.set_exception(portable(error)))
-
-    def _settle(self, settle: Callable[[], None]) -> None:
-        def unless_cancelled() -> None:
-            if not self.future.done():
-                settle()
-
-        with suppress(RuntimeError):  # the loop has ended, and with it whoever waits
-            self._loop.call_soon_threadsafe(unless_cancelled)
+    future: Future[SampleAnswer]
+    key: str | None
 
 
 def start_sampling_engine(

@@ -14,13 +14,23 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.engines.dialect import TIED_HEAD, ServerFacts, WeightRoutes, dialect_class
-from actors.engines.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample, TensorInfo
+from actors.engines.protocol import (
+    ENGINE_TAGS,
+    Engine,
+    EngineInfo,
+    EngineTag,
+    FrozenWeights,
+    Manifest,
+    Request,
+    Sample,
+    TensorInfo,
+)
 from actors.engines.served_samples import check_request
-from actors.engines.served_sampling import HEALTH_S, CommittedVersions, ServedSampling
-from actors.engines.server_client import Refusal
+from actors.engines.served_sampling import CommittedVersions, ServedSampling
+from actors.engines.server_client import HEALTH_S, Refusal
 from actors.engines.server_launch import facts_of, start_client
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
@@ -29,6 +39,9 @@ from slimefsdp.errors import SlimeError, StateError, SyncError, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
 from slimefsdp.models.peft_folder import MATRICES
+
+if TYPE_CHECKING:  # importing this file costs no torch
+    from slimefsdp.weight_sync.broadcast import Rendezvous
 
 
 class ServedEngine(Engine):
@@ -53,7 +66,7 @@ class ServedEngine(Engine):
         self._facts: ServerFacts | None = None
         self._asking = threading.Lock()
         self._routes = WeightRoutes(self._client, config, index, self._dialect.is_of_group)
-        self._versions = CommittedVersions(config.cluster.sync_timeout_s)
+        self._versions = CommittedVersions(self._client, config.cluster.sync_timeout_s)
         self._sampling = ServedSampling(
             self._dialect, self._client, self._versions, self.tokenizer, config.cluster.call_timeout_s
         )
@@ -61,10 +74,7 @@ class ServedEngine(Engine):
         self._manifest: Manifest = {}
         self._missing: set[str] = set()
         self._adapter_scale: float | None = None  # of the adapter that comes, or is there; None: of none
-        # whose frozen weights are here, by the last update that was committed, that was begun, and that is to begin
-        self._frozen: str | None = None
-        self._frozen_coming: str | None = None
-        self._frozen_asked: str | None = None
+        self._frozen = FrozenWeights()
         self._asleep: frozenset[EngineTag] = frozenset()
 
     def health(self) -> None:
@@ -126,10 +136,9 @@ class ServedEngine(Engine):
 
     # ------------------------------------------------------------------ weights
 
-    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         self._known()
-        group: dict[str, Any] = {"world_size": world_size, "backend": backend, "timeout_s": timeout_s}
-        self._dialect.join(self._routes, address, port, rank, **group)
+        self._dialect.join(self._routes, meeting)
 
     def takes_adapters(self) -> bool:
         """Whether its server has room for an adapter: under lora.sync=adapters."""
@@ -138,9 +147,9 @@ class ServedEngine(Engine):
     def has_frozen(self, source: str) -> bool:
         """Returns True only for updates of adapters, since servers fuse frozen weights with others."""
         with self._updating:
-            self._frozen_asked = source if self.takes_adapters() else None
+            are_here = self._frozen.are_of(source if self.takes_adapters() else None)
             committed = self._versions.committed
-            if committed is None or self._frozen is None or self._frozen != self._frozen_asked:
+            if committed is None or not are_here:
                 return False
             return self._dialect.weight_version(self._routes) == str(committed)  # else it was started anew
 
@@ -155,7 +164,7 @@ class ServedEngine(Engine):
             self._manifest, self._missing = dict(manifest), set(manifest) - set(kept)
             self._adapter_scale = adapter_scale
             self._sampling.uses_adapter = adapter_scale is not None
-            self._frozen_coming, self._frozen_asked = self._frozen_asked, None
+            self._frozen.begin(keeps=bool(kept))
             self._versions.begin(version)
             with self._or_fail():
                 self._dialect.open_update(self._routes)
@@ -233,7 +242,7 @@ class ServedEngine(Engine):
                     f"the server has weights {found!r} after version {version} was committed",
                     field="update_weights", hint="let nobody else update this server",
                 )  # fmt: skip
-            self._frozen = self._frozen_coming
+            self._frozen.commit()
             self._versions.commit(version)
 
     def _check_manifest(self, manifest: Manifest) -> None:
@@ -265,7 +274,7 @@ class ServedEngine(Engine):
         try:
             yield
         except BaseException:
-            self._frozen = None
+            self._frozen.forget()
             self._versions.fail()
             with suppress(Refusal, SlimeError):
                 self._dialect.end_waiting(self._client)
@@ -283,7 +292,7 @@ class ServedEngine(Engine):
             return
         self.abort()
         with self._updating:
-            self._frozen = None
+            self._frozen.forget()
             self._versions.fail()
             if self._asleep:  # servers free all that they hold, or nothing
                 self._dialect.take_memory(self._routes, _in_order(self._asleep))
@@ -313,8 +322,7 @@ class ServedEngine(Engine):
         """Ends a server that was started here; idempotent. One at a URL goes on."""
         self._versions.fail()
         self._sampling.give_up()
-        if self._client.child is not None:
-            self._client.child.end()
+        self._client.end()
 
 
 def _in_order(tags: Collection[EngineTag]) -> list[EngineTag]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -14,93 +14,103 @@ from typing import Any
 from actors.engines.dialect import ServerDialect
 from actors.engines.protocol import Request, Sample
 from actors.engines.served_samples import PartialSample, length_with_stop
-from actors.engines.server_client import Refusal, ServerClient
+from actors.engines.server_client import HEALTH_S, Refusal, ServerClient
 from slimefsdp import heartbeat
 from slimefsdp.errors import EngineError, SlimeError, StateError, WorkerDied
 from slimefsdp.sampling.params import FinishReason, SamplingParams
 
-_MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
+MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
 _TICK_S = 1.0
-HEALTH_S = 10.0
-_ABORT_AGAIN_S = 0.1
+ABORT_AGAIN_S = 0.1
 _ALIVE_EVERY_S = 10.0  # a server is asked whether it is there, while no sample ends
-_MOST_CUTS = 3  # connections that a sample may lose
-_GIVE_UP_S = 10.0  # for requests to end that nobody waits for
+MOST_CUTS = 3  # connections that a sample may lose
+GIVE_UP_S = 10.0  # for requests to end that nobody waits for
 
 
 class CommittedVersions:
-    """The versions of the weights that a server has or takes, for threads that wait for some.
+    """The versions of the weights that a server has or is being sent; samples wait here for some.
+
+    Its fields change on the event loop of the client alone, so that a sample sees no change between two waits.
 
     Args:
-        timeout_s: how long they wait for an update that has begun.
+        timeout_s: how long samples wait for an update that has begun.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()  # of a lock that a thread may take twice
+    def __init__(self, client: ServerClient, timeout_s: float) -> None:
+        self._client, self._timeout_s = client, timeout_s
+        self._changed = asyncio.Condition()
         self.incoming: int | None = None  # the version of the update that has begun
         self.committed: int | None = None  # None between two, and after an update that failed
         self.commits: list[int] = []  # all that there were
         self.interruptions = 0  # of what was sampled: by updates, and by whatever else ends all of it
-        self.failures = 0  # what a server draws across one is of weights that nobody knows
+        self.failures = 0  # what a server draws across a failure is from weights that nobody knows
 
     def begin(self, version: int) -> None:
-        """An update begins: from now on nobody samples."""
-        self._set(None, incoming=version)
+        """Begins an update: from now on nothing is sampled."""
+        self._client.start(self._set(None, incoming=version)).result()
 
     def fail(self) -> None:
-        """There are no weights to sample from, and none come."""
-        with self._changed:
+        """Ends an update that failed: there are no weights to sample from, and none come."""
+
+        async def fail() -> None:
             self.failures += 1
-            self._set(None, incoming=None)
+            await self._set(None, incoming=None)
+
+        self._client.start(fail()).result()
 
     def interrupt(self) -> None:
-        """All that is sampled ends now, and goes on."""
-        with self._changed:
+        """Notes that all that is sampled ends now, and goes on."""
+
+        async def interrupt() -> None:
             self.interruptions += 1
 
+        self._client.start(interrupt()).result()
+
     def commit(self, version: int) -> None:
-        """The update has ended: all that wait go on."""
-        with self._changed:
+        """Ends an update: all samples that wait go on."""
+
+        async def commit() -> None:
             self.commits.append(version)
-            self._set(version, incoming=None)
+            await self._set(version, incoming=None)
+
+        self._client.start(commit()).result()
 
     def known_since(self, place: int) -> set[int]:
         """Returns the versions from this place of `commits` on, the incoming one included.
 
         A request may have waited at the server during updates, and goes on before the last one is known to be whole.
         """
-        with self._changed:
-            return {*self.commits[place:], *([] if self.incoming is None else [self.incoming])}
+        return {*self.commits[place:], *([] if self.incoming is None else [self.incoming])}
 
-    def wait(self, is_over: Callable[[], bool]) -> int | None:
-        """The place among `commits` of what is committed, once it is; None as soon as `is_over`.
+    async def wait(self, is_over: Callable[[], bool]) -> int | None:
+        """Waits for committed weights; returns their place among `commits`, or None as soon as `is_over`.
 
         Raises:
-            StateError: there is none and none comes, or it took too long.
+            StateError: there are none and none come, or it took too long.
         """
         deadline = time.monotonic() + self._timeout_s
-        with self._changed:
-            while not is_over():
-                if self.committed is not None:
-                    return len(self.commits) - 1
-                if self.incoming is None:
-                    raise StateError(
-                        "the engine has no committed weights",
-                        field="update_weights",
-                        hint="call engines.update_from(group) first",
-                    )
-                if time.monotonic() > deadline:
-                    raise StateError(
-                        f"new weights were not committed within cluster.sync_timeout_s={self._timeout_s:g}",
-                        field="cluster.sync_timeout_s", hint="call update_weights again, or raise the timeout",
-                    )  # fmt: skip
-                heartbeat.tick()
-                self._changed.wait(_TICK_S)
+        while not is_over():
+            if self.committed is not None:
+                return len(self.commits) - 1
+            if self.incoming is None:
+                raise StateError(
+                    "the engine has no committed weights",
+                    field="update_weights",
+                    hint="call engines.update_from(group) first",
+                )
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"new weights were not committed within cluster.sync_timeout_s={self._timeout_s:g}",
+                    field="cluster.sync_timeout_s", hint="call update_weights again, or raise the timeout",
+                )  # fmt: skip
+            heartbeat.tick()
+            with suppress(TimeoutError):
+                async with self._changed, asyncio.timeout(_TICK_S):
+                    await self._changed.wait()
         return None
 
-    def _set(self, committed: int | None, *, incoming: int | None) -> None:
-        with self._changed:
+    async def _set(self, committed: int | None, *, incoming: int | None) -> None:
+        async with self._changed:
             self.interruptions += committed is None
             self.committed, self.incoming = committed, incoming
             self._changed.notify_all()
@@ -136,7 +146,7 @@ class ServedSampling:
         self._call_timeout_s = call_timeout_s
         self.vocab_size = 0  # of the server's model, as it has said
         self.uses_adapter = False
-        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "sample")
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
         self._lock = threading.Lock()  # of what follows
         self._calls: set[_Call] = set()
         self._in_flight: dict[str, _Call] = {}  # by request id, what the server has been asked
@@ -153,10 +163,9 @@ class ServedSampling:
         call = _Call(decode)
         left = sum(request.samples for request in requests)
         with self._during(call):
-            self._versions.wait(lambda: call.is_aborted)
             for place, request in enumerate(requests):
                 for number in range(request.samples):
-                    self._threads.submit(self._hand_in, call, place, number, request)
+                    self._client.start(self._hand_in(call, place, number, request))
             while left:
                 samples = self._next_samples(call)
                 left -= len(samples)
@@ -180,26 +189,27 @@ class ServedSampling:
                 raise one
         return [one for one in found if isinstance(one, Sample)]
 
-    def _hand_in(self, call: _Call, place: int, number: int, request: Request) -> None:
+    async def _hand_in(self, call: _Call, place: int, number: int, request: Request) -> None:
         try:
-            call.ended.put(self._sample(call, place, number, request))
+            async with self._places:
+                call.ended.put(await self._sample(call, place, number, request))
         except Exception as error:  # raised where somebody waits
             call.ended.put(error)
 
-    def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
+    async def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
         drawn, params = PartialSample(), request.params
         reason: FinishReason = "abort"
         cuts = 0
         while not call.is_aborted and not call.is_given_up:
             interruptions, failures, before = self._versions.interruptions, self._versions.failures, len(drawn.tokens)
-            since = self._versions.wait(lambda: call.is_aborted or call.is_given_up)
+            since = await self._versions.wait(lambda: call.is_aborted or call.is_given_up)
             if since is None:
                 break
             try:
-                piece, end = self._ask(call, request, number, drawn, since)
+                piece, end = await self._ask(call, request, number, drawn, since)
             except WorkerDied:  # of the connection alone, where the server is there
                 cuts += 1
-                if cuts > _MOST_CUTS or not self._client.answers(HEALTH_S):
+                if cuts > MOST_CUTS or not await self._client.is_alive(HEALTH_S):
                     raise
                 continue
             if self._versions.failures != failures:
@@ -237,7 +247,7 @@ class ServedSampling:
             return "stop"
         return "length" if len(drawn.tokens) == params.max_new_tokens and end != "stop" else end
 
-    def _ask(
+    async def _ask(
         self, call: _Call, request: Request, number: int, drawn: PartialSample, since: int
     ) -> tuple[PartialSample, FinishReason | None]:
         name = f"slimefsdp-{uuid.uuid4().hex}"
@@ -249,10 +259,8 @@ class ServedSampling:
                 return PartialSample(), "abort"
             self._in_flight[name] = call
         try:
-            answer = self._client.post(self._dialect.GENERATE, body, timeout_s=self._call_timeout_s)
+            answer = await self._client.ask("POST", self._dialect.GENERATE, body, timeout_s=self._call_timeout_s)
         except Refusal as refusal:
-            if refusal.status >= 500 and self._client.has_ended():
-                raise self._client.lost(str(refusal)) from refusal
             raise EngineError(
                 f"the server refused a request: {refusal}", field="engine", hint="look at its log"
             ) from refusal
@@ -274,7 +282,7 @@ class ServedSampling:
         finally:
             with self._lock:
                 call.is_given_up = True
-            self._end_at_server([call], _GIVE_UP_S)
+            self._end_at_server([call], GIVE_UP_S)
             with self._lock:
                 self._calls.remove(call)
                 if not self._calls:
@@ -293,7 +301,7 @@ class ServedSampling:
                 if are_all and self._dialect.ABORTS_ALL:  # of a request that comes now it is known why it ends
                     self._versions.interrupt()
                 self._dialect.end_requests(self._client, ids, are_all=are_all)
-            time.sleep(_ABORT_AGAIN_S)  # again: a request may have been on its way
+            time.sleep(ABORT_AGAIN_S)  # again: a request may have been on its way
 
     def abort(self) -> bool:
         """Ends all samples that are running or wait, as they are; returns whether the server has ended them in time."""
@@ -308,4 +316,3 @@ class ServedSampling:
         with self._lock:
             for call in self._calls:
                 call.is_given_up = True
-        self._threads.shutdown(wait=False, cancel_futures=True)

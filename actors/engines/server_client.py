@@ -1,12 +1,14 @@
-"""What is said to a rollout server by HTTP, and what its silence and its refusals mean."""
+"""Asks a rollout server by HTTP, and says what its silence and its refusals mean."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.engines.child_server import ChildServer
 from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
@@ -14,9 +16,12 @@ from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
 if TYPE_CHECKING:  # a command line that asks no server does not wait for httpx
     import httpx
 
+Result = TypeVar("Result")
+HEALTH_S = 10.0  # for a server to say that it is alive
 _CONNECT_S = 10.0
 _ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
 _CUT_S = 2.0  # between the end of connections and that of the server
+_LOOK_EVERY_S = 0.05  # at whether a server has ended
 _MOST = 2**30  # bytes of an answer
 _SHOWN = 400  # characters of an answer of another form than expected
 
@@ -30,7 +35,10 @@ class Refusal(Exception):
 
 
 class ServerClient:
-    """One server; its methods may be called from several threads.
+    """A client of one server, whose requests all run on one event loop in a thread of the client's own.
+
+    `get`, `post`, `tell`, `answers` and `lost` wait for the loop and may be called from any other thread. Code that
+    runs on the loop, as `start` has it, awaits `ask`, `is_alive` and `loss`.
 
     Args:
         url: without a slash at its end.
@@ -44,80 +52,94 @@ class ServerClient:
         self._index = index
         self.child = child
         self._alive = alive
-        self._making = threading.Lock()
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http: httpx.AsyncClient | None = None
+
+    # ------------------------------------------------------------------ for other threads
 
     def get(self, route: str, *, timeout_s: float) -> Any:
-        """The answer, from JSON; None if there is none.
+        """Returns the answer, from JSON; None if there is none.
 
         Raises:
             Refusal: any other status than 200. WorkerDied: nobody answers. WorkerHung: not in time.
         """
-        return self._ask("GET", route, None, timeout_s)
+        return self.start(self.ask("GET", route, timeout_s=timeout_s)).result()
 
     def post(self, route: str, body: Any = None, *, timeout_s: float) -> Any:
-        return self._ask("POST", route, body, timeout_s)
+        """Posts JSON, and returns the answer as `get` does."""
+        return self.start(self.ask("POST", route, body, timeout_s=timeout_s)).result()
 
     def tell(self, route: str, body: Any = None, *, timeout_s: float) -> None:
         """Posts a request whose answer is plain text."""
-        self._ask("POST", route, body, timeout_s, is_json=False)
+        self.start(self.ask("POST", route, body, timeout_s=timeout_s, is_json=False)).result()
 
     def answers(self, timeout_s: float) -> bool:
-        """Whether it is there and ready."""
+        """Returns whether the server is there and ready."""
+        return self.start(self.is_alive(timeout_s)).result()
+
+    def lost(self, why: str) -> SlimeError:
+        """Returns the error of a server that has ended, or cannot be reached."""
+        return self.start(self.loss(why)).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Runs a coroutine on the client's event loop; cancelling the future cancels it."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="http", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def end(self) -> None:
+        """Ends the server where this process has started it; idempotent."""
+        if self.child is not None:
+            self.child.end()
+
+    # ------------------------------------------------------------------ on the client's event loop
+
+    async def ask(self, method: str, route: str, body: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
+        """Returns what the server answers within `timeout_s` seconds; a caller that is cancelled closes the connection.
+
+        Args:
+            method: of HTTP.
+            is_json: the answer is JSON; else it is a text for people, and None is returned.
+
+        Raises:
+            Refusal, WorkerDied, WorkerHung: as `get`. A server that refuses since it is about to end has died.
+        """
         try:
-            self.get(self._alive, timeout_s=timeout_s)
+            return await self._ask(method, route, body, timeout_s, is_json=is_json)
+        except Refusal as refusal:
+            if refusal.status >= 500 and await self._has_ended():
+                raise await self.loss(str(refusal)) from refusal
+            raise
+
+    async def is_alive(self, timeout_s: float) -> bool:
+        """Returns whether the server is there and ready."""
+        try:
+            await self._ask("GET", self._alive, None, timeout_s)
         except (Refusal, SlimeError):
             return False
         return True
 
-    def lost(self, why: str) -> SlimeError:
-        """The error of a server that has ended, or cannot be reached."""
-        if self.child is None:
-            return WorkerDied(
-                f"the server of engine {self._index} at {self.url} does not answer: {why}",
-                field="rollout.engine_urls", hint="look at its log, and start it again", rank=self._index,
-            )  # fmt: skip
-        self.child.ends_within(_CUT_S)
-        status = self.child.status()
-        how = "does not answer" if status is None else f"ended with status {status}"
-        last = " | ".join(self.child.last_lines(3))
-        return WorkerDied(
-            f"the server of engine {self._index} {how} ({why}); its log ends with: {last}",
-            field="rollout.engine", hint=f"see {self.child.log}", rank=self._index,
-        )  # fmt: skip
-
-    def has_ended(self) -> bool:
-        """Whether nobody is there to ask again, now or in a moment."""
-        if self.child is not None:
-            return self.child.ends_within(_ENDING_S)
-        return not self.answers(_ENDING_S)
-
-    @cached_property
-    def _http(self) -> httpx.Client:
-        """A client without proxies, for as many threads as ask, with a connection for each question.
-
-        One that was kept may be closed by the server at any moment.
-        """
+    async def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
         import httpx
 
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        return httpx.Client(trust_env=False, limits=limits, headers={"Connection": "close"})
-
-    def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
-        import httpx
-
-        deadline = time.monotonic() + timeout_s
-        with self._making:  # else several threads would each make one
-            http = self._http
+        if self._http is None:
+            # without proxies, and with a connection for each question: the server may close one that was kept
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+            self._http = httpx.AsyncClient(trust_env=False, limits=limits, headers={"Connection": "close"})
         try:
-            timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
-            with http.stream(method, self.url + route, json=body, timeout=timeout) as answer:
-                content = _whole(answer, deadline)
+            async with asyncio.timeout(timeout_s):
+                timeout = httpx.Timeout(None, connect=_CONNECT_S)
+                async with self._http.stream(method, self.url + route, json=body, timeout=timeout) as answer:
+                    content = await _whole(answer)
         except httpx.ConnectTimeout as error:
-            raise self.lost(f"no connection within {_CONNECT_S:g} s") from error
-        except httpx.TimeoutException as error:
+            raise await self.loss(f"no connection within {_CONNECT_S:g} s") from error
+        except TimeoutError as error:
             raise self._late(route, timeout_s) from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise self.lost(f"{route}: {_plain(error)}") from error
+            raise await self.loss(f"{route}: {_plain(error)}") from error
         text = content.decode(errors="replace")
         if answer.status_code != 200:
             raise Refusal(route, answer.status_code, _said(text))
@@ -127,6 +149,34 @@ class ServerClient:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise Refusal(route, answer.status_code, text[:_SHOWN]) from error
+
+    async def loss(self, why: str) -> SlimeError:
+        """Returns the error of a server that has ended, or cannot be reached."""
+        if self.child is None:
+            return WorkerDied(
+                f"the server of engine {self._index} at {self.url} does not answer: {why}",
+                field="rollout.engine_urls", hint="look at its log, and start it again", rank=self._index,
+            )  # fmt: skip
+        await self._ends_within(_CUT_S)
+        status = self.child.status()
+        how = "does not answer" if status is None else f"ended with status {status}"
+        last = " | ".join(self.child.last_lines(3))
+        return WorkerDied(
+            f"the server of engine {self._index} {how} ({why}); its log ends with: {last}",
+            field="rollout.engine", hint=f"see {self.child.log}", rank=self._index,
+        )  # fmt: skip
+
+    async def _has_ended(self) -> bool:
+        """Returns whether nobody is there to ask again, now or in a moment."""
+        return not await self.is_alive(_ENDING_S) if self.child is None else await self._ends_within(_ENDING_S)
+
+    async def _ends_within(self, seconds: float) -> bool:
+        """Returns whether the server that this process has started has ended, or does so in that time."""
+        assert self.child is not None
+        deadline = time.monotonic() + seconds
+        while self.child.status() is None and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return self.child.status() is not None
 
     def _late(self, route: str, timeout_s: float) -> WorkerHung:
         error = WorkerHung(
@@ -139,26 +189,25 @@ class ServerClient:
         return error
 
 
-def _whole(answer: httpx.Response, deadline: float) -> bytes:
-    """Returns what a server answers, in time as a whole: httpx allows each piece of it as much.
+async def _whole(answer: httpx.Response) -> bytes:
+    """Returns what a server answers.
 
     Raises:
-        httpx.ReadTimeout: it takes longer. httpx.DecodingError: it is too much. httpx.HTTPError: it is cut.
+        httpx.DecodingError: it is too much. httpx.HTTPError: it is cut.
     """
     import httpx
 
     parts, size = [], 0
-    for part in answer.iter_bytes():
+    async for part in answer.aiter_bytes():
         parts.append(part)
         size += len(part)
-        if time.monotonic() > deadline:
-            raise httpx.ReadTimeout(f"{size} bytes came")
         if size > _MOST:
             raise httpx.DecodingError(f"more than {_MOST:,} bytes")
     return b"".join(parts)
 
 
 def _said(text: str) -> str:
+    """Returns the message of a refusal, whose JSON differs from server to server."""
     try:
         body = json.loads(text)
         error = body.get("error", body.get("detail", body))
@@ -168,7 +217,7 @@ def _said(text: str) -> str:
 
 
 def _plain(error: BaseException) -> str:
-    """The innermost cause: what httpx says around it names objects of its own."""
+    """Returns the innermost cause: what httpx says around it names objects of its own."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}"[:_SHOWN]

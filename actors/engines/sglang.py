@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from actors.engines.dialect import ADAPTER, ASK_S, SERVED_AS, ServerDialect, ServerFacts, WeightRoutes
 from actors.engines.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo
@@ -18,6 +18,9 @@ from slimefsdp.errors import EngineError
 from slimefsdp.models.hf_weight_names import hub_parts
 from slimefsdp.models.peft_folder import ADAPTER_FOLDER
 from slimefsdp.sampling.params import FinishReason
+
+if TYPE_CHECKING:  # importing this file costs no torch
+    from slimefsdp.weight_sync.broadcast import Rendezvous
 
 OLDEST = (0, 5, 23)  # of the releases 0.5.x
 _NO_TOKEN = "NaN happened"  # what matched where a token is outside the vocabulary; SGLang puts an end token there
@@ -188,31 +191,21 @@ class SglangDialect(ServerDialect):
 
     # ------------------------------------------------------------------ weights
 
-    def join(
-        self,
-        routes: WeightRoutes,
-        address: str,
-        port: int,
-        rank: int,
-        *,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-    ) -> None:
+    def join(self, routes: WeightRoutes, meeting: Rendezvous) -> None:
         from slimefsdp.weight_sync.broadcast import torch_group_name
 
-        name = torch_group_name(port)
+        name = torch_group_name(meeting.port)
         for old in {name, self.group_name} - {None}:  # of this engine, or of one before at the same server
             routes.try_post("/destroy_weights_update_group", {"group_name": old})
         info = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank,
-            "world_size": world_size,
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": meeting.rank,
+            "world_size": meeting.world_size,
             "group_name": name,
-            "backend": backend,
+            "backend": meeting.backend,
         }
-        routes.post("/init_weights_update_group", info, timeout_s=timeout_s)
+        routes.post("/init_weights_update_group", info, timeout_s=meeting.timeout_s)
         self.group_name = name
 
     @property

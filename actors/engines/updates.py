@@ -12,7 +12,7 @@ from typing import Any
 from actors.engines.colocated import RanksBeside
 from actors.engines.processes import EngineProcesses
 from actors.fault_tolerance.recovery import LOST, Restarts
-from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError
+from slimefsdp.errors import SlimeError, StateError, SyncError
 from slimefsdp.results import FailedReceiver, SyncReport
 
 
@@ -124,13 +124,7 @@ class EngineUpdates:
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:
         assert self.restarts is not None
-        while True:
-            self.restarts.spend(error, tuple(indices))
-            try:
-                self._processes.relaunch(indices)
-                return
-            except (*LOST, EngineError) as another:  # it did not start
-                error = another
+        self.restarts.start_another(error, lambda: self._processes.relaunch(indices), tuple(indices))
 
     def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
         """An update of these engines, which may be asleep; failed ones are named by their index."""

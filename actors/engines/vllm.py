@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import slimefsdp
 from actors.engines.dialect import (
@@ -31,6 +31,9 @@ from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.hf_weight_names import hub_parts
 from slimefsdp.models.peft_folder import MATRICES, tensor_name
 from slimefsdp.sampling.params import FinishReason, SamplingParams
+
+if TYPE_CHECKING:  # importing this file costs no torch
+    from slimefsdp.weight_sync.broadcast import Rendezvous
 
 SUPPORTED = "0.32"
 PROTOCOL = 4  # as in slimefsdp.weight_sync.vllm_plugin
@@ -167,27 +170,11 @@ class VllmDialect(ServerDialect):
 
     # ------------------------------------------------------------------ weights
 
-    def join(
-        self,
-        routes: WeightRoutes,
-        address: str,
-        port: int,
-        rank: int,
-        *,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-    ) -> None:
-        info = {
-            "address": address,
-            "port": port,
-            "rank_offset": rank,
-            "world_size": world_size,
-            "backend": backend,
-            "timeout_s": timeout_s,
-        }
+    def join(self, routes: WeightRoutes, meeting: Rendezvous) -> None:
+        info = meeting._asdict()
+        info["rank_offset"] = info.pop("rank")
         # the server's workers give up by themselves, and look for rank 0 a second time before
-        routes.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=3 * timeout_s + 30)
+        routes.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=3 * meeting.timeout_s + 30)
 
     def open_update(self, routes: WeightRoutes) -> None:
         routes.post("/pause?mode=abort&clear_cache=true")

@@ -1,8 +1,11 @@
 """Sampling as a service by a server of vLLM: one process beside it, with the calls of a `SamplingEngine`.
 
-Each version is an adapter of vLLM's own, under a name that no other one ever has. The base is sampled from beside an
+Each version is an adapter of vLLM's own, under a name that no other one ever has. The base is sampled from with an
 adapter of zeros: on CPU vLLM 0.32 computes a request without an adapter with one of the others' where both are in a
 batch.
+
+An engine whose server is lost raises the loss from then on. Its supervisor (actors/service/supervised_engine.py) starts
+another engine, and with it another server.
 """
 
 from __future__ import annotations
@@ -10,47 +13,58 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from actors.cluster.connect import gpus_of_engines
 from actors.cluster.placement import gpus_per_rank
 from actors.engines.sampling_engine import started_for_service
+from actors.engines.served_sampling import ABORT_AGAIN_S, GIVE_UP_S, MOST_AT_ONCE, MOST_CUTS
+from actors.engines.server_client import HEALTH_S, Refusal, ServerClient
+from actors.engines.server_launch import facts_of, start_client
 from actors.engines.tokenizer import decoder_of
 from actors.engines.vllm_base import base_of
-from actors.engines.vllm_server import Adapter, VllmServer
-from actors.engines.vllm_service import bodies_of, check_request, read_prompt, read_sample
+from actors.engines.vllm_service import (
+    SamplingFacts,
+    VllmServiceDialect,
+    bodies_of,
+    check_request,
+    read_prompt,
+    read_sample,
+)
 from actors.workers.watchdog import Watched
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError, ModelError, ResourceError, StateError, byte_text, portable
+from slimefsdp.errors import (
+    EngineError,
+    ModelError,
+    ResourceError,
+    SlimeError,
+    StateError,
+    WorkerDied,
+    WorkerHung,
+    byte_text,
+    portable,
+)
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
+from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
 
+Result = TypeVar("Result")
 MOST_VERSIONS = 31
 """That a server which is started here has room for, whatever their size: vLLM's kernels count all places."""
-_MOST_AT_ONCE = 1024  # samples under way; vLLM queues what is more than it does at once
-_GIVE_UP_S = 10.0  # for requests to end that nobody waits for
+_NOT_FOUND = 404  # of an adapter, at a server that somebody has started again
 
 
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A version that may be sampled from.
+class _Adapter(NamedTuple):
+    """An adapter that the server may be asked to sample with."""
 
-    Args:
-        calls: that sample from it.
-    """
-
-    adapter: Adapter
-    bytes: int
-    calls: set[_Call] = field(default_factory=set)
-    is_dropped: bool = False
+    name: str  # at the server
+    folder: Path  # of PEFT, which stays there as long as the server may read it
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +74,22 @@ class _Call:
     Args:
         waiting: names of those that the server has not been asked for.
         running: of those that it has.
+        over: why its samples are not wanted any more; None: they are.
     """
 
+    key: str | None
     waiting: set[str]
     running: set[str] = field(default_factory=set)
-    is_over: bool = False
-    key: str | None = None
+    over: StateError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Version:
+    """A version that may be sampled from, and the requests that do."""
+
+    adapter: _Adapter
+    bytes: int
+    calls: set[_Call] = field(default_factory=set)
 
 
 class VllmSamplingEngine(Watched):
@@ -73,7 +97,7 @@ class VllmSamplingEngine(Watched):
 
     Its calls are those of `actors.engines.sampling_engine.SamplingEngine`, and so are what they raise and that
     log-probs are at temperature 1. What vLLM does not do exactly is a BatchError that names it. What is drawn follows
-    from `params.seed` and a sample's number, but for rounding, which depends on what else vLLM computes beside it.
+    from `params.seed` and a sample's number, but for rounding, which depends on what else vLLM computes in a batch.
 
     Args:
         config: its model.path is a folder.
@@ -81,7 +105,7 @@ class VllmSamplingEngine(Watched):
         max_samples: of a request.
 
     Raises:
-        ModelError: the folder is malformed.
+        ModelError: the folder is malformed. By every call, once the server is lost: WorkerDied, WorkerHung.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2}
@@ -92,14 +116,14 @@ class VllmSamplingEngine(Watched):
         self._model = read_model_folder(Path(config.model.path), field="model.path")
         self._decode = decoder_of(str(config.model.path))
         assert config.run.dir is not None
-        self._copies = config.run.dir.absolute() / "service" / "vllm"  # of the versions' folders, as long as it lives
-        self._held: dict[str | None, _Held] = {}
-        self._coming: set[str] = set()
+        self._copies = config.run.dir.absolute() / "service" / "vllm"  # of the versions' folders
+        self._versions: dict[str | None, _Version] = {}  # None: the base
+        self._coming: set[str] = set()  # versions that are being loaded
         self._drawn = 0
-        self._server: VllmServer | None = None
+        self._client: ServerClient | None = None
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
         self._is_shut_down = False
-        self._end: Exception | None = StateError("the engine has not begun", field="engine", hint="call begin() first")
-        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "sample")
+        self._end: SlimeError | None = StateError("the engine has not begun", field="engine", hint="call begin() first")
         heartbeat.enter(heartbeat.IDLE)
 
     async def begin(self) -> None:
@@ -119,19 +143,19 @@ class VllmSamplingEngine(Watched):
             StateError, ResourceError, ModelError: as `SamplingEngine`; also what vLLM refuses is a ModelError.
         """
         self._require_running()
-        if version in self._held or version in self._coming:
+        if version in self._versions or version in self._coming:
             raise StateError(f"there is a version {version!r}", field="version", hint="give another name")
-        held = len(self._held) - 1 + len(self._coming)
-        if held >= self._room:
+        count = len(self._versions) - 1 + len(self._coming)
+        if count >= self._room:
             raise ResourceError(
-                f"{held} versions are held, and vLLM has room for {self._room}",
+                f"{count} versions are held, and vLLM has room for {self._room}",
                 field="memory_bytes", hint="drop one, or raise service.max_version_bytes and vLLM's --max-loras",
             )  # fmt: skip
         self._coming.add(version)
-        adapter = Adapter(f"version-{uuid.uuid4().hex}", self._copies / uuid.uuid4().hex)
+        adapter = _Adapter(f"version-{uuid.uuid4().hex}", self._copies / uuid.uuid4().hex)
         try:
             await asyncio.to_thread(self._load, adapter, Path(folder))
-            self._held[version] = _Held(adapter, self._base.version_bytes)
+            self._versions[version] = _Version(adapter, self._base.version_bytes)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(self._forget, adapter))
             raise
@@ -140,26 +164,22 @@ class VllmSamplingEngine(Watched):
         return self._base.version_bytes
 
     async def drop(self, version: str) -> None:
-        """As `SamplingEngine`.
+        """Forgets a version; its requests end with a StateError.
 
         Raises:
             StateError: there is none of this name.
         """
-        held = self._of(version)
-        del self._held[version]
-        held.is_dropped = True
-        calls = list(held.calls)
-        for call in calls:
-            call.is_over = True
-        await asyncio.gather(*(asyncio.to_thread(self._abort, call) for call in calls))
-        await asyncio.to_thread(self._forget, held.adapter)
+        dropped = self._version(version)
+        del self._versions[version]
+        await asyncio.gather(*(self._give_up(call, "its version was dropped") for call in list(dropped.calls)))
+        await asyncio.to_thread(self._forget, dropped.adapter)
 
     async def versions(self) -> list[str]:
-        """Names of those that are held, in the order in which they came."""
-        return [name for name in self._held if name is not None]
+        """Returns the names of those that are held, in the order in which they came."""
+        return [name for name in self._versions if name is not None]
 
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
-        """As `SamplingEngine`.
+        """Samples as `SamplingEngine` does.
 
         Args:
             key: of this request alone, for `cancel`.
@@ -167,52 +187,44 @@ class VllmSamplingEngine(Watched):
         Raises:
             StateError: there is no such version, or it was dropped meanwhile; its logits are not finite; or the engine
                 has been shut down. BatchError: naming what of the request vLLM does not do.
-            EngineError, WorkerDied, WorkerHung: the server answers something else, or is lost and does not come back.
+            EngineError: the server answers something else.
         """
-        held = self._of(request.version)
-        check_request(
-            request,
-            vocab_size=self._model.vocab_size,
-            facts=self._facts,
-            most_samples=self._max_samples,
-        )
+        version = self._version(request.version)
+        check_request(request, vocab_size=self._model.vocab_size, facts=self._facts, most_samples=self._max_samples)
         if request.params.stop and self._decode is None:
             raise StateError("the model has no tokenizer, which stop texts need", field="stop", hint="name token ids")
-        bodies = [{**body, "request_id": f"slimefsdp-{uuid.uuid4().hex}"} for body in bodies_of(request)]
-        call = _Call({body["request_id"] for body in bodies}, key=key)
-        held.calls.add(call)
-        loop = asyncio.get_running_loop()
-        drawing = [loop.run_in_executor(self._threads, self._answer, held, call, body) for body in bodies]
+        bodies = [
+            {**body, "request_id": f"slimefsdp-{uuid.uuid4().hex}", "model": version.adapter.name}
+            for body in bodies_of(request)
+        ]
+        call = _Call(key, {body["request_id"] for body in bodies})
+        version.calls.add(call)
+        drawing = asyncio.gather(*(self._on_client(self._answer(call, body)) for body in bodies))
         try:
-            answers = await asyncio.gather(*drawing)
-            return self._read(request, answers)
+            return self._read(request, await asyncio.shield(drawing))
         except BaseException:
-            call.is_over = True
-            for one in drawing:
-                one.add_done_callback(_look_at)
-            if call.running:
-                loop.run_in_executor(None, self._abort, call)
+            drawing.add_done_callback(_retrieved)
+            self._give_up(call, "another sample failed, or it was cancelled,")
             raise
         finally:
-            held.calls.discard(call)
+            version.calls.discard(call)
 
     async def cancel(self, key: str) -> None:
-        """Ends the request of this key with a StateError; nothing where there is none."""
-        for call in [one for held in self._held.values() for one in held.calls if one.key == key]:
-            call.is_over = True
-            await asyncio.to_thread(self._abort, call)
+        """Ends the request of this key with a StateError; does nothing where there is none."""
+        for call in [call for version in self._versions.values() for call in version.calls if call.key == key]:
+            await self._give_up(call, "it was cancelled")
 
     async def stats(self) -> SamplingStats:
         """Returns counts of what is sampled and held; vLLM's cache is not known, and counts as 0."""
         self._require_running()
-        calls = [call for held in self._held.values() for call in held.calls]
+        calls = [call for version in self._versions.values() for call in version.calls]
         return SamplingStats(
             running_rows=sum(len(call.running) for call in calls),
             waiting_requests=sum(bool(call.waiting) for call in calls),
             waiting_rows=sum(len(call.waiting) for call in calls),
             tokens_drawn=self._drawn,
             cache_bytes=0,
-            versions={name: held.bytes for name, held in self._held.items() if name is not None},
+            versions={name: version.bytes for name, version in self._versions.items() if name is not None},
             memory_bytes=self._memory_bytes,
         )
 
@@ -221,15 +233,16 @@ class VllmSamplingEngine(Watched):
         if not self._is_shut_down:
             self._is_shut_down = True
             self._end = StateError("the engine has been shut down", field="engine", hint="start another one")
-            for held in self._held.values():
-                for call in held.calls:
-                    call.is_over = True
+            for version in self._versions.values():
+                for call in version.calls:
+                    call.over = self._end
             await asyncio.to_thread(self._finish)
 
     # ------------------------------------------------------------------ inside
 
     def _begin(self) -> None:
-        self._base = base_of(self._config, self._model)
+        config = self._config
+        self._base = base_of(config, self._model)
         fitting = self._memory_bytes // self._base.version_bytes
         if not fitting:
             raise ResourceError(
@@ -238,76 +251,136 @@ class VllmSamplingEngine(Watched):
                 field="service.max_version_bytes", hint="raise it, or lower lora.rank",
             )  # fmt: skip
         shutil.rmtree(self._copies, ignore_errors=True)
-        zeros = Adapter(f"base-{uuid.uuid4().hex}", self._copies / "base")
+        zeros = _Adapter(f"base-{uuid.uuid4().hex}", self._copies / "base")
         self._base.write_empty(zeros.folder, self._model)
         places = min(MOST_VERSIONS, fitting) + 1
-        self._server = VllmServer(self._config, self._model, places, self._base.modules)
-        self._facts = self._server.facts()
-        self._server.load(zeros)
+        self._dialect = VllmServiceDialect(config, self._model, places, self._base.modules)
+        self._client = start_client(self._dialect, config, 0)
+        self._facts: SamplingFacts = facts_of(self._dialect, self._client, config, 0)
+        self._tell_of(zeros)
         self._room = min(self._facts.adapters - 1, fitting)
-        self._held[None] = _Held(zeros, 0)
+        self._versions[None] = _Version(zeros, 0)
 
-    def _of(self, version: str | None) -> _Held:
+    def _version(self, name: str | None) -> _Version:
         self._require_running()
-        held = self._held.get(version)
-        if held is None:
-            raise StateError(f"there is no version {version!r}", field="version", hint="load it first")
-        return held
+        found = self._versions.get(name)
+        if found is None:
+            raise StateError(f"there is no version {name!r}", field="version", hint="load it first")
+        return found
 
     def _require_running(self) -> None:
         if self._end is not None:
             raise portable(self._end)
 
-    def _load(self, adapter: Adapter, folder: Path) -> None:
-        """A folder of the engine's own, since the server may be asked to read it again, and then vLLM's own load."""
+    def _load(self, adapter: _Adapter, folder: Path) -> None:
+        """Loads a copy of a folder, which the server may read again when it has made room for others meanwhile."""
         self._base.check(folder)
         try:
             shutil.copytree(folder, adapter.folder, copy_function=_linked)
         except OSError as error:
             raise ModelError(f"{folder} cannot be read: {error}", field="folder", hint="save it again") from error
-        assert self._server is not None
-        self._server.load(adapter)
+        self._tell_of(adapter)
 
-    def _forget(self, adapter: Adapter) -> None:
-        assert self._server is not None
-        self._server.unload(adapter)
+    def _tell_of(self, adapter: _Adapter) -> None:
+        """Has the server read an adapter.
+
+        Raises:
+            ModelError: vLLM refuses the adapter. WorkerDied, WorkerHung: the server is lost.
+        """
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        try:
+            self._tell("/v1/load_lora_adapter", body)
+        except Refusal as refusal:
+            raise ModelError(
+                f"vLLM cannot load the adapters of {adapter.folder}: {refusal}",
+                field="folder", hint="train modules that vLLM has adapters of, or set rollout.engine=embedded",
+            ) from refusal  # fmt: skip
+        except (WorkerDied, WorkerHung) as error:
+            self._lose(error)
+            raise
+
+    def _forget(self, adapter: _Adapter) -> None:
+        with suppress(Refusal, SlimeError):  # a server that is gone has forgotten it
+            self._tell("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         shutil.rmtree(adapter.folder, ignore_errors=True)
 
-    def _answer(self, held: _Held, call: _Call, body: dict[str, Any]) -> Any:
-        """Returns what the server answers; in a thread."""
-        assert self._server is not None
+    def _tell(self, route: str, body: dict[str, str]) -> None:
+        assert self._client is not None
+        self._client.tell(route, body, timeout_s=self._config.cluster.sync_timeout_s)
+
+    def _on_client(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
+        """Runs a coroutine on the event loop of the client."""
+        assert self._client is not None
+        return asyncio.wrap_future(self._client.start(coroutine))
+
+    async def _answer(self, call: _Call, body: dict[str, Any]) -> Any:
+        """Returns what the server answers to one sample of a request; runs on the client's event loop."""
         name = body["request_id"]
-        call.running.add(name)
-        call.waiting.discard(name)
-        try:
-            answer = None if call.is_over else self._server.generate(held.adapter, body)
-        except Exception as error:
-            raise self._why_over(held) if call.is_over else portable(error) from error
-        finally:
-            call.running.discard(name)
-        if call.is_over:
-            raise self._why_over(held)
+        async with self._places:
+            call.waiting.discard(name)
+            call.running.add(name)
+            try:
+                answer = None if call.over is not None else await self._ask(body)
+            except Exception as error:
+                raise portable(call.over or error) from error
+            finally:
+                call.running.discard(name)
+        if call.over is not None:
+            raise portable(call.over)
         return answer
 
-    def _abort(self, call: _Call) -> None:
-        assert self._server is not None
-        self._server.abort(call.running, _GIVE_UP_S)
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        """Asks the server for a sample; again, where the connection was cut and the server is there."""
+        assert self._client is not None
+        limit_s, cuts = self._config.cluster.call_timeout_s, 0
+        while True:
+            try:
+                return await self._client.ask("POST", self._dialect.GENERATE, body, timeout_s=limit_s)
+            except Refusal as refusal:
+                if refusal.status != _NOT_FOUND:
+                    raise EngineError(
+                        f"the server refused a request: {refusal}", field="engine", hint="look at its log"
+                    ) from refusal
+                loss = await self._client.loss(str(refusal))
+                await asyncio.to_thread(self._lose, loss)
+                raise loss from refusal
+            except (WorkerDied, WorkerHung) as error:
+                cuts += 1
+                if isinstance(error, WorkerHung) or cuts > MOST_CUTS or not await self._client.is_alive(HEALTH_S):
+                    await asyncio.to_thread(self._lose, error)
+                    raise
 
-    def _why_over(self, held: _Held) -> Exception:
-        if self._end is not None:
-            return portable(self._end)
-        what = "its version was dropped" if held.is_dropped else "another sample failed, or it was cancelled,"
-        return StateError(f"{what} while it was sampled", field="version", hint="load it again, and ask again")
+    def _lose(self, error: SlimeError) -> None:
+        """Notes that the server is lost, and ends what is left of it before anybody can start another one."""
+        assert self._client is not None
+        if self._end is None:
+            self._end = error
+        self._client.end()
+
+    def _give_up(self, call: _Call, why: str) -> asyncio.Future[None]:
+        """Ends a request, and tells whoever waits for it why; the future is done when the server has aborted it."""
+        if call.over is None:
+            call.over = StateError(f"{why} while it was sampled", field="version", hint="load it again, and ask again")
+        return asyncio.get_running_loop().run_in_executor(None, self._abort, call)
+
+    def _abort(self, call: _Call) -> None:
+        """Returns when the server has ended a request, or after some seconds."""
+        assert self._client is not None
+        deadline = time.monotonic() + GIVE_UP_S
+        while (names := list(call.running)) and time.monotonic() < deadline:
+            with suppress(Refusal, SlimeError):  # a server that is gone has aborted them
+                self._dialect.end_requests(self._client, names, are_all=False)
+            time.sleep(ABORT_AGAIN_S)  # again: a request may have been on its way
 
     def _read(self, request: SampleRequest, answers: list[Any]) -> SampleAnswer:
         prompt = [int(token) for token in request.prompt]
         log_probs, top = None, None
         if request.prompt_log_probs:
             log_probs, top = read_prompt(answers[0] if len(prompt) > 1 else None, prompt, request.prompt_top_k)
-        read: Callable[[Any], SampledTokens] = partial(
-            read_sample, params=request.params, decode=self._decode, vocab_size=self._model.vocab_size
-        )
-        samples = [read(answer) for answer in answers[: request.num_samples]]
+        samples = [
+            read_sample(answer, request.params, self._decode, self._model.vocab_size)
+            for answer in answers[: request.num_samples]
+        ]
         if any(sample.finish_reason == "abort" for sample in samples):
             raise EngineError(
                 "the server aborted a request that this engine did not abort",
@@ -317,14 +390,13 @@ class VllmSamplingEngine(Watched):
         return SampleAnswer(samples, log_probs, top)
 
     def _finish(self) -> None:
-        if self._server is not None:
-            self._server.end()
+        if self._client is not None:
+            self._client.end()
         shutil.rmtree(self._copies, ignore_errors=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def start_vllm_sampling_engine(config: RunConfig, *, memory_bytes: int = 2**30, max_samples: int = 1024) -> Any:
-    """The handle of a `VllmSamplingEngine` that is being started; `ray.kill` ends its process, and with it the server.
+    """Returns the handle of a `VllmSamplingEngine` that is being started; `ray.kill` ends its process and the server.
 
     Raises:
         ModelError, ConfigError, ResourceError: as `with_model_folders`.
@@ -335,13 +407,14 @@ def start_vllm_sampling_engine(config: RunConfig, *, memory_bytes: int = 2**30, 
 
 
 def _linked(source: str, target: str) -> None:
-    """A second name of a file, or a copy where there is none: whoever wrote it writes it once."""
+    """Gives a file a second name, or copies it where that cannot be: whoever wrote it writes it once."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
 
 
-def _look_at(drawing: asyncio.Future[Any]) -> None:
-    with suppress(BaseException):  # of a request that has failed; asyncio prints what nobody has looked at
+def _retrieved(drawing: asyncio.Future[Any]) -> None:
+    """Looks at the outcome of samples that nobody waits for: asyncio prints errors that nobody has looked at."""
+    if not drawing.cancelled():
         drawing.exception()

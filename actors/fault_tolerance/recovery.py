@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.fault_tolerance.call_log import Call
-from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
+from slimefsdp.errors import EngineError, PeerFailed, SlimeError, WorkerDied, WorkerHung
 from slimefsdp.io.user_files import refuse_unless_plain
 
+Started = TypeVar("Started")
 LOST = (WorkerDied, WorkerHung, PeerFailed)
 """Errors after which processes are of no more use, and new ones may succeed."""
 MAX_WITHOUT_PROGRESS = 3  # a fault that comes back each time is none that a restart helps against
@@ -52,6 +53,23 @@ class Restarts:
             return
         error.hint = f"{error.hint}; {why}" if error.hint else why
         raise error
+
+    def start_another(self, error: SlimeError, start: Callable[[], Started], lost: Any = None) -> Started:
+        """Starts other processes in the place of lost ones, again where these do not start; returns what `start` does.
+
+        Args:
+            error: the loss.
+            lost: as of `spend`.
+
+        Raises:
+            SlimeError: the last loss, where no restart is left.
+        """
+        while True:
+            self.spend(error, lost)
+            try:
+                return start()
+            except (*LOST, EngineError) as another:
+                error = another
 
     def progress(self) -> None:
         """Notes that a call has ended, which begins the count of restarts in a row again."""

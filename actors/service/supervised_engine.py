@@ -1,4 +1,4 @@
-"""The service's sampling engine, which is replaced when its process ends or hangs.
+"""The service's sampling engine, which is replaced when its process, or the server beside it, ends or hangs.
 
 An engine that is lost takes its versions and its requests with it. Whoever waited for a request is told so
 (`EngineReplaced`) and asks the next engine again, which draws the same samples from the same seeds.
@@ -21,7 +21,7 @@ from actors.service.results import typed
 from actors.workers.futures import meaning_of
 from actors.workers.watchdog import Limits, Waiting, Watchdog
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError, SlimeError, StateError, WorkerDied, WorkerHung
+from slimefsdp.errors import SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
 
 _ANSWER_S = 2.0  # for an engine to say how much it does, before its last answer is taken
@@ -149,11 +149,13 @@ class SupervisedEngine:
                 return await getattr(engine, method).remote(*given)
             except RayError as error:
                 cause = meaning_of(error, 0, method)
-                if isinstance(error, RayTaskError) or not isinstance(cause, LOST):  # what the engine itself raised
+                if not isinstance(cause, LOST):
                     raise cause from error
-                said = next(iter(str(error).splitlines()), type(error).__name__)
-                hint = "look at its log, or the kernel's: memory may have run out"
-                loss = WorkerDied(f"the sampling engine ended during {method}: {said}", hint=hint)
+                loss = cause
+                if not isinstance(error, RayTaskError):  # else the engine said itself that its server is lost
+                    said = next(iter(str(error).splitlines()), type(error).__name__)
+                    hint = "look at its log, or the kernel's: memory may have run out"
+                    loss = WorkerDied(f"the sampling engine ended during {method}: {said}", hint=hint)
                 self._lost(engine, loss)
         if self._replacing is not None:
             await asyncio.shield(self._replacing)  # whoever gives up waiting leaves it to the others
@@ -187,17 +189,16 @@ class SupervisedEngine:
         self._loss = self._replacing = None
 
     def _another(self, error: SlimeError) -> Any:
-        while True:
+        self._watchdog.kill_stopped()
+        end_processes([self._engine])
+
+        def start() -> Any:
             if self._is_ended:
                 raise StateError("the server is ending", field="engine", hint="ask the next one")
-            self._restarts.spend(error)
-            self._watchdog.kill_stopped()
-            end_processes([self._engine])
-            try:
-                engine = self._start()
-            except (*LOST, EngineError) as another:  # it did not start
-                error = another
-                continue
-            if not self._is_ended:
-                return engine
-            end_processes([engine])
+            engine = self._start()
+            if self._is_ended:  # meanwhile
+                end_processes([engine])
+                raise StateError("the server is ending", field="engine", hint="ask the next one")
+            return engine
+
+        return self._restarts.start_another(error, start)

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from actors.workers.weight_update import AGAIN, WeightUpdate, as_sync_error, in_thread
 from slimefsdp.errors import SyncError
-from slimefsdp.weight_sync.broadcast import BroadcastGroup, TorchBroadcastGroup
+from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous, TorchBroadcastGroup
 from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.packed_bucket import digest_of
 from slimefsdp.weight_sync.receive import Manifest
@@ -110,17 +110,14 @@ class BroadcastUpdate(WeightUpdate):
                 field="update_weights",
                 hint="see that the machine has this address, and a free port and file descriptor",
             ) from error
-        address, port, is_given_up = self._address, listener.getsockname()[1], threading.Event()
+        port, is_given_up = listener.getsockname()[1], threading.Event()
+        meeting = Rendezvous(self._address, port, 0, world_size, self._backend, self._timeout_s)
 
         def form() -> BroadcastGroup:
-            return made(
-                address, port, 0, world_size, self._backend, self._timeout_s,
-                listener=listener, is_given_up=is_given_up,
-            )  # fmt: skip
+            return made(*meeting, listener=listener, is_given_up=is_given_up)
 
         joining = {
-            self._left[index].join.remote(address, port, first, world_size, self._backend, self._timeout_s): index
-            for index, first in firsts.items()
+            self._left[index].join.remote(meeting._replace(rank=first)): index for index, first in firsts.items()
         }
         forming = in_thread(form, "join")
         errors = self._beside(forming, joining, "join", is_given_up.set)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,17 @@ class BroadcastError(RuntimeError):
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+
+
+class Rendezvous(NamedTuple):
+    """Where the members of a broadcast group meet, and which of them an engine's processes are."""
+
+    address: str
+    port: int
+    rank: int  # of the engine's first process; the others follow it
+    world_size: int
+    backend: str  # gloo or nccl
+    timeout_s: float  # for the meeting, and for each broadcast
 
 
 class BroadcastGroup:

@@ -94,7 +94,7 @@ def test_calls_that_sample_together_get_what_each_gets_alone(config: RunConfig, 
         for sample in samples:
             assert sample.versions == ((4, 0, len(sample.tokens)),)
             assert sample.log_probs == pytest.approx(log_probs_by(models[0], sample), abs=1e-4)
-    assert heartbeat.snapshot().activity == heartbeat.IDLE
+    assert wait_until(lambda: heartbeat.snapshot().activity == heartbeat.IDLE)
 
 
 def test_samples_come_as_they_end(config: RunConfig, models: list[Any]) -> None:
@@ -166,7 +166,7 @@ def test_a_call_that_nobody_waits_for_any_more_leaves_the_others_alone(config: R
     closing.start()
     assert contents(running.result(timeout=PATIENCE_S)) == whole
     closing.join(PATIENCE_S)
-    assert heartbeat.snapshot().activity == heartbeat.IDLE
+    assert wait_until(lambda: heartbeat.snapshot().activity == heartbeat.IDLE)
 
 
 def test_an_error_of_the_model_reaches_every_call_and_leaves_an_engine_to_go_on_with(

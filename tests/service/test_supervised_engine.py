@@ -37,7 +37,7 @@ class Handle:
         self.held: dict[str, str] = {}
         self.calls: list[str] = []
         self.loads: list[str] = []
-        self.is_dead = False
+        self.is_dead = self.has_lost_server = False
         self.reads, self.draws, self.cancelled = asyncio.Event(), asyncio.Event(), list[str]()
         self.reads.set()
         for name in ("load", "drop", "sample", "stats", "cancel"):
@@ -82,6 +82,8 @@ class Handle:
         return SamplingStats(1, 0, 0, 50, 0, dict.fromkeys(self.held, 1), 100)
 
     def _require_alive(self) -> None:
+        if self.has_lost_server:
+            raise ray.exceptions.RayTaskError("", "", WorkerDied("its server ended", hint="see its log"))
         if self.is_dead:
             raise ActorDiedError
 
@@ -142,11 +144,15 @@ async def until(check: Callable[[], object]) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_an_engine_that_died_was_asked_for_is_answered_by_the_next_one(lived: Any) -> None:
+@pytest.mark.parametrize("is_of_server", [False, True])
+def test_what_an_engine_that_died_or_lost_its_server_was_asked_for_is_answered_by_the_next_one(
+    lived: Any, is_of_server: bool
+) -> None:
     async def life(starts: Starts, engine: SupervisedEngine, samplers: Samplers) -> None:
         tasks = [sampling(samplers, place % 2, 100 + place) for place in range(4)]
         await until(lambda: len(starts.all[0].calls) == 4)
         assert (await engine.stats()).tokens_drawn == 50 and engine.problem is None
+        starts.all[0].has_lost_server = is_of_server
         starts.all[0].kill()
         await until(lambda: engine.problem)
         assert (await engine.stats()).tokens_drawn == 0 and not engine.is_lost  # answers meanwhile, too

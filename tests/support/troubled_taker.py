@@ -16,7 +16,7 @@ from actors.workers.object_store_update import unpack_bucket
 from actors.workers.watchdog import Watched
 from actors.workers.weights_folder import checked_weights, read_weights
 from slimefsdp.errors import SyncError
-from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
+from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup, Rendezvous
 from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
 from slimefsdp.weight_sync.shared_buffer import opened
 
@@ -57,12 +57,12 @@ class TroubledTaker(Watched):
         self._meet_trouble("info")
         return EngineInfo("taker", 1, "float32", None, ("object_store", "broadcast"))
 
-    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         self._meet_trouble("join")
         if self._group is not None:
             self._group.close()
         try:
-            self._group = BroadcastGroup(address, port, rank, world_size, backend, timeout_s)
+            self._group = BroadcastGroup(*meeting)
         except BroadcastError as error:
             raise _of_group(error) from error
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actors.engines.protocol import TensorInfo
-from slimefsdp.weight_sync.broadcast import BroadcastGroup, TorchBroadcastGroup
+from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous, TorchBroadcastGroup
 
 
 class WeightSender:
@@ -37,9 +37,9 @@ class WeightSender:
         # asked first: an actor that is in `join` answers nothing until rank 0 is there
         made = TorchBroadcastGroup if engine.info().group == "torch" else BroadcastGroup
         listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        joined = self._side.submit(engine.join, "127.0.0.1", port, 1, 2, "gloo", self.timeout_s)
-        self._group = made("127.0.0.1", port, 0, 2, "gloo", self.timeout_s, listener=listener)
+        meeting = Rendezvous("127.0.0.1", listener.getsockname()[1], 0, 2, "gloo", self.timeout_s)
+        joined = self._side.submit(engine.join, meeting._replace(rank=1))
+        self._group = made(*meeting, listener=listener)
         joined.result()
 
     def leave(self) -> None:

@@ -1,0 +1,111 @@
+"""The thread of an engine in which its model is sampled, and in which everything that changes the model happens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from slimefsdp import heartbeat
+
+Result = TypeVar("Result")
+_LOOK_S = 1.0  # of the thread, where nothing is to be done
+
+
+class SamplingThread:
+    """Draws token after token while there is something to draw, and calls functions of other threads in between.
+
+    Args:
+        step: draws a token for every sample under way, and hands over those that have ended.
+        is_idle: says whether `step` has nothing to draw.
+        activity: what the thread does while it draws, as the heartbeat names it.
+        is_on_cpu: torch then computes by one thread, as it does in ranks.
+    """
+
+    def __init__(
+        self, step: Callable[[], None], is_idle: Callable[[], bool], *, activity: str, is_on_cpu: bool
+    ) -> None:
+        self._step, self._is_idle, self._activity, self._is_on_cpu = step, is_idle, activity, is_on_cpu
+        self._changed = threading.Condition()  # holds the lock of the next two
+        self._between: list[Callable[[], None]] = []  # to be called between two tokens, in order
+        self.end: Exception | None = None
+        """Why nothing is done any more; None: the thread goes on."""
+        self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        heartbeat.enter(heartbeat.IDLE)
+        self._thread.start()
+
+    def do(self, function: Callable[[], Result]) -> Future[Result]:
+        """Has the thread call a function between two tokens; returns the future of its result.
+
+        Raises:
+            Exception: `end`, where the thread has ended. The future raises it where that happens later.
+        """
+        future: Future[Result] = Future()
+
+        def call() -> None:
+            try:
+                if self.end is not None:
+                    raise self.end
+                settle(future, function())
+            except Exception as error:
+                settle(future, error)
+
+        with self._changed:
+            if self.end is not None:
+                raise self.end
+            self._between.append(call)
+            self._changed.notify()
+        return future
+
+    def stop(self, error: Exception) -> None:
+        """Ends the thread, and waits for it; what is left to do fails with the error. Idempotent."""
+        with self._changed:
+            self.end = self.end or error
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._is_on_cpu:
+            use_one_thread()
+        try:
+            while self.end is None:
+                self._call_what_waits()
+                if self._is_idle():
+                    continue
+                with heartbeat.during(self._activity):
+                    while self.end is None and not self._is_idle():
+                        self._step()
+                        self._call_what_waits()
+        except Exception as error:
+            self.end = error
+        finally:
+            with self._changed:
+                calls, self._between = self._between, []
+            for call in calls:
+                call()
+
+    def _call_what_waits(self) -> None:
+        with self._changed:
+            while self._is_idle() and not self._between and self.end is None:
+                self._changed.wait(_LOOK_S)
+            calls, self._between = self._between, []
+        for call in calls:
+            call()
+
+
+def settle(future: Future[Result], outcome: Result | Exception) -> None:
+    """Gives a future its result or its error, unless whoever waited for it has given up."""
+    with suppress(Exception):  # it was cancelled
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+def use_one_thread() -> None:
+    """Has torch compute by one thread in the calling thread; the setting is of each thread."""
+    import torch
+
+    torch.set_num_threads(1)
