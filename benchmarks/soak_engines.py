@@ -223,7 +223,7 @@ def serve(connection: Connection) -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows of docs/engines.md: what each process holds early on and at the end."""
+    """Returns a Markdown table of what each process holds early on and at the end."""
     every = found["updates"] // SAMPLES
     places = {2 * every: found["samples"][1], found["updates"]: found["samples"][-1]}
     lines = [f"| process |{''.join(f' at update {update:,} |' for update in places)}", "|---|---|---|"]

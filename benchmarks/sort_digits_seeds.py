@@ -4,8 +4,7 @@
     python benchmarks/sort_digits_seeds.py --engine-python .venv-vllm/bin/python \\
         --json benchmarks/results/sort_digits_vllm.json
 
-Prints the Markdown table that the README shows, and docs/engines.md for one server of vLLM in place of the embedded
-engines. The record is written after each seed.
+Prints a Markdown table; the README and docs/engines.md summarise it. The record is written after each seed.
 """
 
 from __future__ import annotations
