@@ -1,4 +1,4 @@
-"""Batches that are collected while earlier ones are trained on, on a thread of its own, within a bound of staleness."""
+"""Collects batches on a background thread while earlier ones are trained on, within a bound on their staleness."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 from actors.rollout.collect import Collector, Metrics
 from slimefsdp.data.rollout_batch import RolloutBatch
 
-_LOOK_S = 1.0  # of who waits: a signal to the program is handled in between
+_LOOK_S = 1.0  # how long a wait blocks at most, so that the program handles signals in between
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a step trains on."""
+    """Holds the batch of one step, and what was measured while it was collected."""
 
     step: int
     batch: RolloutBatch | None
     metrics: Metrics
     seconds: Metrics
-    prompts: dict[str, Any]  # where the stream of prompts stands behind it
+    prompts: dict[str, Any]  # the position in the stream of prompts after this batch
 
 
 class AheadCollector:
-    """The batches of the steps from one on, in order.
+    """Collects the batches of a run's steps in order, on a thread of its own.
 
-    The batch of a step begins to be collected once the engines have the weights of `max_staleness` steps before it, or
-    newer ones, and that of the step before it is there.
+    A batch is collected as soon as the batch of the step before it is complete and the engines have weights that are at
+    most `max_staleness` steps older than the step.
 
     Args:
-        first_step: the engines have the weights that it begins with.
-        steps: of the run.
+        first_step: the first step to collect; the engines have the weights of this step when it begins.
+        steps: the number of steps of the whole run.
     """
 
     def __init__(self, collector: Collector, *, first_step: int, steps: int, max_staleness: int) -> None:
         self._collector = collector
         self._max_staleness = max_staleness
         self._changed = threading.Condition()
-        self._weights_of = first_step  # steps done, of whose weights the engines are
+        self._weights_of = first_step  # number of training steps behind the weights that the engines have
         self._ready: deque[Collected] = deque()
         self._error: BaseException | None = None
         self._is_closed = False
@@ -51,7 +51,7 @@ class AheadCollector:
         """Waits for the batch of the next step and returns it.
 
         Raises:
-            SlimeError: with which it could not be collected.
+            SlimeError: the error with which the collection failed.
         """
         with self._changed:
             while not self._ready:
@@ -61,18 +61,18 @@ class AheadCollector:
             return self._ready.popleft()
 
     def weights_are_of(self, done: int) -> None:
-        """The engines have the weights after so many steps now."""
+        """Records that the engines now have the weights after `done` steps."""
         with self._changed:
             self._weights_of = done
             self._changed.notify_all()
 
     def settle(self, timeout_s: float) -> None:
-        """Waits so long for the batch of the next step, which is recorded then for a run that goes on with it."""
+        """Waits up to `timeout_s` for the next batch to be collected and recorded, so that a resumed run can use it."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or self._error is not None or self._is_at_end, timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Collects nothing more. Waits so long for what is being collected, which ends with its engines."""
+        """Stops collecting. Waits up to `timeout_s` for the step in progress, which fails once its engines end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -88,11 +88,11 @@ class AheadCollector:
                         return
                 seconds: Metrics = {"generate": 0.0, "reward": 0.0}
                 batch, metrics = self._collector.collect(step, None, seconds)
-                found = Collected(step, batch, metrics, seconds, self._collector.prompts.state())
+                collected = Collected(step, batch, metrics, seconds, self._collector.prompts.state())
                 with self._changed:
-                    self._ready.append(found)
+                    self._ready.append(collected)
                     self._changed.notify_all()
-        except BaseException as error:  # for whoever waits for the batch
+        except BaseException as error:  # next() raises it on the caller's thread
             with self._changed:
                 self._error = error
         finally:

@@ -1,7 +1,7 @@
-"""From prompts to a batch: responses are drawn, rewarded and filtered, and what will be trained on is recorded.
+"""Collects batches: draws responses to prompts, rewards and filters them, and records what will be trained on.
 
-What a step collects follows from the settings, `run.seed`, the step and the weights alone, so that a step can be
-repeated: from its record if there is one, else by drawing it anew.
+What a step collects depends only on the settings, `run.seed`, the step and the weights, so that a step can be repeated.
+A repeated step takes its recorded batch if there is one, and draws its responses again otherwise.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from slimefsdp.errors import BatchError, EngineError, SlimeError
 
 Metrics = dict[str, float]
 
-# first number of a seed behind run.seed: what is drawn for one purpose is never drawn for another
+# comes after run.seed in the seed of a draw, so that draws for different purposes never share a seed
 _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
-# settings that a recorded batch follows from, through the samples or through the weights that were sampled
+# settings on which a recorded batch depends, through the samples or through the weights that sampled them
 _DECIDING: Any = {
     "algorithm": True, "run": {"seed"}, "data": {"train", "chat_template_kwargs"}, "rollout": True,
     "environment": {"arguments", "max_turns", "max_tokens", "failure"}, "batch": {"samples_per_update"},
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
-# where a sample is drawn and rewarded, and how weights got there, makes no difference to it
+# the place where a sample is drawn and rewarded, and the transport of the weights, do not change the sample
 _NOT_DECIDING = {
     *("engines", "placement", "engine_python", "engine_args", "engine_urls", "gpus_per_engine"),
     *("engine_logprob_bound", "weight_transport", "weight_checksums"),
     *("reward_workers", "reward_timeout_s", "reward_concurrency", "show_groups", "max_failed_steps"),
 }
 
-_LOOK_S = 1.0  # of who waits for engines: a signal to the program is handled in between
+_LOOK_S = 1.0  # how long a wait for engines blocks at most, so that the program handles signals in between
 
 
 @dataclass(slots=True)
@@ -55,15 +55,15 @@ class _Group:
     record: Record
     samples: list[ScoredSample]
     environment_seed: int
-    failures: int = 0  # of the reward; with one or more the group is left out of everything
+    failures: int = 0  # number of failed rewards; a group with any is neither trained on nor measured
 
 
 class Collector:
-    """The batches of a run; it also draws what `actors.rollout.evaluation` asks for.
+    """Collects the batches of a run, and draws the samples for `actors.rollout.evaluation`.
 
     Args:
-        recorded: where batches are recorded, for a run that may have to repeat a step.
-        prompts: what to draw for; None: all records of the files, whatever their length.
+        recorded: the store in which batches are recorded, for a run that may have to repeat a step.
+        prompts: the prompts to draw for; None: all records of the files, whatever their length.
         rewards: runs the reward function or the environments; None: this process calls the reward function.
     """
 
@@ -83,12 +83,12 @@ class Collector:
         prompts = prompts or read_prompts(config)
         self.prompts = PromptStream(prompts.train, config.run.seed, lengths=prompts.train_lengths)
         self._train = prompts.train
-        self._follows_records = True  # each batch so far was recorded by the run that is gone on with
+        self._follows_records = True  # whether every batch so far was recorded by the run that is being resumed
         self._gate = threading.Condition()
-        self._drawing = 0  # calls of the engines under way
-        self._closed = 0  # to more of them
-        self._failed_steps = 0  # in a row, in which every group had a failure
-        self._before = Progress()  # when the present step began
+        self._drawing = 0  # number of calls to the engines in progress
+        self._closed = 0  # number of callers that keep new calls from starting
+        self._failed_steps = 0  # number of steps in a row in which every group had a failure
+        self._before = Progress()  # the counts when the present step began
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
@@ -97,22 +97,23 @@ class Collector:
 
     @property
     def samples_drawn(self) -> int:
-        """Returns the number of responses so far; with an environment, of episodes that have ended."""
+        """Returns the number of responses so far; with an environment, the number of episodes that have ended."""
         return self._episodes.done
 
     def progress(self) -> str:
-        """Returns how far the collecting of a step is."""
+        """Returns a text that says how far the collection of the present step has got."""
         return self._episodes.progress(self._before)
 
     def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
-        """The batch of a step and the metrics of its samples; None where nothing is left to train on.
+        """Returns the batch of a step and the metrics of its samples; the batch is None if no sample can be trained on.
 
-        A step that an earlier process had begun gets the batch it had recorded, and no engine is asked for samples.
+        A step for which an earlier process recorded a batch returns that batch, without asking the engines.
 
         Args:
-            version: of the weights that a recorded batch must be of; None: those before it tell (`max_staleness`).
-            seconds: what drawing and rewarding took is added here, as `generate` and `reward`; with colocated engines
-                also what their turn took, as `turn` and `sync`.
+            version: the weight version that a recorded batch must have; None: a recorded batch is valid as long as all
+                batches before it were recorded ones, too (`max_staleness`).
+            seconds: gets the time of drawing and rewarding added, as `generate` and `reward`; with colocated engines
+                also the time of switching between training and engines, as `turn` and `sync`.
         """
         self._before = self._episodes.counts
         recorded = self._recorded(step, version)
@@ -129,10 +130,12 @@ class Collector:
         return batch, metrics
 
     def check_version(self, drawn: int | None, sent: int) -> None:
-        """Whether engines drew from weights that they were sent; of lost ones, the next may have been sent newer ones.
+        """Checks that the engines drew from the weights that they were sent.
+
+        With a sync interval above one, an engine that replaces a lost one may have been sent newer weights.
 
         Raises:
-            EngineError: they did not.
+            EngineError: they drew from other weights.
         """
         may_be_newer = self._config.rollout.sync_interval_steps > 1
         if drawn is None or drawn < sent or (drawn > sent and not may_be_newer):
@@ -144,7 +147,7 @@ class Collector:
 
     @contextmanager
     def function_named(self, step: int) -> Iterator[None]:
-        """Errors of the user's own reward or filter say in which step, and how the run can go on."""
+        """Adds the step and the way to go on to errors of the user's reward, filter or environment raised inside."""
         try:
             yield
         except BatchError as error:
@@ -159,7 +162,7 @@ class Collector:
 
     @contextmanager
     def engines_at_rest(self) -> Iterator[None]:
-        """Inside, no engine draws samples for this collector: what it has begun has ended, and nothing else begins."""
+        """Waits until no engine draws samples for this collector, and keeps new draws from starting until the exit."""
         with self._gate:
             self._closed += 1
             while self._drawing:
@@ -173,7 +176,7 @@ class Collector:
 
     @contextmanager
     def _drawing_samples(self, seconds: Metrics) -> Iterator[None]:
-        """Inside, engines may be asked; `seconds` as of `collect`."""
+        """Marks a draw as in progress; waits while `engines_at_rest` is active. `seconds` is as in `collect`."""
         with self._gate:
             while self._closed:
                 self._gate.wait(_LOOK_S)
@@ -188,18 +191,20 @@ class Collector:
                 self._gate.notify_all()
 
     def _recorded(self, step: int, version: int | None) -> tuple[RolloutBatch, Metrics] | None:
-        """Returns what was recorded of this step, if it can stand for sampling anew from the weights as they are."""
+        """Returns the recorded batch of this step, if sampling now would give the same; warns if it would not."""
         if self._recorded_batches is None or not self._config.checkpoint.resume:
             return None
-        found = self._recorded_batches.read(step)
-        if found is None:
+        record = self._recorded_batches.read(step)
+        if record is None:
             return None
-        batch, notes = found
-        is_of_these = self.prompts.has_records_of(notes["prompts"])
-        is_of_weights = self._follows_records if version is None else batch.weight_version == version
-        # episodes are as long as packs were then, where nothing else bounds them
-        is_packed = int(batch.lengths.max()) <= self._config.max_pack_tokens
-        if not (is_of_these and is_of_weights and is_packed and notes["settings"] == self._deciding_settings()):
+        batch, notes = record
+        has_same_records = self.prompts.has_records_of(notes["prompts"])
+        has_same_weights = self._follows_records if version is None else batch.weight_version == version
+        # max_pack_tokens can be the only bound on an episode, and it may have become smaller since
+        fits_packs = int(batch.lengths.max()) <= self._config.max_pack_tokens
+        if not (
+            has_same_records and has_same_weights and fits_packs and notes["settings"] == self._deciding_settings()
+        ):
             warnings.warn(
                 f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights, settings or "
                 "prompts, or has a sample that is longer than a pack is now",
@@ -213,7 +218,7 @@ class Collector:
         return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": _NOT_DECIDING})
 
     def _drawn(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
-        """Rounds of drawing until enough groups pass the filter; the surplus of the last round is left out."""
+        """Draws in rounds until enough groups pass the filter, and drops the surplus of the last round."""
         settings = self._config.rollout
         limits = settings.limits_at(step + 1)
         drawn: list[_Group] = []
@@ -257,7 +262,7 @@ class Collector:
         return self._batch(kept, baselines, version), metrics
 
     def _show(self, step: int, drawn: Sequence[_Group], kept: Sequence[_Group]) -> None:
-        """Leaves the texts of the first groups of a step in run.dir, where rollout.show_groups asks for some."""
+        """Writes the texts of the first groups of a step into run.dir, as many as rollout.show_groups says."""
         count, run_dir = self._config.rollout.show_groups, self._config.run.dir
         if not count or run_dir is None:
             return
@@ -279,18 +284,19 @@ class Collector:
         most: int | None = None,
         failures: list[SlimeError] | None = None,
     ) -> tuple[int, list[_Group]]:
-        """The weight version that sampled, and scored responses to each record.
+        """Draws and scores `per_prompt` responses to each record; returns the weight version and one group per record.
 
         Args:
-            environment_seeds: one a record; None: others for each purpose.
-            most: tokens of a response; None: what rollout.max_new_tokens, or evaluation's, allows.
-            failures: takes those that are skipped; every group may have one. None: one group at least has to be whole.
+            environment_seeds: one seed for each record; None: they are derived from `purpose`.
+            most: limit on the tokens of a response; None: rollout.max_new_tokens, or evaluation's.
+            failures: a list to which skipped failures are added; any number of groups may fail then. None: at least one
+                group has to be free of failures.
         """
         evaluates = purpose[0] == EVALUATION
         most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
         seed = (self._config.run.seed, *purpose)
         if environment_seeds is None:
-            environment_seeds = [self._environment_seed(purpose, place) for place in range(len(records))]
+            environment_seeds = [self._environment_seed(purpose, index) for index in range(len(records))]
         drawn, outcomes = self._episodes.run(
             records,
             per_prompt,
@@ -303,43 +309,51 @@ class Collector:
             evaluates=evaluates,
             may_mix=self._config.rollout.max_staleness > 0,
         )
-        groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
+        groups = [
+            _Group(record, [], environment_seed)
+            for record, environment_seed in zip(records, environment_seeds, strict=True)
+        ]
         needs_whole = failures is None
-        found: list[SlimeError] = []
-        for (place, _), outcome in sorted(outcomes.items()):
-            group = groups[place]
+        errors: list[SlimeError] = []
+        for (index, _), outcome in sorted(outcomes.items()):
+            group = groups[index]
             if isinstance(outcome, SlimeError):
-                found.append(outcome)
+                errors.append(outcome)
                 group.failures += 1
                 continue
             sample, scores = outcome
             reward = scores["reward"] - self._overlong_penalty(sample.response_length, most)
             group.samples.append(ScoredSample(sample, scores, reward))
-        if found:
+        if errors:
             if not self._config.skips_failures or (needs_whole and all(group.failures for group in groups)):
-                raise found[0]
+                raise errors[0]
             lost = sum(group.failures > 0 for group in groups)
-            words = f"{lost} of {len(groups)} groups are left out, since {len(found)} rewards failed; the first"
-            warnings.warn(f"{words}: {found[0].message}", stacklevel=2)
+            words = f"{lost} of {len(groups)} groups are left out, since {len(errors)} rewards failed; the first"
+            warnings.warn(f"{words}: {errors[0].message}", stacklevel=2)
         if failures is not None:
-            failures += found
+            failures += errors
         return drawn, groups
 
-    def _environment_seed(self, purpose: Sequence[int], place: int) -> int:
-        """Returns the seed of a record's episodes, which is the same in each evaluation."""
+    def _environment_seed(self, purpose: Sequence[int], index: int) -> int:
+        """Returns the seed of a record's episodes; it is the same in every evaluation."""
         numbers = purpose[:1] if purpose[0] == EVALUATION else purpose
-        sequence = np.random.SeedSequence((self._config.run.seed, *numbers, place))
+        sequence = np.random.SeedSequence((self._config.run.seed, *numbers, index))
         return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
     def _with_greedy_rewards(
         self, step: int, kept: Sequence[_Group], most: int, seconds: Metrics
     ) -> tuple[list[_Group], list[float]]:
-        """The groups, with the reward of each prompt's likeliest response, the baseline of ReMax."""
+        """Returns the groups with the reward of a greedy response to each prompt, which is the baseline of ReMax.
+
+        A group whose greedy response could not be rewarded is left out.
+        """
         records = [group.record for group in kept]
         seeds = [group.environment_seed for group in kept]
         _, groups = self.scored_groups(records, 1, (_BASELINE, step), seconds, True, seeds, most)
-        pairs = [(one, greedy.samples[0].reward) for one, greedy in zip(kept, groups, strict=True) if greedy.samples]
-        return [one for one, _ in pairs], [reward for _, reward in pairs]
+        pairs = [
+            (sampled, greedy.samples[0].reward) for sampled, greedy in zip(kept, groups, strict=True) if greedy.samples
+        ]
+        return [sampled for sampled, _ in pairs], [reward for _, reward in pairs]
 
     def _overlong_penalty(self, response_length: int, max_new_tokens: int) -> float:
         settings = self._config.rollout
@@ -350,31 +364,33 @@ class Collector:
         )
 
     def _metrics(self, groups: Sequence[_Group], limits: LengthLimits) -> Metrics:
-        """Returns metrics of all groups that were drawn, trained or not, with rewards as the function gave them."""
+        """Returns metrics of all groups that were drawn, trained or not; rewards are without the overlong penalty."""
         scored = _scored(groups)
-        lengths = [one.sample.response_length for one in scored]
+        lengths = [scored_sample.sample.response_length for scored_sample in scored]
         metrics = self.mean_scores(groups, "rollout/")
         if not scored:  # every group had a failure
             return metrics
         metrics["rollout/response_length"] = sum(lengths) / len(lengths)
         metrics["rollout/response_length_max"] = float(max(lengths))
-        metrics["rollout/truncated"] = sum(not one.sample.finished for one in scored) / len(scored)
+        metrics["rollout/truncated"] = sum(not scored_sample.sample.finished for scored_sample in scored) / len(scored)
         if self._config.rollout.overlong_buffer_tokens is not None:
             penalties = [self._overlong_penalty(length, limits.new_tokens) for length in lengths]
             metrics["rollout/overlong_penalty"] = sum(penalties) / len(penalties)
         if self._config.rollout.curriculum:
-            prompts = [len(one.sample.tokens) - one.sample.response_length for one in scored]
+            prompts = [
+                len(scored_sample.sample.tokens) - scored_sample.sample.response_length for scored_sample in scored
+            ]
             metrics["rollout/stage"] = float(limits.stage)
             metrics["rollout/prompt_length"] = sum(prompts) / len(prompts)
             metrics["rollout/prompt_length_max"] = float(max(prompts))
         return metrics
 
     def mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
-        """Returns mean scores of fully rewarded groups; under skip also the share of responses whose reward failed.
+        """Returns mean scores of the groups without failures; under skip, also the share of responses that failed.
 
-        A score that only some episodes have, for others ended before it was given, has the mean over these.
+        A score that only some episodes have is averaged over these, since an episode may end before a score is given.
         """
-        scored = [(group.record, one.scores) for group in groups if not group.failures for one in group.samples]
+        scored = [(group.record, sample.scores) for group in groups if not group.failures for sample in group.samples]
         scores = [score for _, score in scored]
         for record, score in scored:
             if self._config.rollout.environment is None and score.keys() != scores[0].keys():
@@ -384,11 +400,11 @@ class Collector:
                     field=self._config.rewards_by,
                     hint="give the same names to every response",
                 )
-        given: dict[str, list[float]] = {}
+        values_of: dict[str, list[float]] = {}
         for score in scores:
             for key, value in score.items():
-                given.setdefault(key, []).append(value)
-        metrics = {f"{prefix}{key}": sum(values) / len(values) for key, values in given.items()}
+                values_of.setdefault(key, []).append(value)
+        metrics = {f"{prefix}{key}": sum(values) / len(values) for key, values in values_of.items()}
         if self._config.skips_failures:
             failures = sum(group.failures for group in groups)
             metrics[f"{prefix}reward_failures"] = failures / (failures + sum(len(group.samples) for group in groups))
@@ -397,13 +413,13 @@ class Collector:
     def _batch(self, groups: Sequence[_Group], baselines: Sequence[float] | None, version: int) -> RolloutBatch:
         settings = self._config.rollout
         samples = []
-        spans = [one.sample.versions for group in groups for one in group.samples]
+        spans = [scored_sample.sample.versions for group in groups for scored_sample in group.samples]
         is_masked = settings.mask_truncated or any(
-            one.sample.loss_mask is not None for group in groups for one in group.samples
+            scored_sample.sample.loss_mask is not None for group in groups for scored_sample in group.samples
         )
-        is_mixed = len({span.version for of_sample in spans for span in of_sample}) > 1
-        # of those that are trained on, and not of all that were drawn
-        version = min((span.version for of_sample in spans for span in of_sample), default=version)
+        is_mixed = len({span.version for sample_spans in spans for span in sample_spans}) > 1
+        # the version of the trained samples, which may differ from that of all drawn samples
+        version = min((span.version for sample_spans in spans for span in sample_spans), default=version)
         for group_id, group in enumerate(groups):
             for scored in group.samples:
                 sampled = scored.sample
@@ -429,10 +445,10 @@ class Collector:
 
 
 def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """Returns what a response's length takes off its reward: 0 up to the buffer at its end, then linear.
+    """Returns the penalty on a response for its length: 0 up to the buffer at the end of the limit, then linear.
 
-    A response cut at `max_new_tokens` loses `penalty` in full. Soft over-long punishment of DAPO (arXiv 2503.14476,
-    equation 13), whose penalty is 1.
+    A response cut at `max_new_tokens` gets the full `penalty`. This is the soft overlong punishment of DAPO (arXiv
+    2503.14476, equation 13), whose penalty is 1.
     """
     return penalty * max(0, response_length - (max_new_tokens - buffer_tokens)) / buffer_tokens
 
@@ -446,9 +462,9 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
 
 
 def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
-    """Whether any token would be trained on."""
-    return any(one.sample.finished or not masks_truncated for group in groups for one in group.samples)
+    """Returns whether any token would be trained on."""
+    return any(scored.sample.finished or not masks_truncated for group in groups for scored in group.samples)
 
 
 def _scored(groups: Sequence[_Group]) -> list[ScoredSample]:
-    return [one for group in groups if not group.failures for one in group.samples]
+    return [scored for group in groups if not group.failures for scored in group.samples]

@@ -1,7 +1,7 @@
-"""The rows of Parquet files, of folders of data files, and of data sets of the Hugging Face hub, as plain dictionaries.
+"""Reads the rows of Parquet files, folders of data files and data sets of the Hugging Face hub as plain dictionaries.
 
-Reading them takes the package `datasets` (the `data` extra), which is imported when there is one to read. Nothing is
-decoded: what Arrow holds becomes plain Python, and an image is its bytes, which no record takes.
+This needs the package `datasets` (the `data` extra), which is imported only when there is something to read. Nothing is
+decoded: Arrow values become plain Python ones. An image stays bytes, which no record may hold.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from slimefsdp.io.user_files import open_plain
 
 T = TypeVar("T")
 Row = tuple[dict[str, Any], str]
-"""Its columns, and its place: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]` is."""
+"""The columns of a row, and its place for errors: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]`."""
 
-MAX_FILES = 10_000  # in a folder
+MAX_FILES = 10_000  # the most files that a folder may have
 _SELECTION = re.compile(
     r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*)?(?:\[(?P<rows>-?\d*:-?\d*)\])?)?", re.ASCII
 )
-_SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
-_FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it can read others, with code for each
+_SAVED = ("dataset_dict.json", "state.json")  # `save_to_disk` writes the first for several splits, the second for one
+_FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it would run other code for other formats
 
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """What data.train or data.heldout name: `path`, `owner/name` or `owner/name@revision`, each with `:config#split`.
+    """A data set that data.train or data.heldout names: `path`, `owner/name` or `owner/name@revision`, `:config#split`.
 
-    A slice of the records stands at the end, as in `owner/name#train[:1000]` or `train.jsonl#[100:200]`.
+    The configuration and the split are optional. A slice of the records may follow, as in `owner/name#train[:1000]` or
+    `train.jsonl#[100:200]`.
 
     Args:
-        hub_id: where it is on the hub; None: on this machine, or nowhere.
-        rows: which records to take, as Python slices a list; None: all.
+        hub_id: its id on the hub; None: it is a local path, which may be missing.
+        rows: the records to take, as Python slices a list; None: all.
     """
 
     path: Path
@@ -56,21 +57,20 @@ class DataSource:
 
     @classmethod
     def of(cls, written: str | Path) -> Self:
-        """Parses a name. A path that exists under the whole name comes first; no hub id is a local path."""
+        """Parses a name. An existing path of this exact name wins; what is no hub id is a local path."""
         whole = Path(written)
-        found = _SELECTION.fullmatch(str(written))
-        if os.path.lexists(whole) or found is None:
+        match = _SELECTION.fullmatch(str(written))
+        if os.path.lexists(whole) or match is None:
             return cls(whole)
-        path = Path(found["path"])
+        path = Path(match["path"])
         hub_id = HubId.of(path)
-        ends = [int(end) if end else None for end in (found["rows"] or ":").split(":")]
-        rows = slice(*ends) if found["rows"] else None
-        selects_rows_alone = rows is not None and found["config"] is found["split"] is None
-        if (
-            hub_id is None and not _is_folder(path) and not selects_rows_alone
-        ):  # so that an error names what was written
+        ends = [int(end) if end else None for end in (match["rows"] or ":").split(":")]
+        rows = slice(*ends) if match["rows"] else None
+        selects_rows_alone = rows is not None and match["config"] is match["split"] is None
+        # the whole name is kept as the path, so that an error shows what the user wrote
+        if hub_id is None and not _is_folder(path) and not selects_rows_alone:
             return cls(whole)
-        return cls(path, hub_id, found["config"], found["split"], rows)
+        return cls(path, hub_id, match["config"], match["split"], rows)
 
     def __str__(self) -> str:
         config = f":{self.config}" if self.config else ""
@@ -79,17 +79,17 @@ class DataSource:
         return f"{self.hub_id or self.path}{config}" + (f"#{self.split or ''}{rows}" if self.split or rows else "")
 
     def selected(self, records: Iterable[T]) -> list[T]:
-        """The records that the slice takes. No more than these are read, where it counts from the beginning."""
+        """Returns the records that the slice takes; reads no further ones if it counts from the beginning."""
         if self.rows is None:
             return list(records)
         ends = (self.rows.start or 0, self.rows.stop or 0)
-        if min(ends) < 0 or max(ends) > sys.maxsize:  # which islice does not take
+        if min(ends) < 0 or max(ends) > sys.maxsize:  # islice refuses these
             return list(records)[self.rows]
         return list(itertools.islice(records, self.rows.start, self.rows.stop))
 
     @property
     def is_table(self) -> bool:
-        """Whether `read_rows` reads it; anything else is a JSONL file, or missing."""
+        """Returns whether `read_rows` reads this source; any other source is a JSONL file, or missing."""
         is_parquet = self.path.suffix == ".parquet" and os.path.isfile(self.path)  # noqa: PTH113 - as in _is_folder
         return self.hub_id is not None or is_parquet or _is_folder(self.path)
 
@@ -99,10 +99,10 @@ def _is_folder(path: Path) -> bool:
 
 
 def require_reader(source: DataSource, field: str) -> None:
-    """Whether what it takes to read a source is installed.
+    """Checks that the package needed to read a source is installed.
 
     Raises:
-        ConfigError: the package `datasets` is not.
+        ConfigError: the package `datasets` is missing.
     """
     if source.is_table and find_spec("datasets") is None:
         raise ConfigError(
@@ -114,21 +114,21 @@ def require_reader(source: DataSource, field: str) -> None:
 
 
 def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row]:
-    """All rows that the source selects, in their order.
+    """Returns all rows that the source selects, in their order.
 
     Args:
         field: the setting that errors name.
-        default_split: the one that is meant where there are several and the source names none.
+        default_split: the split to read if there are several and the source names none.
 
     Raises:
-        ConfigError: the package `datasets` is missing; the hub or the files cannot be read; there is no such
-            configuration or split, or several to choose from; a value is not what JSON can hold, named by column and
-            row. ResourceError: the disk is full.
+        ConfigError: the package `datasets` is missing; the hub or the files cannot be read; the configuration or split
+            does not exist, or has to be chosen from several; a value is not JSON (the message names column and row).
+        ResourceError: the disk is full.
     """
     require_reader(source, field)
     if source.hub_id is None and not _is_folder(source.path):
         return source.selected(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
-    folder, name = source.path.absolute(), str(source.path)  # `json` alone would be a format to datasets
+    folder, name = source.path.absolute(), str(source.path)  # `datasets` takes the bare name `json` for a format
     if source.hub_id is not None:
         folder, name = fetched(source.hub_id, field), source.hub_id.name
     with stage(f"reading {name}", is_short=True):
@@ -140,7 +140,7 @@ def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row
 
 
 def fetched(hub_id: HubId, field: str) -> Path:
-    """The folder with the files of a data set of the hub, named by its commit; errors as of `read_rows`."""
+    """Returns the local folder of a hub data set, named by its commit. Raises the errors of `read_rows`."""
 
     def progress() -> str:
         return f"{byte_text(bytes_there(hub_id, 'dataset'))} in the cache"
@@ -158,15 +158,15 @@ def _rows_of_parquet(path: Path, field: str) -> list[dict[str, Any]]:
             return rows
     except Exception as error:  # the file can hold anything
         raise ConfigError(
-            f"{path} cannot be read: {_said(error)}", field=field, hint="name a readable Parquet file"
+            f"{path} cannot be read: {_short_error(error)}", field=field, hint="name a readable Parquet file"
         ) from error
 
 
 def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[str, Any]:
-    """Split -> its data set; of a data set that was saved alone the split has no name.
+    """Returns each split by its name; a data set that was saved without splits has the name "".
 
     Raises:
-        ConfigError: there is no such configuration, or several to choose from; the files cannot be read.
+        ConfigError: the configuration does not exist or has to be chosen; the files cannot be read.
     """
     import datasets
 
@@ -174,79 +174,79 @@ def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[
         with _without_bars():
             if any((folder / file).is_file() for file in _SAVED):
                 _check_config(source.config, [], None, name, field)
-                found = datasets.load_from_disk(str(folder))
+                loaded = datasets.load_from_disk(str(folder))
             else:
                 _require_few_files(folder)
                 _require_local(folder)
-                there = datasets.get_dataset_config_names(str(folder))
+                configs = datasets.get_dataset_config_names(str(folder))
                 default = datasets.get_dataset_default_config_name(str(folder))
-                _check_config(source.config, there, default, name, field)
+                _check_config(source.config, configs, default, name, field)
                 builder = datasets.load_dataset_builder(str(folder), source.config or default)
                 if builder.name not in _FORMATS:
                     raise ValueError(f"its files are of the format {builder.name}, not {', '.join(_FORMATS)}")
                 _require_inside(folder, builder.config.data_files)
                 builder.download_and_prepare()
-                found = builder.as_dataset()
+                loaded = builder.as_dataset()
     except ConfigError:
         raise
     except Exception as error:  # the files can hold anything
         raise ConfigError(
-            f"{field}: {name} cannot be read as a data set: {_said(error)}",
+            f"{field}: {name} cannot be read as a data set: {_short_error(error)}",
             field=field,
             hint="name a folder of Parquet or JSONL files, or one that `save_to_disk` wrote",
         ) from error
-    return dict(found) if isinstance(found, dict) else {"": found}
+    return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
 
 
 def _require_few_files(folder: Path) -> None:
-    """A home or a root that was named by mistake would be walked through for very long."""
+    """Refuses huge folders: walking a home or root folder, named by mistake, would take very long."""
     files = itertools.chain.from_iterable(names for _, _, names in os.walk(folder))
     if sum(1 for _ in itertools.islice(files, MAX_FILES + 1)) > MAX_FILES:
         raise ValueError(f"there are more than {MAX_FILES:,} files in it")
 
 
 def _require_local(folder: Path) -> None:
-    """Refuses a description that names files of other machines, which `datasets` would download without asking."""
+    """Refuses a data set whose description names remote files, which `datasets` would download without asking."""
     for name in ("README.md", ".huggingface.yaml"):
         text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
-        # of a README.md, what stands between its first two lines ---
+        # the metadata of a README.md stands between its first two lines of ---
         parts = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE) if name == "README.md" else ["", text, ""]
         try:
             described = yaml.safe_load(parts[1]) if len(parts) == 3 else None
-        except yaml.YAMLError:  # which `datasets` says in its own words
+        except yaml.YAMLError:  # `datasets` reports this error itself
             continue
         waiting, seen = [described.get("configs") if isinstance(described, dict) else None], set[int]()
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, str) and "://" in one:
-                raise ValueError(f"its {name} names a file elsewhere, {short_text(one)}")
-            if isinstance(one, dict | list) and id(one) not in seen:  # aliases can make a little text endless
-                seen.add(id(one))
-                waiting += one.values() if isinstance(one, dict) else one
+            value = waiting.pop()
+            if isinstance(value, str) and "://" in value:
+                raise ValueError(f"its {name} names a file elsewhere, {short_text(value)}")
+            if isinstance(value, dict | list) and id(value) not in seen:  # YAML aliases can form a loop
+                seen.add(id(value))
+                waiting += value.values() if isinstance(value, dict) else value
 
 
 def _require_inside(folder: Path, data_files: Mapping[str, Sequence[object]]) -> None:
-    """A README.md can name other files of this machine, or of another one."""
+    """Refuses a data set whose files lie outside of its folder; its README.md can name any path."""
     for file in itertools.chain.from_iterable(data_files.values()):
         if not Path(os.path.normpath(str(file))).is_relative_to(folder):
             raise ValueError(f"it names a file elsewhere, {file}")
 
 
-def _check_config(asked: str | None, there: list[str], default: str | None, name: str, field: str) -> None:
-    if asked is None and len(there) > 1 and default is None:
-        problem = f"{field}: {name} has several configurations: {', '.join(there)}"
-        raise ConfigError(problem, field=field, hint=f"name one of them behind a colon, like {name}:{there[0]}")
-    if asked is not None and asked not in there:
+def _check_config(config: str | None, configs: list[str], default: str | None, name: str, field: str) -> None:
+    if config is None and len(configs) > 1 and default is None:
+        problem = f"{field}: {name} has several configurations: {', '.join(configs)}"
+        raise ConfigError(problem, field=field, hint=f"name one of them behind a colon, like {name}:{configs[0]}")
+    if config is not None and config not in configs:
         raise ConfigError(
-            f"{field}: {name} has no configuration {asked}, but {', '.join(there) or 'none at all'}",
+            f"{field}: {name} has no configuration {config}, but {', '.join(configs) or 'none at all'}",
             field=field,
-            hint="name one of these" if there else f"remove :{asked}",
+            hint="name one of these" if configs else f"remove :{config}",
         )
 
 
-def _chosen_split(splits: dict[str, Any], asked: str | None, default: str, name: str, field: str) -> str:
+def _chosen_split(splits: dict[str, Any], requested: str | None, default: str, name: str, field: str) -> str:
     only = next(iter(splits)) if len(splits) == 1 else None
-    split = asked if asked is not None else only if only is not None else default
+    split = requested if requested is not None else only if only is not None else default
     if split in splits:
         return split
     listed = ", ".join(filter(None, splits)) or "none: it was saved alone"
@@ -258,7 +258,7 @@ def _chosen_split(splits: dict[str, Any], asked: str | None, default: str, name:
 
 
 def _plain(rows: list[dict[str, Any]], place: str, field: str) -> Iterator[Row]:
-    """The rows with their places; ConfigError where one holds what JSON does not."""
+    """Yields the rows with their places; raises ConfigError if a value is not JSON."""
     for number, row in enumerate(rows):
         try:
             json.dumps(row)
@@ -296,5 +296,5 @@ def _without_bars() -> Iterator[None]:
         datasets.enable_progress_bars()
 
 
-def _said(error: Exception) -> str:
+def _short_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

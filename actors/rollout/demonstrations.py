@@ -1,16 +1,16 @@
-"""Encodes the records of supervised training: their tokens, and which of these are trained on.
+"""Encodes records for supervised training into tokens and a mask of the tokens that are trained on.
 
-`actors.rollout.supervised_records` reads the records. A record has a form, which follows from its keys, in this order:
+`actors.rollout.supervised_records` reads the records. The form of a record follows from its keys, in this order:
 
-    prompt and answer        the answer is trained, encoded by itself, and the tokenizer's end token behind it
-    prompt and completion    both texts or both lists of chat messages; the completion is trained
-    messages                 a chat, of which the assistant's turns are trained, or the last message alone
-    conversations            the same, in ShareGPT's words: `from` and `value`
-    text                     every token but the first is trained, and the end token behind the text
+    prompt and answer        the answer is trained; it is encoded by itself, and the end token is appended
+    prompt and completion    both are texts or both are lists of chat messages; the completion is trained
+    messages                 a chat; all turns of the assistant are trained, or only the last message
+    conversations            a chat in the keys of ShareGPT: `from` and `value`
+    text                     every token but the first is trained; the end token is appended
 
-Where the loss is on several turns, the response of the demonstration begins with the first token that is trained, and
-its loss mask is False on all that is not. `python -m actors.rollout.demonstrations` encodes records in a process of its
-own, since a chat template can compute for long and the driver needs no transformers.
+The response of a demonstration begins with its first trained token. Its loss mask is False on the tokens in between
+that are not trained. `python -m actors.rollout.demonstrations` encodes records in a separate process, since a chat
+template may run for long, and so that the driver needs no transformers.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from actors.rollout.prompts import (
     Record,
     place_of,
 )
-from actors.rollout.tokenizer import answer_beside, end_with_parent, error_beside, stream_of_answer
+from actors.rollout.tokenizer import answer_of_process, end_with_parent, error_of_process, stream_of_answer
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, ModelError, SlimeError
 
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of a chat template that says itself what the assistant wrote
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the assistant's words in a chat template
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demonstration:
-    """The tokens of one record, or of a piece of it."""
+    """The tokens of one record, or of a part of one."""
 
     tokens: np.ndarray  # int64 [length]
-    response_length: int  # trailing tokens, from the first that is trained on
+    response_length: int  # number of tokens from the first trained one to the end
     loss_mask: np.ndarray | None = None  # bool [response_length]; None: all are trained
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first that is trained."""
+        """Returns the number of tokens before the first trained one."""
         return len(self.tokens) - self.response_length
 
     def truncated(self, length: int) -> Demonstration | None:
-        """Its first `length` tokens; None where nothing of them would be trained."""
+        """Returns the first `length` tokens as a demonstration; None if none of them would be trained."""
         left = self.response_length - (len(self.tokens) - length)
         mask = None if self.loss_mask is None or left < 1 else self.loss_mask[:left]
         if left < 1 or (mask is not None and not mask.any()):
@@ -62,9 +62,9 @@ class Demonstration:
         return Demonstration(self.tokens[:length], left, mask)
 
     def split(self, length: int) -> list[Demonstration]:
-        """Pieces of at most `length` tokens, of a text that is trained from its second token on.
+        """Splits a text into pieces of at most `length` tokens; every token but the first must be trained.
 
-        Each begins with the last token of the piece before, so that every token but the first is trained once.
+        Each piece begins with the last token of the piece before it, so that every token but the first is trained once.
         """
         starts = range(0, len(self.tokens) - 1, length - 1)
         pieces = [self.tokens[start : start + length] for start in starts]
@@ -77,10 +77,10 @@ class Demonstration:
 
 
 def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
-    """Makes one batch of demonstrations in their order; without a loss mask where all responses are trained whole."""
-    samples = [one.as_sample() for one in demonstrations]
-    if all(one.loss_mask is None for one in demonstrations):
-        samples = [{**one, "loss_mask": None} for one in samples]
+    """Makes one batch of demonstrations in their order; without loss masks if all responses are trained in full."""
+    samples = [demonstration.as_sample() for demonstration in demonstrations]
+    if all(demonstration.loss_mask is None for demonstration in demonstrations):
+        samples = [{**demonstration, "loss_mask": None} for demonstration in samples]
     return RolloutBatch.from_samples(samples)
 
 
@@ -103,15 +103,16 @@ def encode_demonstration(
     train_on: str = "all_turns",
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Demonstration:
-    """The tokens of a record of any form, and which of them are trained.
+    """Encodes a record of any form.
 
     Args:
-        train_on: as data.train_on.
-        template_kwargs: as `actors.engines.tokenizer.encode_prompt`.
+        train_on: the value of data.train_on.
+        template_kwargs: as in `actors.engines.tokenizer.encode_prompt`.
 
     Raises:
-        ConfigError: the chat template refuses the record or does not tell its turns apart, or nothing of it would be
-            trained. ModelError: the tokenizer has no end token, and the form needs one.
+        ConfigError: the chat template refuses the record or does not show where turns begin and end, or no token would
+            be trained.
+        ModelError: the form needs an end token, and the tokenizer has none.
     """
     form = form_of(record)
     if form == "answer":
@@ -125,14 +126,14 @@ def encode_demonstration(
     if form == "completion" and isinstance(record["prompt"], str):
         prompt = tokenizer.encode(record["prompt"])
         tokens = tokenizer.encode(record["prompt"] + _ended(tokenizer, record["completion"]))
-        start = _shared(prompt, tokens)
-        return _demonstration(tokens, [place >= start for place in range(len(tokens))])
+        start = _common_length(prompt, tokens)
+        return _demonstration(tokens, [position >= start for position in range(len(tokens))])
     return _encoded_chat(tokenizer, record, train_on, template_kwargs)
 
 
 def _demonstration(tokens: Sequence[int], trained: Sequence[bool]) -> Demonstration:
-    """A demonstration whose response begins with the first token that is trained; the very first cannot be."""
-    first = next((place for place, is_trained in enumerate(trained) if is_trained and place), None)
+    """Makes a demonstration whose response begins with the first trained token; token 0 is never trained."""
+    first = next((position for position, is_trained in enumerate(trained) if is_trained and position), None)
     if first is None:
         raise ConfigError(
             f"nothing of its {len(tokens)} tokens would be trained",
@@ -150,7 +151,7 @@ def _end_token(tokenizer: Any) -> tuple[str, int]:
 
 
 def _ended(tokenizer: Any, text: str) -> str:
-    """Appends the end token unless it is there."""
+    """Appends the end token unless the text already ends with it."""
     end, _ = _end_token(tokenizer)
     return text if text.endswith(end) else text + end
 
@@ -180,19 +181,19 @@ def _encoded_chat(
                 )
     else:
         messages, first_trained = [*record["prompt"], *record["completion"]], len(record["prompt"])
-    if first_trained:  # all behind the opening of the answer, as a prompt and its completion
+    if first_trained:  # train everything after the opening of the answer, like a prompt and its completion
         if not _begins_with(tokenizer, messages, first_trained, options):
             _refuse_template(first_trained, may_train_last=False)
         tokens = _tokens(tokenizer, messages, options)
-        start = _shared(_tokens(tokenizer, messages[:first_trained], options, opens_answer=True), tokens)
-        return _demonstration(tokens, [place >= start for place in range(len(tokens))])
+        start = _common_length(_tokens(tokenizer, messages[:first_trained], options, opens_answer=True), tokens)
+        return _demonstration(tokens, [position >= start for position in range(len(tokens))])
     if _MARKERS.search(str(tokenizer.chat_template)):
         return _by_markers(tokenizer, messages, options)
     return _by_prefixes(tokenizer, messages, options)
 
 
 def _tools_of(record: Mapping[str, Any]) -> Any:
-    """The tools that a record offers, as a list; data sets keep them as JSON, too."""
+    """Returns the tools of a record as a list; some data sets hold them as a JSON text."""
     tools = record.get("tools")
     if not isinstance(tools, str):
         return tools or None
@@ -203,35 +204,37 @@ def _tools_of(record: Mapping[str, Any]) -> Any:
 
 
 def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
-    """The tokens of which a character stands between the template's own marks.
+    """Trains the tokens with at least one character between the template's `generation` markers.
 
-    transformers' `return_assistant_tokens_mask` goes on to the end of the chat where no token has the last character
-    between two marks, as where a special token takes the space behind it.
+    The `return_assistant_tokens_mask` of transformers is not used: if no token covers the last character before a
+    closing marker, for example because a special token absorbs the following space, it marks the rest of the chat.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    found = templated(
+    encoded = templated(
         tokenizer, messages, "messages", add_generation_prompt=False, tokenize=True, return_dict=True,
         tokenizer_kwargs={"return_offsets_mapping": True}, **options,
     )  # fmt: skip
     template = tokenizer.get_chat_template(tools=options["tools"])
     variables = {**tokenizer.special_tokens_map, **options}
-    rendered: Any = render_jinja_template(  # texts, and of each where its marks stand
+    rendered: Any = render_jinja_template(  # returns the texts, and the marked character ranges of each
         [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **variables
     )
     (marked,) = rendered[1]
-    trained = [False] * len(found["input_ids"])
+    trained = [False] * len(encoded["input_ids"])
     for start, end in marked:
-        places = [place for place, (first, last) in enumerate(found["offset_mapping"]) if last > start and first < end]
-        if places:
-            trained[places[0] : places[-1] + 1] = [True] * (places[-1] + 1 - places[0])
-    return _demonstration(found["input_ids"], trained)
+        positions = [
+            position for position, (first, last) in enumerate(encoded["offset_mapping"]) if last > start and first < end
+        ]
+        if positions:
+            trained[positions[0] : positions[-1] + 1] = [True] * (positions[-1] + 1 - positions[0])
+    return _demonstration(encoded["input_ids"], trained)
 
 
 def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
-    """Each turn of the assistant begins where the chat before it opens one, and ends where the chat with it does.
+    """Finds each turn of the assistant by rendering the chat up to it, and the chat including it.
 
-    That holds where the template writes the beginning of a chat as it writes it alone, which is looked at.
+    The template has to render the beginning of a chat the same alone and within the whole chat. That is checked.
     """
     tokens = _tokens(tokenizer, messages, options)
     text = _text(tokenizer, messages, options)
@@ -245,26 +248,26 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, 
             last = len(messages) - 1
             answers = messages[-1]["role"] == "assistant" and last > 0
             _refuse_template(turn, may_train_last=answers and _begins_with(tokenizer, messages, last, options))
-        start = _shared(tokenizer.encode(opening, add_special_tokens=False), tokens)
-        end = _shared(_tokens(tokenizer, upto, options), tokens)
+        start = _common_length(tokenizer.encode(opening, add_special_tokens=False), tokens)
+        end = _common_length(_tokens(tokenizer, upto, options), tokens)
         trained[start:end] = [True] * (end - start)
     return _demonstration(tokens, trained)
 
 
 def _opening(tokenizer: Any, before: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Returns what the template writes before the words of the assistant that follow these messages."""
+    """Returns what the template writes before the assistant's words that follow these messages."""
     if before:
         return _text(tokenizer, before, options, opens_answer=True)
-    # many templates refuse a chat without messages, so two chats of one turn are compared
-    one, other = (_text(tokenizer, [{"role": "assistant", "content": said}], options) for said in ("A", "B"))
-    return one[: _shared(one, other)]
+    # many templates refuse a chat without messages, so the common beginning of two one-turn chats is taken
+    first, second = (_text(tokenizer, [{"role": "assistant", "content": words}], options) for words in ("A", "B"))
+    return first[: _common_length(first, second)]
 
 
 def _begins_with(tokenizer: Any, messages: Sequence[Any], count: int, options: Mapping[str, Any]) -> bool:
-    """Whether the template writes the first messages within the whole chat as it writes them alone.
+    """Returns whether the template renders the first messages the same alone and within the whole chat.
 
-    Both ways of writing them alone count. Some templates open an answer with thinking that a written answer does not
-    have, and some end a chat that opens no answer with an end token.
+    Alone, they may be rendered with or without the opening of an answer. Some templates open an answer with thinking
+    that a written answer does not have, and some end a chat that opens no answer with an end token.
     """
     text = _text(tokenizer, messages, options)
     alone = (_text(tokenizer, messages[:count], options, opens_answer=opens) for opens in (True, False))
@@ -301,13 +304,15 @@ def _tokens(
     )  # fmt: skip
 
 
-def _shared(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
-    """Returns how many tokens, or characters, both sequences begin with.
+def _common_length(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
+    """Returns the length of the common beginning of two sequences of tokens or characters.
 
-    Tokens are fewer than `beginning` has where the tokenizer merges its end with what follows.
+    It is below the length of `beginning` if the tokenizer merges the end of `beginning` with what follows.
     """
     pairs = zip(beginning, tokens, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(beginning), len(tokens)))
+    return next(
+        (position for position, (left, right) in enumerate(pairs) if left != right), min(len(beginning), len(tokens))
+    )
 
 
 # ---------------------------------------------------------------------- a process of its own
@@ -316,51 +321,51 @@ def _shared(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
 def encoded_demonstrations(
     model_path: Path, records: Sequence[Record], *, data: DataSettings, timeout_s: float
 ) -> list[Demonstration]:
-    """Encodes each record as a demonstration of any length, in a process of its own.
+    """Encodes each record as a demonstration of any length, in a separate process.
 
     Raises:
-        ConfigError, ModelError: as `encode_demonstration`, naming the record. ResourceError: it took longer, or its
-            process ended.
+        ConfigError, ModelError: as in `encode_demonstration`; the message names the record.
+        ResourceError: the process took longer than `timeout_s`, or ended.
     """
     keys = ("prompt", "answer", "completion", "messages", "text", "tools")
-    asked = {
+    request = {
         "model_path": str(model_path),
-        "records": [[{key: one[key] for key in keys if key in one}, place_of(one)] for one in records],
+        "records": [[{key: piece[key] for key in keys if key in piece}, place_of(piece)] for piece in records],
         "train_on": data.train_on,
         "template_kwargs": dict(data.chat_template_kwargs),
     }
-    answer = answer_beside("actors.rollout.demonstrations", asked, timeout_s, f"encoding {len(records)} records")
-    if not answer.startswith(b"PK"):  # no archive of arrays
-        raise error_beside(json.loads(answer))
+    answer = answer_of_process("actors.rollout.demonstrations", request, timeout_s, f"encoding {len(records)} records")
+    if not answer.startswith(b"PK"):  # an archive of arrays is a zip file; anything else is an error
+        raise error_of_process(json.loads(answer))
     with np.load(io.BytesIO(answer), allow_pickle=False) as arrays:
         tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
         masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_lengths"])[:-1])
         lengths = arrays["response_lengths"].tolist()
     return [
-        Demonstration(one, length, None if mask.all() else mask)
-        for one, length, mask in zip(tokens, lengths, masks, strict=True)
+        Demonstration(piece, length, None if mask.all() else mask)
+        for piece, length, mask in zip(tokens, lengths, masks, strict=True)
     ]
 
 
 def _main() -> None:
     end_with_parent()
     stream = stream_of_answer()
-    asked = json.load(sys.stdin.buffer)
+    request = json.load(sys.stdin.buffer)
     try:
-        answer = _archive(asked)
+        answer = _archive(request)
     except SlimeError as error:
-        said = {"error": error.message, "code": error.code, "field": error.field, "hint": error.hint}
-        answer = json.dumps(said).encode()
+        fields = {"error": error.message, "code": error.code, "field": error.field, "hint": error.hint}
+        answer = json.dumps(fields).encode()
     with os.fdopen(stream, "wb") as file:
         file.write(answer)
 
 
-def _archive(asked: Mapping[str, Any]) -> bytes:
-    """The demonstrations of all records as arrays in one archive of numpy's."""
-    tokenizer = load_tokenizer(asked["model_path"])
-    options = {"train_on": asked["train_on"], "template_kwargs": asked["template_kwargs"]}
+def _archive(request: Mapping[str, Any]) -> bytes:
+    """Encodes all records and returns their demonstrations as a numpy archive."""
+    tokenizer = load_tokenizer(request["model_path"])
+    options = {"train_on": request["train_on"], "template_kwargs": request["template_kwargs"]}
     samples = []
-    for record, place in asked["records"]:
+    for record, place in request["records"]:
         try:
             samples.append(encode_demonstration(tokenizer, record, **options).as_sample())
         except ConfigError as error:
@@ -369,10 +374,10 @@ def _archive(asked: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     np.savez(
         file,
-        tokens=np.concatenate([one["tokens"] for one in samples]),
-        lengths=np.array([len(one["tokens"]) for one in samples]),
-        response_lengths=np.array([one["response_length"] for one in samples]),
-        loss_mask=np.concatenate([one["loss_mask"] for one in samples]),
+        tokens=np.concatenate([sample["tokens"] for sample in samples]),
+        lengths=np.array([len(sample["tokens"]) for sample in samples]),
+        response_lengths=np.array([sample["response_length"] for sample in samples]),
+        loss_mask=np.concatenate([sample["loss_mask"] for sample in samples]),
     )
     return file.getvalue()
 

@@ -1,7 +1,7 @@
-"""The contract of an environment: an episode begins with a prompt, and each response gets an answer, until it is done.
+"""Defines the contract of an environment: it begins an episode with a prompt and answers each response until the end.
 
-`rollout.environment` names a class made from `Environment` as `module:Class`. Importing this file costs no torch and no
-ray.
+`rollout.environment` names a subclass of `Environment` as `module:Class`. Importing this module imports neither torch
+nor Ray.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from slimefsdp.config.callables import load_function
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
-"""A text, a list of chat messages, token ids, or `{"messages": [...], "tools": [...]}` for a chat template that writes
-tools."""
+"""The beginning of an episode: a text, a list of chat messages, token ids, or `{"messages": [...], "tools": [...]}` for
+a chat template that writes tools."""
 Observation = str | Sequence[Mapping[str, Any]] | Sequence[int]
-"""What follows a response: a text, which is one user message where the tokenizer has a chat template; chat messages, of
-whatever roles the template knows; or token ids, which follow as they are."""
+"""What follows a response: a text (one user message if the tokenizer has a chat template), chat messages of any role
+that the template knows, or token ids, which are appended unchanged."""
 
 MOST_CHARACTERS = 1_000_000
-"""Of a prompt or an observation; contexts are shorter, and it travels between processes."""
+"""The most characters of a prompt or an observation. No context is as long, and the text travels between processes."""
 OF_EPISODES = {"reward", "turns", "ended_by_turns", "ended_by_room"}
-"""Names of scores that every episode has: its reward, its responses, and whether it was ended for want of more."""
+"""The scores that every episode has: its reward, its number of responses, and whether a limit ended it."""
 MOST = 3e38
 """The largest reward or score: batches hold them in float32."""
 MOST_IN_NAME = 200
@@ -35,64 +35,65 @@ RESERVED = {
     *("response_length", "response_length_max", "prompt_length", "prompt_length_max", "truncated", "overlong_penalty"),
     *("stage", "rounds", "groups_dropped", "baseline_reward", "reward_failures"),
 }
-"""Names under which a run logs something else of its rollouts; no score may have one of them."""
+"""Names of other metrics that a run logs of its rollouts; scores must not use them."""
 _EXAMPLE = "my_package.environments:MyEnvironment"
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an environment answers to a response."""
+    """An environment's answer to a response."""
 
-    observation: Observation | None = None  # needed unless it is done
+    observation: Observation | None = None  # required unless done
     reward: float = 0.0  # an episode's reward is the sum over its steps
     done: bool = False
-    scores: Mapping[str, float] = field(default_factory=dict)  # logged; of a name given twice the last counts
+    scores: Mapping[str, float] = field(default_factory=dict)  # to be logged; the last value of a name in an episode
 
 
 class Environment:
-    """One episode. An object is made for each, with `environment.arguments` as keyword arguments.
+    """Base class of environments; one object runs one episode. It is made with `environment.arguments` as keywords.
 
-    What it answers must follow from record, seed and responses alone: where its process is lost, another one repeats
-    the episode so far. `reset` and `step` may be coroutine functions, and are then, of many episodes, awaited at once.
+    Its answers must depend on the record, the seed and the responses only: if its process is lost, another process
+    repeats the episode so far. `reset` and `step` may be coroutine functions; those of many episodes then run at once.
     """
 
     @classmethod
     def check_arguments(cls, **arguments: Any) -> None:
-        """Called before a run starts, in the program that starts it, with `environment.arguments`.
+        """Checks `environment.arguments` before a run starts; it is called in the program that starts the run.
 
         Raises:
-            ConfigError: a value is none that the class can be made with.
+            ConfigError: a value is not valid for the class.
         """
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Prompt | Awaitable[Prompt]:
-        """The beginning of the episode.
+        """Begins the episode and returns its prompt.
 
         Args:
-            record: of data.train or data.heldout, with `prompt` and whatever else it has.
-            seed: the same for all episodes of a group, and for each evaluation of a record.
+            record: a record of data.train or data.heldout, with `prompt` and all of its other keys.
+            seed: it is the same for all episodes of a group, and in every evaluation of a record.
         """
         prompt: Prompt = record["prompt"]
         return prompt
 
     def step(self, response: str, finished: bool) -> StepResult | Awaitable[StepResult]:
-        """The answer to what the policy has said.
+        """Answers a response of the policy.
 
         Args:
             response: the text without special tokens, stripped.
-            finished: False where it was cut at rollout.max_new_tokens, or where the episode has no room for more.
+            finished: False if it was cut at rollout.max_new_tokens, or because the episode has no room for more.
         """
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
-        """Called once nothing more will be asked; not where its process is lost."""
+        """Frees resources after the last call of an episode. It is not called if the process is lost."""
         return None
 
 
 class EnvironmentFault(Exception):
-    """What an environment returned cannot be used; the text says why, and goes on with where it was.
+    """An environment returned something that cannot be used.
 
     Args:
-        hint: the way out, where it is known.
+        text: the reason; the caller appends for which record and turn.
+        hint: the way out, if it is known.
     """
 
     def __init__(self, text: str, hint: str = "correct the environment") -> None:
@@ -101,13 +102,16 @@ class EnvironmentFault(Exception):
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environment]:
-    """The class `module:Class`.
+    """Imports the class `module:Class`.
 
     Raises:
-        ConfigError: it cannot be imported, is no environment, or does not take these arguments.
+        ConfigError: it cannot be imported, is not an environment, or does not take these arguments.
     """
-    found: Any = load_function(name, field="rollout.environment", example=_EXAMPLE, is_class=True)
-    if not (isinstance(found, type) and issubclass(found, Environment)) or found.step is Environment.step:
+    environment: Any = load_function(name, field="rollout.environment", example=_EXAMPLE, is_class=True)
+    if (
+        not (isinstance(environment, type) and issubclass(environment, Environment))
+        or environment.step is Environment.step
+    ):
         raise ConfigError(
             f"{name} is no environment",
             field="rollout.environment",
@@ -115,7 +119,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
         )
     for method, takes in (("reset", ("record", "seed")), ("step", ("response", "finished"))):
         try:
-            inspect.signature(getattr(found, method)).bind(None, *takes)
+            inspect.signature(getattr(environment, method)).bind(None, *takes)
         except TypeError as error:
             raise ConfigError(
                 f"{method}() of {name} cannot be called with ({', '.join(takes)}): {error}",
@@ -123,16 +127,16 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
                 hint=f"define it as {method}(self, {', '.join(takes)})",
             ) from error
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(environment).bind(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"environment.arguments={short_repr(dict(arguments))}, and {name} takes {inspect.signature(found)}: "
+            f"environment.arguments={short_repr(dict(arguments))}, and {name} takes {inspect.signature(environment)}: "
             f"{error}",
             field="environment.arguments",
             hint="give it arguments that it takes",
         ) from error
     try:
-        found.check_arguments(**arguments)
+        environment.check_arguments(**arguments)
     except SlimeError:
         raise
     except Exception as error:  # the user's own code
@@ -141,23 +145,26 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
             field="environment.arguments",
             hint="correct the arguments",
         ) from error
-    return found
+    return environment
 
 
 def is_async(environment: type[Environment]) -> bool:
-    """Whether its episodes are awaited."""
+    """Returns whether the episodes of this class are awaited."""
     return any(inspect.iscoroutinefunction(getattr(environment, name)) for name in ("reset", "step"))
 
 
 def is_token_ids(given: Any) -> bool:
-    """Whether it is a list of whole numbers."""
-    return isinstance(given, list | tuple) and bool(given) and all(type(one) is int and one >= 0 for one in given)
+    """Returns whether `given` is a non-empty list of token ids, which are integers of at least 0."""
+    return (
+        isinstance(given, list | tuple) and bool(given) and all(type(number) is int and number >= 0 for number in given)
+    )
 
 
 def checked_prompt(prompt: Any) -> Prompt:
-    """
+    """Checks that a prompt is valid and returns it.
+
     Raises:
-        EnvironmentFault: it is no prompt.
+        EnvironmentFault: it is not a valid prompt.
     """
     messages, has_tools = prompt, isinstance(prompt, Mapping)
     if has_tools:
@@ -196,12 +203,12 @@ def checked_result(result: Any) -> StepResult:
             raise EnvironmentFault("no observation, though it is not done,", "give observation=, or done=True")
     elif not result.done:
         _check_text(result.observation, "observation", may_be_text=True)
-    observation = None if result.done else result.observation  # of the last step nothing follows
+    observation = None if result.done else result.observation  # nothing follows the last step
     return StepResult(observation, scores.pop("reward"), result.done, scores)
 
 
 def _score_fault(name: Any, value: Any) -> str:
-    """Why the number of a score cannot be logged."""
+    """Returns the reason why a score cannot be logged."""
     if checked_score("reward", value) is not None:
         return f"{short_repr(value)}, under what is no short printable name"
     if isinstance(value, numbers.Real):
@@ -209,18 +216,19 @@ def _score_fault(name: Any, value: Any) -> str:
     return f"{short_repr(value)}, which is a {type(value).__name__} and not a number"
 
 
-def _check_text(given: Any, what: str, *, may_be_text: bool) -> None:
-    """
+def _check_text(value: Any, what: str, *, may_be_text: bool) -> None:
+    """Checks that `given` is a text, a list of chat messages or token ids, and not too long.
+
     Raises:
-        EnvironmentFault: it is neither a text, nor messages, nor token ids.
+        EnvironmentFault: it is not.
     """
-    if is_token_ids(given):
-        size = len(given)
+    if is_token_ids(value):
+        size = len(value)
     else:
-        fault = "is a text beside tools" if isinstance(given, str) and not may_be_text else prompt_fault(given)
+        fault = "is a text beside tools" if isinstance(value, str) and not may_be_text else prompt_fault(value)
         if fault:
             raise EnvironmentFault(f"{'an' if what == 'observation' else 'a'} {what} that {fault}")
-        size = len(given) if isinstance(given, str) else sum(len(one.get("content") or "") for one in given)
+        size = len(value) if isinstance(value, str) else sum(len(message.get("content") or "") for message in value)
     if size > MOST_CHARACTERS:
         raise EnvironmentFault(
             f"{'an' if what == 'observation' else 'a'} {what} of {size:,} characters, more than {MOST_CHARACTERS:,}"
@@ -228,18 +236,18 @@ def _check_text(given: Any, what: str, *, may_be_text: bool) -> None:
 
 
 def checked_score(name: Any, value: Any) -> float | None:
-    """Returns the number to log; None where the value is no finite number, or the name is no short printable text."""
+    """Returns the number to log; None if the value is not a finite number or the name is not a short printable text."""
     is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_IN_NAME
     return finite_number(value) if is_name else None
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns the value as a float, scalars of numpy and torch too; None where it is no number, or not finite."""
+    """Returns a number, also one of numpy or torch, as a float; None if it is not a number or not finite."""
     # float() would take the text "1", and an array of one number
     if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
         return None
     try:
         number = float(value)
-    except (Exception, SystemExit):  # a whole number beyond floats; an object may raise anything
+    except (Exception, SystemExit):  # integers beyond floats; a user's object may raise anything
         return None
-    return number if abs(number) <= MOST else None  # NaN is not
+    return number if abs(number) <= MOST else None  # also None for NaN

@@ -1,8 +1,8 @@
-"""Tries the user's code on the first records before anything starts.
+"""Tries the user's code on the first records before anything else starts.
 
-An environment is reset on the first record of each file, and its prompt is encoded; a reward function scores one
-response. `python -m actors.rollout.environment_trial` is the process that does it, for the user's code may hang or end
-it. It imports no ray, and torch only where the user's module or the tokenizer does.
+It resets an environment on the first record of each file and encodes its prompt, or has a reward function score one
+response. `python -m actors.rollout.environment_trial` does this in a separate process, since the user's code may hang
+or end its process. It does not import Ray, and imports torch only if the user's module or the tokenizer does.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from slimefsdp.errors import ConfigError, SlimeError
 
 
 def try_environment(config: RunConfig, prompts: Prompts) -> None:
-    """Begins an episode of the first record to train on and of the first of each held-out set that is evaluated.
+    """Begins an episode of the first training record, and one of the first record of each evaluated held-out set.
 
-    Nothing is tried without an environment, or for another cluster, whose nodes may have what the environment needs.
+    Does nothing without an environment, or on another cluster, whose nodes alone may have what the environment needs.
 
     Raises:
-        ConfigError: the environment raised, did not return in time, ended its process, or returned no prompt that the
-            tokenizer encodes; the message names the record.
+        ConfigError: the environment raised, did not return in time, ended its process, or returned something that the
+            tokenizer cannot encode as a prompt; the message names the record.
     """
     name = config.rollout.environment
     if name is None or not config.has_rollouts or config.cluster.address is not None:
@@ -50,11 +50,12 @@ def try_environment(config: RunConfig, prompts: Prompts) -> None:
 def try_reward(config: RunConfig, prompts: Prompts) -> None:
     """Has the reward function score one response to the first record: its answer, or an empty text if it has none.
 
-    Nothing is tried for a function of this project or a URL, where a failure only leaves out a group
-    (rollout.reward_failure=skip), where the driver calls the function itself, and for another cluster.
+    Does nothing for a function of this project, a URL, rollout.reward_failure=skip (a failure only leaves out a group),
+    a function that the driver itself calls, or on another cluster.
 
     Raises:
-        ConfigError: the function raised, did not return in time, ended its process, or returned what is no reward.
+        ConfigError: the function raised, did not return in time, ended its process, or returned something that is not a
+            reward.
     """
     settings = config.rollout
     name = settings.reward
@@ -70,13 +71,13 @@ def try_reward(config: RunConfig, prompts: Prompts) -> None:
 
 
 def _try(config: RunConfig, calls: Sequence[EpisodeCall]) -> None:
-    """Has this module run the calls in a process of its own.
+    """Runs the calls in a separate process of this module.
 
     Raises:
         ConfigError: one of them failed.
     """
     code = UserCode.of(config)
-    asked = {
+    request = {
         "code": asdict(code),
         "calls": [
             [call.key, dict(call.record), place_of(call.record), call.seed, call.responses, call.is_last]
@@ -88,12 +89,12 @@ def _try(config: RunConfig, calls: Sequence[EpisodeCall]) -> None:
     }
     try:
         whole_s = config.cluster.launch_timeout_s + code.timeout_s * len(calls)
-        done = run_beside("actors.rollout.environment_trial", asked, whole_s)
+        done = run_beside("actors.rollout.environment_trial", request, whole_s)
     except subprocess.TimeoutExpired:
         raise _as_config_error(code.overdue(calls[0], calls[0].turn)) from None
     try:
         answer = json.loads(done.stdout)
-    except ValueError:  # it ended in the user's code
+    except ValueError:  # the user's code ended the process before it could answer
         printed = " ".join(done.stderr.decode(errors="replace").split())[-500:] or "nothing"
         places = " or ".join(place_of(call.record) for call in calls)
         raise ConfigError(
@@ -118,7 +119,7 @@ def try_calls(
         timer: makes a timer that ends this process if it is not cancelled.
 
     Raises:
-        ConfigError: as `try_environment` and `try_reward`, but for what ends this process.
+        ConfigError: as in `try_environment` and `try_reward`, except for the ends of the process.
     """
     host = CodeHost(code)
     for call in calls:
@@ -144,38 +145,38 @@ def _as_config_error(error: SlimeError) -> ConfigError:
     return ConfigError(error.message, field=error.field, hint=error.hint)
 
 
-def _call_of(written: Sequence[Any]) -> EpisodeCall:
-    key, record, place, seed, responses, is_last = written
-    said = tuple((text, finished) for text, finished in responses)
-    return EpisodeCall(tuple(key), Record(record, place), seed, said, is_last=is_last)
+def _call_of(fields: Sequence[Any]) -> EpisodeCall:
+    key, record, place, seed, responses, is_last = fields
+    pairs = tuple((text, finished) for text, finished in responses)
+    return EpisodeCall(tuple(key), Record(record, place), seed, pairs, is_last=is_last)
 
 
 def _main() -> None:
     end_with_parent()
     stream = stream_of_answer()
-    asked = json.load(sys.stdin.buffer)
-    sys.path += [folder for folder in asked["search_path"] if folder not in sys.path]
-    code = UserCode(**asked["code"])
+    request = json.load(sys.stdin.buffer)
+    sys.path += [folder for folder in request["search_path"] if folder not in sys.path]
+    code = UserCode(**request["code"])
 
     def answer(error: SlimeError | None) -> None:
         written = None if error is None else {"error": error.message, "field": error.field, "hint": error.hint}
         os.write(stream, json.dumps(written).encode())
-        os._exit(0)  # whatever threads the user's code has left
+        os._exit(0)  # does not wait for threads that the user's code left running
 
     def timer(call: EpisodeCall) -> threading.Timer:
-        made = threading.Timer(min(code.timeout_s, LONGEST_WAIT_S), answer, (code.overdue(call, call.turn),))
-        made.daemon = True
-        return made
+        late = threading.Timer(min(code.timeout_s, LONGEST_WAIT_S), answer, (code.overdue(call, call.turn),))
+        late.daemon = True
+        return late
 
     tokenizer: list[Any] = []
 
     def encode(prompt: Any) -> None:
         if not tokenizer:
-            tokenizer.append(load_tokenizer(asked["model_path"]))
-        encode_prompt(tokenizer[0], prompt, asked["template_kwargs"])
+            tokenizer.append(load_tokenizer(request["model_path"]))
+        encode_prompt(tokenizer[0], prompt, request["template_kwargs"])
 
     try:
-        try_calls(code, [_call_of(one) for one in asked["calls"]], encode, timer)
+        try_calls(code, [_call_of(fields) for fields in request["calls"]], encode, timer)
     except SlimeError as error:
         answer(error)
     answer(None)

@@ -1,8 +1,8 @@
 """Runs episodes: the policy and the user's code take turns, all episodes of a step at once, until each has ended.
 
-In each turn the engines draw a response for every episode that goes on, and environments answer the first ones while
-others are still being drawn. The context of a response is the tokens of the turns before it, as they were sampled. The
-environment's own text is put between them and is not trained on. With a reward function an episode has one turn.
+In each turn the engines draw a response for every active episode. Environments answer the first responses while the
+rest are still being drawn. The context of a response is the sampled tokens of the earlier turns, with the environment's
+own text between them, which is not trained on. With a reward function an episode has one turn.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from slimefsdp.sampling.params import VersionSpan
 Outcome = tuple[SampledResponse, Scores] | SlimeError
 Encoded = list[tuple["_Episode", list[int]]]
 End = Literal["done", "turns", "room"]
-"""Why an episode ended: its environment said so, environment.max_turns, or environment.max_tokens (or what else bounds
-a context)."""
+"""Why an episode ended: its environment said so, environment.max_turns was reached, or the next response would have no
+room within environment.max_tokens or another limit on the context."""
 
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """One episode as it goes on."""
+    """The state of one episode."""
 
     key: EpisodeKey
     record: Mapping[str, Any]
     seed: int
     tokens: list[int] = field(default_factory=list)  # the context of the next response
-    log_probs: list[float] = field(default_factory=list)  # of all tokens after the prompt; 0 where they are no choice
+    log_probs: list[float] = field(default_factory=list)  # of all tokens after the prompt; 0 for tokens not sampled
     loss_mask: list[bool] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
-    said: list[tuple[str, bool]] = field(default_factory=list)  # responses so far
-    digests: list[str] = field(default_factory=list)  # of the answers of the environment
+    responses: list[tuple[str, bool]] = field(default_factory=list)  # responses so far, and whether each was finished
+    digests: list[str] = field(default_factory=list)  # digests of the environment's answers
     transcript: list[str] = field(default_factory=list)
     reward: float = 0.0
     scores: Scores = field(default_factory=dict)
@@ -55,27 +55,27 @@ class _Episode:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the policy is asked for another response."""
+        """Returns whether the policy will be asked for another response."""
         return self.end is None and self.error is None
 
-    def call(self, said: Sequence[tuple[str, bool]], max_turns: int) -> EpisodeCall:
-        """Returns what its environment is asked, once so much was said."""
+    def call(self, responses: Sequence[tuple[str, bool]], max_turns: int) -> EpisodeCall:
+        """Returns the call that asks the environment for its answer to the responses `said`."""
         return EpisodeCall(
-            self.key, self.record, self.seed, tuple(said), tuple(self.digests), is_last=len(said) == max_turns
+            self.key, self.record, self.seed, tuple(responses), tuple(self.digests), is_last=len(responses) == max_turns
         )
 
     def add_response(self, sample: SampledResponse) -> None:
-        """Appends what the policy has said, as it was sampled."""
+        """Appends a response of the policy, with its tokens as they were sampled."""
         shift, drawn = len(self.log_probs), sample.response_length
         self.tokens = list(sample.tokens)
         self.log_probs += sample.log_probs
         self.loss_mask += [True] * drawn
         self.versions += [VersionSpan(version, shift + start, shift + end) for version, start, end in sample.versions]
-        self.said.append((sample.text, sample.finished))
+        self.responses.append((sample.text, sample.finished))
         self.transcript.append(f"[policy] {sample.text}" if self.transcript else sample.text)
 
     def add_observation(self, tokens: Sequence[int], text: str) -> None:
-        """Appends what the environment has said; its tokens get the weight version of the response before them."""
+        """Appends an observation; its tokens get the weight version of the response before them."""
         self.tokens += tokens
         self.log_probs += [0.0] * len(tokens)
         self.loss_mask += [False] * len(tokens)
@@ -84,24 +84,24 @@ class _Episode:
         self.transcript.append(f"[environment] {text}")
 
     def sample(self) -> SampledResponse:
-        """The whole of it, as one response to its prompt."""
+        """Returns the whole episode as one response to its prompt."""
         _, place, number = self.key
         mask = None if all(self.loss_mask) else self.loss_mask
         parts = self.transcript
-        if len(parts) > 1:  # no line of a text looks like the beginning of another turn
+        if len(parts) > 1:  # indent, so that no line of a text looks like the beginning of another turn
             parts = [part.replace("\n", "\n  ") for part in parts]
-        text, is_whole = "\n".join(parts), self.end == "done" and self.said[-1][1]
+        text, is_whole = "\n".join(parts), self.end == "done" and self.responses[-1][1]
         return SampledResponse(
             place, number, self.tokens, len(self.log_probs), self.log_probs, text, is_whole,
-            tuple(self.versions), mask, len(self.said),
+            tuple(self.versions), mask, len(self.responses),
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counts of a run so far."""
+    """Counts of what a run has drawn so far."""
 
-    asked: int = 0  # episodes that were asked for
+    asked: int = 0  # episodes that were started
     ended: int = 0
     responses: int = 0
 
@@ -110,24 +110,24 @@ class EpisodeRunner:
     """Runs the episodes of a run's steps and evaluations.
 
     Args:
-        workers: run the reward function or the environments.
+        workers: the processes that run the reward function or the environments.
     """
 
     def __init__(self, config: RunConfig, engines: EnginePool, workers: UserCodeWorkers) -> None:
         self._engines, self._workers, self._code = engines, workers, workers.code
         self._max_turns = 1 if self._code.is_reward else config.environment.max_turns
-        # a response to be rewarded has rollout.max_new_tokens: its length was checked before the start
+        # a rewarded response has room for rollout.max_new_tokens: prompt lengths were checked before the start
         self._limits = () if self._code.is_reward else (config.environment.max_tokens, most_sample_tokens(config))
         self._calls = itertools.count()
         self.counts = Progress()
 
     @property
     def done(self) -> int:
-        """Returns how many responses were drawn so far; with an environment, how many episodes have ended."""
+        """Returns the number of responses drawn so far; with an environment, the number of episodes that have ended."""
         return self.counts.responses if self._code.is_reward else self.counts.ended
 
     def progress(self, before: Progress) -> str:
-        """Returns a text for people on how far the episodes are that were asked for since `before`."""
+        """Returns a text that says how far the episodes are that were started since the counts `before`."""
         asked, ended = self.counts.asked - before.asked, self.counts.ended - before.ended
         responses = self.counts.responses - before.responses
         if not self._code.is_reward:
@@ -149,20 +149,21 @@ class EpisodeRunner:
         """Runs `per_prompt` episodes of each record to their ends.
 
         Args:
-            seed: the draws depend on it, as of `EnginePool.generate`.
-            environment_seeds: one for each record, given to its environments.
-            seconds: the time of the engines is added as `generate`; as `reward`, the time of the user's code beyond it.
-            drawing: called with `seconds`; engines are asked inside of the context that it returns, which is left when
-                only rewards are still awaited.
-            may_mix: new weights may come meanwhile.
-            sampling: `max_new_tokens`, `greedy` and `evaluates`, as of `EnginePool.params`.
+            seed: determines the draws, as in `EnginePool.generate`.
+            environment_seeds: one for each record, passed to its environments.
+            seconds: gets the time of the engines added as `generate`, and the time that the user's code took beyond it
+                as `reward`.
+            drawing: returns a context, given `seconds`. Engines are only asked inside of it; it is left once only
+                rewards are outstanding.
+            may_mix: allows new weights during the episodes.
+            sampling: `max_new_tokens`, `greedy` and `evaluates`, as in `EnginePool.params`.
 
         Returns:
-            The weight version that sampled, the oldest where there are several; by index of the record and number of
-            the episode its outcome, which is an error where the user's code failed.
+            The oldest weight version that sampled, and the outcome of each episode by index of the record and number of
+            the episode. The outcome is an error if the user's code failed.
 
         Raises:
-            As `EnginePool.generate`, and as `UserCodeWorkers.pending`.
+            As `EnginePool.generate` and `UserCodeWorkers.pending`.
         """
         self._count(asked=len(records) * per_prompt)
         while True:
@@ -179,7 +180,7 @@ class EpisodeRunner:
             finally:
                 self._workers.forget(number)
             if len(versions) <= 1 or may_mix:
-                break  # else an engine was replaced between two turns, by one with newer weights
+                break  # otherwise an engine was replaced between two turns by one with newer weights: start again
         outcomes: dict[tuple[int, int], Outcome] = {}
         for episode in episodes:
             outcomes[episode.key[1:]] = episode.error or (episode.sample(), self._scores_of(episode))
@@ -190,7 +191,7 @@ class EpisodeRunner:
         if self._code.is_reward:
             return scores
         ends = {f"ended_by_{name}": float(episode.end == name) for name in ("turns", "room")}
-        return {**scores, "turns": float(len(episode.said)), **ends}
+        return {**scores, "turns": float(len(episode.responses)), **ends}
 
     def _count(self, *, asked: int = 0, ended: int = 0, responses: int = 0) -> None:
         before = self.counts
@@ -206,10 +207,10 @@ class EpisodeRunner:
         *,
         may_mix: bool,
     ) -> set[int]:
-        """Runs all turns of these episodes; returns the versions of the weights that sampled.
+        """Runs all turns of the episodes; returns the weight versions that sampled.
 
         Args:
-            engines: closed once no more responses will be drawn.
+            engines: is closed once no more responses will be drawn.
         """
         self._begin(episodes, seconds)
         self._count(ended=sum(not episode.goes_on for episode in episodes))
@@ -220,7 +221,7 @@ class EpisodeRunner:
                 break
             requests, owners = self._requests(going, seed, sampling)
             pending = self._workers.pending()
-            places: dict[int, int] = {}  # index of the call by episode; a response may be drawn, and asked about, again
+            places: dict[int, int] = {}  # episode id -> index of its last call: a response may be drawn twice
 
             def ask(
                 sample: SampledResponse, owners: Any = owners, pending: Any = pending, places: dict[int, int] = places
@@ -228,7 +229,7 @@ class EpisodeRunner:
                 episode = owners[sample.prompt, sample.number]
                 places[id(episode)] = len(pending.calls)
                 self._count(responses=1)
-                pending.add(episode.call([*episode.said, (sample.text, sample.finished)], self._max_turns))
+                pending.add(episode.call([*episode.responses, (sample.text, sample.finished)], self._max_turns))
 
             began = time.perf_counter()
             version, samples = self._engines.draw(requests, ask, may_mix=may_mix)
@@ -247,7 +248,7 @@ class EpisodeRunner:
         return versions
 
     def _begin(self, episodes: Sequence[_Episode], seconds: dict[str, float]) -> None:
-        """Gives each episode the tokens of its prompt."""
+        """Sets the context of each episode to the tokens of its prompt."""
         began = time.perf_counter()
         if self._code.is_reward:
             records = {episode.key[1]: episode.record for episode in episodes}
@@ -268,7 +269,7 @@ class EpisodeRunner:
             assert outcome.prompt is not None
             episode.digests.append(outcome.digest)
             prompts.append((episode, outcome.prompt))
-            if outcome.prompt != episode.record["prompt"]:  # else whoever reads the episode knows it
+            if outcome.prompt != episode.record["prompt"]:  # a reader of the transcript has the record's own prompt
                 episode.transcript.append(f"[prompt] {_text_of(outcome.prompt)}")
         for episode, tokens in self._encoded(self._engines.encode, prompts):
             episode.tokens = tokens
@@ -281,86 +282,88 @@ class EpisodeRunner:
     def _requests(
         self, going: Sequence[_Episode], seed: Sequence[int], sampling: Mapping[str, Any]
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
-        """Returns the requests of a turn, and the episode of each sample by index of its request and number.
+        """Returns the requests of a turn, and the episode of each sample by (index of the request, sample number).
 
         In the first turn the episodes of a group are one request with one seed, so that a reward function and an
-        environment of one turn train on the same samples. Later turns, and groups that lost an episode at the
-        beginning, have a seed for each episode and turn.
+        environment of one turn train on the same samples. In later turns, and in groups that lost an episode at the
+        start, each episode and turn has a seed of its own.
         """
         shared: dict[Any, list[_Episode]] = defaultdict(list)
-        for one in going:
-            place = one.key[1]
-            is_shared = not one.said
-            key = (place, *(() if self._code.is_reward else one.tokens)) if is_shared else (one,)
-            shared[key].append(one)
+        for episode in going:
+            prompt = episode.key[1]
+            is_shared = not episode.responses
+            key = (prompt, *(() if self._code.is_reward else episode.tokens)) if is_shared else (episode,)
+            shared[key].append(episode)
         requests: list[Request] = []
         owners: dict[tuple[int, int], _Episode] = {}
         for group in shared.values():
-            _, place, number = group[0].key
-            is_whole = not group[0].said and [one.key[2] for one in group] == list(range(len(group)))
-            purpose = (*seed, place) if is_whole else (*seed, place, number, len(group[0].said))
+            _, prompt, number = group[0].key
+            is_whole = not group[0].responses and [episode.key[2] for episode in group] == list(range(len(group)))
+            purpose = (*seed, prompt) if is_whole else (*seed, prompt, number, len(group[0].responses))
             most = sampling.get("max_new_tokens")
             if not self._code.is_reward:
                 room = self._room_of(group[0])
                 most = room if most is None else min(room, most)
             params = self._engines.params(purpose, **{**sampling, "max_new_tokens": most})
-            for index, one in enumerate(group):
-                owners[len(requests), index] = one
+            for index, episode in enumerate(group):
+                owners[len(requests), index] = episode
             requests.append(Request(list(group[0].tokens), len(group), params))
         return requests, owners
 
     def _answer(self, going: Sequence[_Episode], outcomes: Sequence[Answer | SlimeError]) -> None:
-        """Takes in what environments have answered to the last responses."""
+        """Applies the environments' answers to the last responses."""
         observations: list[tuple[_Episode, Any]] = []
-        for one, outcome in zip(going, outcomes, strict=True):
+        for episode, outcome in zip(going, outcomes, strict=True):
             if isinstance(outcome, SlimeError):
-                one.error = outcome
+                episode.error = outcome
                 continue
             result = outcome.result
             assert result is not None
-            one.digests.append(outcome.digest)
-            one.reward += result.reward
-            one.scores |= result.scores
-            if abs(one.reward) > MOST:
-                problem = f"the rewards of {self._code.name} add up to {one.reward:g}, more than {MOST:g},"
-                one.error = self._failure(one, problem, "scale them down")
+            episode.digests.append(outcome.digest)
+            episode.reward += result.reward
+            episode.scores |= result.scores
+            if abs(episode.reward) > MOST:
+                problem = f"the rewards of {self._code.name} add up to {episode.reward:g}, more than {MOST:g},"
+                episode.error = self._failure(episode, problem, "scale them down")
                 continue
             if result.done:
-                one.end = "done"
-            elif len(one.said) == self._max_turns:
-                one.end = "turns"
+                episode.end = "done"
+            elif len(episode.responses) == self._max_turns:
+                episode.end = "turns"
             else:
-                observations.append((one, result.observation))
+                observations.append((episode, result.observation))
         if not observations:
             return
-        said = {id(one): observation for one, observation in observations}
-        for one, tokens in self._encoded(self._engines.encode_observations, observations):
-            observation = said[id(one)]
-            if not is_token_ids(observation) and one.said[-1][1] and tokens[:1] == one.tokens[-1:]:
-                tokens = tokens[1:]  # the end of the turn, which was sampled
-            if self._room_of(one) - len(tokens) < 1:
-                one.end = "room"
+        observation_of = {id(episode): observation for episode, observation in observations}
+        for episode, tokens in self._encoded(self._engines.encode_observations, observations):
+            observation = observation_of[id(episode)]
+            if not is_token_ids(observation) and episode.responses[-1][1] and tokens[:1] == episode.tokens[-1:]:
+                tokens = tokens[1:]  # the end-of-turn token was sampled already
+            if self._room_of(episode) - len(tokens) < 1:
+                episode.end = "room"
             else:
-                one.add_observation(tokens, _text_of(observation))
+                episode.add_observation(tokens, _text_of(observation))
 
-    def _encoded(self, encode: Callable[..., list[list[int]]], given: Sequence[tuple[_Episode, Any]]) -> Encoded:
-        """The tokens of what environments have said; one that cannot be encoded fails by itself."""
-        if not given:
+    def _encoded(self, encode: Callable[..., list[list[int]]], items: Sequence[tuple[_Episode, Any]]) -> Encoded:
+        """Encodes what environments returned; an item that cannot be encoded fails its own episode only."""
+        if not items:
             return []
         try:
-            return list(zip([one for one, _ in given], encode([said for _, said in given]), strict=True))
+            return list(zip([episode for episode, _ in items], encode([value for _, value in items]), strict=True))
         except (ConfigError, BatchError) as error:
-            if len(given) == 1:
-                one = given[0][0]
-                one.error = self._failure(
-                    one, f"{self._code.name} returned what is no context: {error.message}", error.hint
+            if len(items) == 1:
+                episode = items[0][0]
+                episode.error = self._failure(
+                    episode, f"{self._code.name} returned what is no context: {error.message}", error.hint
                 )
                 return []
-        middle = len(given) // 2
-        return [*self._encoded(encode, given[:middle]), *self._encoded(encode, given[middle:])]
+        middle = len(items) // 2
+        return [*self._encoded(encode, items[:middle]), *self._encoded(encode, items[middle:])]
 
-    def _failure(self, one: _Episode, problem: str, hint: str | None) -> SlimeError:
-        return self._code.failure(problem, one.call(one.said, self._max_turns), len(one.said), hint)
+    def _failure(self, episode: _Episode, problem: str, hint: str | None) -> SlimeError:
+        return self._code.failure(
+            problem, episode.call(episode.responses, self._max_turns), len(episode.responses), hint
+        )
 
     @property
     def _most_tokens(self) -> int:
@@ -368,13 +371,13 @@ class EpisodeRunner:
         limits = (*self._limits, self._engines.max_tokens)
         return min(limit for limit in limits if limit is not None)
 
-    def _room_of(self, one: _Episode) -> int:
+    def _room_of(self, episode: _Episode) -> int:
         """Returns the tokens that the next response of an episode may have."""
-        return self._most_tokens - len(one.tokens)
+        return self._most_tokens - len(episode.tokens)
 
 
 def _text_of(observation: Any) -> str:
-    """Returns an observation as text to show."""
+    """Returns an observation as text for the transcript."""
     if isinstance(observation, str):
         return observation
     if is_token_ids(observation):

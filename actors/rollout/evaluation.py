@@ -1,7 +1,6 @@
-"""Evaluations of a policy: held-out prompts are answered and scored, and the texts are left to be read.
+"""Evaluates a policy: answers and scores held-out prompts, and saves the texts of the responses.
 
-What is said of the scores is their means and, where it is asked for, the share of prompts that are solved, with an
-interval.
+The metrics are the mean scores and, if evaluation.pass_at asks for it, the share of solved prompts with an interval.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
 from slimefsdp.monitoring.progress_table import Column
 
-_NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % within
+_NORMAL_95 = 1.959964  # the normal distribution has 95 % within this many standard deviations
 
 
 def metric_prefix(heldout_set: str) -> str:
@@ -28,28 +27,28 @@ def metric_prefix(heldout_set: str) -> str:
 
 
 class Evaluator:
-    """The evaluations of a run.
+    """Runs the evaluations of a run.
 
     Args:
-        collector: draws and scores the responses; the held-out sets are those it has.
+        collector: draws and scores the responses, and has the held-out sets.
     """
 
     def __init__(self, config: RunConfig, collector: Collector) -> None:
         self._config = config
         self._collector = collector
-        self.example = ""  # of the last evaluation, a line: the first prompt, which is the same each time
+        self.example = ""  # a line with a response to the first prompt in the last evaluation
 
     def evaluate(self, step: int, version: int | None = None) -> Metrics:
-        """Mean scores of all held-out sets, sampled as in training; nothing where no evaluation is asked for.
+        """Returns the mean scores of all held-out sets; an empty dictionary if the settings ask for no evaluation.
 
-        Each set is drawn by itself and with the same seed, so that its numbers do not depend on the others.
+        Each set is drawn by itself and with the same seed, so that its numbers do not depend on the other sets.
 
         Args:
-            version: of the weights that engines have been sent; None: they may get others meanwhile.
+            version: the weight version that engines were sent; None: they may get newer weights during the evaluation.
 
         Raises:
-            CheckpointError: run.dir cannot be written, where samples are to be left there.
-            BatchError: a score has a name that is given to what an evaluation finds itself.
+            CheckpointError: samples are to be saved, and run.dir cannot be written.
+            BatchError: a score has the same name as a metric of the evaluation itself.
         """
         metrics: Metrics = {}
         self.example = ""
@@ -73,14 +72,14 @@ class Evaluator:
             if not self.example and groups and groups[0].samples:
                 self.example = example_line(step, groups[0].record, groups[0].samples[0])
             ks = settings.pass_at
-            if kind and ks:  # of greedy responses there is one to a prompt
+            if kind and ks:  # a prompt has one greedy response
                 ks = (1,)
-            for found in (
+            for more in (
                 collector.mean_scores(groups, prefix),
                 solved_metrics(whole, ks, settings.solved_reward, prefix),
             ):
-                self._require_own_names(metrics, found, metric_prefix(heldout_set))
-                metrics |= found
+                self._require_own_names(metrics, more, metric_prefix(heldout_set))
+                metrics |= more
             if settings.save_samples and self._config.run.dir is not None:
                 folder = self._config.run.dir / EVALUATIONS / heldout_set
                 pairs = [(group.record, group.samples) for group in groups]
@@ -88,7 +87,7 @@ class Evaluator:
         return metrics
 
     def progress(self) -> str:
-        """Returns how far an evaluation is that nothing else was drawn before."""
+        """Returns how far an evaluation has got, if nothing was drawn before it."""
         settings, collector = self._config.evaluation, self._collector
         each = settings.samples_per_prompt + settings.greedy
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
@@ -102,7 +101,7 @@ class Evaluator:
         return columns
 
     def summary(self, rows: Sequence[Mapping[str, float | None]]) -> str:
-        """Returns what was found of each held-out set first and last; nothing where none was evaluated twice.
+        """Returns the first and last score of each held-out set as text; "" if no set was evaluated twice.
 
         Args:
             rows: the metrics of the run's steps.
@@ -131,8 +130,8 @@ class Evaluator:
 
     @property
     def _known_by(self) -> tuple[str, str]:
-        """The score that a held-out set is known by, and what it is where none has that."""
-        # an episode that was ended for want of turns has no score of a reward function, and counts all the same
+        """Returns the main score of a held-out set, and the score to use if no row has the first."""
+        # "exact" would leave out episodes that reached environment.max_turns, which have no score of a reward function
         return ("exact" if self._config.rollout.environment is None else "reward", "reward")
 
     def _prefix(self, heldout_set: str) -> str:
@@ -142,7 +141,7 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A mean of values between 0 and 1, and the 95 % interval of what it estimates."""
+    """The mean of values between 0 and 1, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -150,28 +149,29 @@ class Share:
 
 
 def share_of(values: Sequence[float], answers_each: int = 1) -> Share:
-    """The mean of one value a prompt, each between 0 and 1.
+    """Returns the mean of one value per prompt, each between 0 and 1, with a confidence interval.
 
-    The interval is Wilson's, with the number of prompts that would have the variance found if each value were 0 or 1
-    (the effective sample size of Kish): of single answers it is Wilson's own. Of several answers the variance is an
-    estimate, and one of a few prompts a rough one: it is the unbiased one, as far from it as Student's t is wider than
-    the normal distribution. However alike the values are, no more is counted than all answers would be as prompts of
-    their own. Prompts are what is drawn at random: several answers to one are not independent.
+    The interval is Wilson's with an effective number of prompts (Kish): the number of 0/1 values that would have the
+    variance of these values. For single answers it is the plain Wilson interval. For several answers per prompt the
+    variance is the unbiased estimate, widened by the ratio of Student's t to the normal distribution, since an estimate
+    from few prompts is rough. The effective number never exceeds the number of all answers. Prompts, not answers, are
+    the independent draws.
 
     Args:
-        answers_each: independent answers that a value is the mean of; of pass@k, the responses to a prompt by k.
+        answers_each: number of independent answers behind each value; for pass@k, the responses per prompt over k.
     """
     count, mean = len(values), math.fsum(values) / len(values)
     effective = float(count)
     if answers_each > 1 and count > 1 and 0 < mean < 1:
         variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-        least = mean * (1 - mean) / answers_each  # where all prompts are equally hard
+        least = mean * (1 - mean) / answers_each  # the variance if all prompts are equally hard
         wider = (_student_95(count - 1) / _NORMAL_95) ** 2
         effective = count * mean * (1 - mean) / max(variance * wider, least)
     square = _NORMAL_95**2 / effective
     middle = (mean + square / 2) / (1 + square)
     reach = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
-    return Share(mean, max(0.0, min(mean, middle - reach)), min(1.0, max(mean, middle + reach)))  # but for rounding
+    # the bounds contain the mean, also after rounding
+    return Share(mean, max(0.0, min(mean, middle - reach)), min(1.0, max(mean, middle + reach)))
 
 
 def _student_95(degrees: int) -> float:
@@ -186,9 +186,9 @@ def _student_95(degrees: int) -> float:
 
 
 def pass_probability(k: int, solved: int, drawn: int) -> float:
-    """Returns how likely one of `k` responses solves a prompt, of which `solved` of the `drawn` ones do; without bias.
+    """Returns the unbiased estimate of pass@k for a prompt with `solved` solving responses among `drawn`.
 
-    One minus the share of the subsets of k in which none does (Chen et al., arXiv 2107.03374, equation 1).
+    It is one minus the share of subsets of k without a solving response (Chen et al., arXiv 2107.03374, equation 1).
     """
     return 1.0 - math.comb(drawn - solved, k) / math.comb(drawn, k)
 
@@ -196,16 +196,16 @@ def pass_probability(k: int, solved: int, drawn: int) -> float:
 def solved_metrics(
     groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], solved_reward: float, prefix: str
 ) -> dict[str, float]:
-    """Returns pass@k for each k of `pass_at`, the share of responses that end, and the solved share of these.
+    """Returns pass@k for each k of `pass_at`, the share of finished responses, and the share of these that solve.
 
     Args:
         groups: the responses to each prompt.
-        pass_at: none: nothing is found.
-        solved_reward: of a response that solves its prompt, at least.
+        pass_at: if it is empty, the result is empty.
+        solved_reward: the least reward of a response that solves its prompt.
     """
     if not pass_at or not groups:
         return {}
-    is_solved = [[one.scores["reward"] >= solved_reward for one in group] for group in groups]
+    is_solved = [[scored.scores["reward"] >= solved_reward for scored in group] for group in groups]
     metrics: dict[str, float] = {}
     drawn = min(map(len, groups))
     for k in pass_at:
@@ -215,8 +215,8 @@ def solved_metrics(
     ended = [
         solved
         for group, answers in zip(groups, is_solved, strict=True)
-        for one, solved in zip(group, answers, strict=True)
-        if one.sample.finished
+        for scored, solved in zip(group, answers, strict=True)
+        if scored.sample.finished
     ]
     metrics[f"{prefix}finished"] = len(ended) / sum(map(len, groups))
     if ended:

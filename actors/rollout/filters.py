@@ -1,10 +1,10 @@
-"""Filters: which groups of scored responses are worth training on.
+"""Filters decide which groups of scored responses are trained on.
 
-A filter is `keep(record, samples) -> bool`. `record` is the prompt's JSONL object, `samples` the group that was sampled
-for it, in the order of drawing; False drops the group whole. Like a reward, it is named in the settings as
-`module:function`, and it sees the scores as the reward function returned them.
+A filter is `keep(record, samples) -> bool`. `record` is the prompt's JSONL object, and `samples` is the group that was
+sampled for it, in the order of drawing. False drops the whole group. The settings name a filter as `module:function`,
+like a reward. It sees the scores as the reward function returned them.
 
-Importing this file costs no torch and no ray, so that the command line can check a filter at once.
+Importing this module imports neither torch nor Ray, so that the command line can check a filter quickly.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from actors.engines.pool import SampledResponse
 
 FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all equal; arXiv 2503.14476"}
-"""The filters that need no module in their name, with a line for people."""
+"""The built-in filters, which are named without a module, with a description of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
     """A response with its reward."""
 
-    sample: SampledResponse  # text, tokens, response_length, log_probs, finished
+    sample: SampledResponse
     scores: dict[str, float]  # what the reward function returned, `reward` included
-    reward: float  # what trains: the reward less `overlong_penalty`
+    reward: float  # the reward that is trained on, after `overlong_penalty`
 
 
 Filter = Callable[[Record, Sequence[ScoredSample]], bool]
 
 
 def load_filter(name: str) -> Filter:
-    """The filter of `FILTERS`, or the function `module:function`; what that returns is checked at each call.
+    """Returns a filter of `FILTERS`, or the function `module:function`.
 
-    The returned function raises BatchError where this one raises, or returns neither True nor False.
+    The returned filter raises BatchError if the function raises, or returns neither True nor False.
 
     Raises:
         ConfigError: the module cannot be imported, or it has no such callable.
@@ -55,7 +55,7 @@ def load_filter(name: str) -> Filter:
 
 
 def mixed_groups(record: Record, samples: Sequence[ScoredSample]) -> bool:
-    """Keeps a group whose rewards differ: one that is all right, or all wrong, has no advantage to train on.
+    """Keeps a group whose rewards differ; if all are equal, all advantages are zero and nothing can be learned.
 
     Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
     """
@@ -66,7 +66,7 @@ def _checked(function: Callable[..., Any], name: str) -> Filter:
     @functools.wraps(function)
     def keep(record: Record, samples: Sequence[ScoredSample]) -> bool:
         try:
-            kept = function(deepcopy(record), samples)  # what it does to the record is nobody else's
+            kept = function(deepcopy(record), samples)  # a copy, since the function may change the record
         except (SlimeError, KeyboardInterrupt):
             raise
         except BaseException as error:  # the user's function may raise anything
@@ -75,7 +75,7 @@ def _checked(function: Callable[..., Any], name: str) -> Filter:
                 field="rollout.filter",
                 hint="correct the function",
             ) from error
-        if not isinstance(kept, bool | np.bool_):  # of a list or None, the truth would be a guess
+        if not isinstance(kept, bool | np.bool_):  # the truth value of anything else would be a guess
             raise BatchError(
                 f"{name} returned {short_repr(kept)} for {place_of(record)}",
                 field="rollout.filter",

@@ -1,6 +1,6 @@
-"""The records that a run trains on and evaluates with: read, and those that are too long refused or left out.
+"""Reads the records that a run trains on and evaluates with; refuses those that are too long, or leaves them out.
 
-Importing this file costs no torch and no transformers; tokens are counted in a process of its own.
+Importing this module imports neither torch nor transformers; tokens are counted in a separate process.
 """
 
 from __future__ import annotations
@@ -34,55 +34,56 @@ from slimefsdp.rpc import ROLES
 class Skipped:
     """A record that was left out."""
 
-    place: str  # file:line, or that of a row
+    place: str  # file:line, or the place of a row
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The records of data.train and of each held-out set in file order, and those that were left out of them."""
+    """The records of data.train and of each held-out set in file order, without those that were left out."""
 
     train: list[Record]
-    heldout: dict[str, list[Record]]  # by name, as `DataSettings.heldout_sets`
+    heldout: dict[str, list[Record]]  # by name, as in `DataSettings.heldout_sets`
     skipped: list[Skipped] = field(default_factory=list)
-    # tokens of a prompt of train, and of the held-out sets that are evaluated with, where they were counted
+    # tokens of the longest prompt of train, and of the evaluated held-out sets, if they were counted
     longest: int = 0
     longest_heldout: int = 0
-    train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, where they were counted
-    # under sft and dpo: what the records of train, and of each held-out set, come to in tokens; one record may make
-    # several, and a pair makes two, the chosen response first
+    train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, if they were counted
+    # the encoded records of train and of each held-out set under sft and dpo; a record may become several, and a pair
+    # becomes two, the chosen response first
     demonstrations: list[Demonstration] = field(default_factory=list)
     heldout_demonstrations: dict[str, list[Demonstration]] = field(default_factory=dict)
 
 
 def with_data_commits(config: RunConfig) -> RunConfig:
-    """The settings with a commit behind each id of a data set: the newest, or that which a resumed run began with.
+    """Downloads the data sets of the hub, and returns the settings with a commit in each of their ids.
 
-    Its files are fetched.
+    The commit is the newest one, or the one with which a resumed run began.
 
     Raises:
-        ConfigError, ResourceError: as `actors.rollout.data_sets.read_rows`.
+        ConfigError, ResourceError: as in `actors.rollout.data_sets.read_rows`.
     """
-    recorded, found = _recorded_sources(config), dict[str, Path]()
+    recorded, resolved = _recorded_sources(config), dict[str, Path]()
     for name, written in config.data.sources.items():
         source = DataSource.of(written)
         if source.hub_id is None:
             continue
         begun_with = DataSource.of(recorded[name]).hub_id if name in recorded else None
-        asked = source.hub_id
-        if asked.revision is None and begun_with is not None and begun_with.name == asked.name:
-            asked = begun_with
-        commit = HubId(asked.name, fetched(asked, name).name)
-        found[name] = Path(str(replace(source, hub_id=commit)))
-    return config.model_copy(update={"data": config.data.with_sources(found)}) if found else config
+        hub_id = source.hub_id
+        if hub_id.revision is None and begun_with is not None and begun_with.name == hub_id.name:
+            hub_id = begun_with
+        commit = HubId(hub_id.name, fetched(hub_id, name).name)
+        resolved[name] = Path(str(replace(source, hub_id=commit)))
+    return config.model_copy(update={"data": config.data.with_sources(resolved)}) if resolved else config
 
 
 def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
-    """Resolves commits of data sets without downloads: sources of records that are not here yet are listed, and left as
-    they are.
+    """Resolves the commits of data sets like `with_data_commits`, but downloads nothing.
+
+    Returns the unchanged settings and the missing sources if there are any.
 
     Raises:
-        As `with_data_commits`, but for a hub that is out of reach.
+        As `with_data_commits`, except for a hub that is out of reach.
     """
     absent: list[NotHere] = []
     for name, written in config.data.sources.items():
@@ -103,21 +104,21 @@ def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
 
 
 def _recorded_sources(config: RunConfig) -> dict[str, str]:
-    """Returns the data sources that the newest start of a run to be resumed has recorded."""
+    """Returns the data sources that were recorded when the run to be resumed was last started."""
     data = recorded_settings(config).get("data")
     if not isinstance(data, dict):
         return {}
     heldout = data.get("heldout")
     sets = heldout if isinstance(heldout, dict) else {"": heldout}
-    found = {"data.train": data.get("train"), **{heldout_field(name): written for name, written in sets.items()}}
-    return {name: written for name, written in found.items() if isinstance(written, str)}
+    named = {"data.train": data.get("train"), **{heldout_field(name): written for name, written in sets.items()}}
+    return {name: written for name, written in named.items() if isinstance(written, str)}
 
 
 def read_prompts(config: RunConfig) -> Prompts:
-    """The records of data.train and of all held-out sets, of any length.
+    """Reads the records of data.train and of all held-out sets, of any length.
 
     Raises:
-        ConfigError: naming file and line, or data set and row.
+        ConfigError: a record or file is invalid; the message names file and line, or data set and row.
     """
     train = read_set(config, "data.train")
     if _reads_answers(config):
@@ -126,17 +127,17 @@ def read_prompts(config: RunConfig) -> Prompts:
 
 
 def read_set(config: RunConfig, field: str) -> list[Record]:
-    """The records that one setting names, such as data.train, in a form of the algorithm.
+    """Reads the records that one setting names, such as data.train, in the form that the algorithm needs.
 
     Raises:
-        ConfigError: naming file and line, or data set and row.
+        ConfigError: as in `read_prompts`.
     """
     read = {"sft": read_demonstrations, "dpo": read_pairs}.get(config.algorithm, read_records)
     return read(config.data, field.removeprefix("data."))
 
 
 def read_heldout(config: RunConfig) -> Prompts:
-    """The records of all held-out sets that can be evaluated with, for who evaluates alone; `train` has them too.
+    """Reads the held-out records that can be evaluated with; `train` gets them, too, since a caller only evaluates.
 
     Raises:
         As `read_prompts` and `without_overlong`.
@@ -149,15 +150,15 @@ def read_heldout(config: RunConfig) -> Prompts:
 
 
 def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
-    found = {name: read_set(config, heldout_field(name)) for name in config.data.heldout_sets}
+    records_of = {name: read_set(config, heldout_field(name)) for name in config.data.heldout_sets}
     if _reads_answers(config) and config.evaluation.interval_steps is not None:
-        for name, records in found.items():
+        for name, records in records_of.items():
             check_answers(records, field=heldout_field(name))
-    return found
+    return records_of
 
 
 def _reads_answers(config: RunConfig) -> bool:
-    """Returns whether the reward is one of ours that compares with the record's `answer`."""
+    """Returns whether the reward is one of our functions that compare with the record's `answer`."""
     return config.rollout.reward in READ_ANSWERS
 
 
@@ -166,12 +167,13 @@ def _all(sets: Mapping[str, list[Record]]) -> list[Record]:
 
 
 def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
-    """The records that can be trained on, or evaluated with, whatever is sampled.
+    """Returns the records that are short enough for training or evaluation, whatever is sampled.
 
     Raises:
-        ConfigError: one is too long and data.overlong_prompts is error, or all of a set are; it cannot be encoded; a
-            stage of rollout.curriculum admits none.
-        ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
+        ConfigError: a record is too long and data.overlong_prompts is error; all of a set are too long; a record cannot
+            be encoded; a stage of rollout.curriculum admits no prompt.
+        ModelError: the model folder has no usable tokenizer.
+        ResourceError: counting took too long.
     """
     if not config.has_rollouts:
         return _demonstrations_of(config, prompts)
@@ -189,10 +191,10 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
 
 
 def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
-    """Resolves the number of steps from the records; a resumed run has what its newest checkpoint leaves.
+    """Resolves the number of steps from the records; a resumed run gets the steps that its newest checkpoint leaves.
 
     Raises:
-        ConfigError: as `RunConfig.with_steps_of`.
+        ConfigError: as in `RunConfig.with_steps_of`.
     """
     count, state = len(prompts.demonstrations), dict[str, Any]()
     if config.run.epochs is not None and config.run.dir is not None and config.checkpoint.resume:
@@ -203,28 +205,28 @@ def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
     stream = PromptStream(range(count // each), config.run.seed, digest=digest_of(prompts.train))
     try:
         stream.restore(state.get("prompts", {}), allow_changed=config.data.allow_changed)
-    except CheckpointError:  # which the run raises, too, once it has loaded the checkpoint
+    except CheckpointError:  # the run raises it again when it loads the checkpoint
         return config.with_steps_of(count)
     return config.with_steps_of(count, step=state["step"], passed=stream.records_passed * each)
 
 
 def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
-    """The records in tokens, those that are too long treated as data.overlong_prompts says.
+    """Encodes the records of sft or dpo, and applies data.overlong_prompts to those that are too long.
 
     Raises:
         As `without_overlong`.
     """
     evaluated = prompts.heldout if config.evaluation.interval_steps is not None else {}
-    sets = {"data.train": prompts.train} | {heldout_field(name): found for name, found in evaluated.items()}
-    records = [record for found in sets.values() for record in found]
+    sets = {"data.train": prompts.train} | {heldout_field(name): items for name, items in evaluated.items()}
+    records = [record for items in sets.values() for record in items]
     with stage(f"encoding {len(records)} records", is_short=True):
         shown = demonstrations(records) if config.algorithm == "dpo" else records
         timeout_s = config.cluster.call_timeout_s
         encoded = encoded_demonstrations(config.model.path, shown, data=config.data, timeout_s=timeout_s)
     each = len(shown) // len(records)
-    known = {id(record): encoded[each * place : each * (place + 1)] for place, record in enumerate(records)}
+    known = {id(record): encoded[each * index : each * (index + 1)] for index, record in enumerate(records)}
     skipped: list[Skipped] = []
-    fitted = {name: _fitted(config, name, found, known, skipped) for name, found in sets.items()}
+    fitted = {name: _fitted(config, name, items, known, skipped) for name, items in sets.items()}
     train, trained = fitted["data.train"]
     heldout = {name: fitted[heldout_field(name)] for name in evaluated}
     return Prompts(
@@ -232,7 +234,7 @@ def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
         prompts.heldout | {name: kept for name, (kept, _) in heldout.items()},
         skipped,
         demonstrations=trained,
-        heldout_demonstrations={name: found for name, (_, found) in heldout.items()},
+        heldout_demonstrations={name: items for name, (_, items) in heldout.items()},
     )
 
 
@@ -260,25 +262,25 @@ def _fitted(
     for limits_here, adds_up in passes:
         counts = {}
         for record in kept:
-            longest = max(pieces[id(record)], key=lambda one: len(one.tokens))
-            whole = sum(len(one.tokens) for one in pieces[id(record)]) if adds_up else len(longest.tokens)
+            longest = max(pieces[id(record)], key=lambda demonstration: len(demonstration.tokens))
+            whole = sum(len(piece.tokens) for piece in pieces[id(record)]) if adds_up else len(longest.tokens)
             counts[id(record)] = (longest.prompt_length, whole - longest.prompt_length)
         kept = _short_enough(config, name, kept, counts, limits_here, skipped)
     return kept, [piece for record in kept for piece in pieces[id(record)]]
 
 
-def _cut(one: Demonstration, most: int, how: str, form: str | None) -> list[Demonstration]:
-    """A demonstration in pieces of at most so many tokens; as it is, where it fits or is not to be cut.
+def _cut(demonstration: Demonstration, most: int, option: str, form: str | None) -> list[Demonstration]:
+    """Returns a demonstration in pieces of at most `most` tokens; unchanged if it fits or is not to be cut.
 
     Args:
-        how: as data.overlong_prompts.
+        how: the value of data.overlong_prompts.
     """
-    if len(one.tokens) <= most:
-        return [one]
-    if how == "split" and form == "text":
-        return one.split(most)
-    beginning = one.truncated(most) if how == "truncate" else None
-    return [one if beginning is None else beginning]
+    if len(demonstration.tokens) <= most:
+        return [demonstration]
+    if option == "split" and form == "text":
+        return demonstration.split(most)
+    beginning = demonstration.truncated(most) if option == "truncate" else None
+    return [demonstration if beginning is None else beginning]
 
 
 def _limits_of_demonstrations(config: RunConfig) -> list[_Limit]:
@@ -288,19 +290,19 @@ def _limits_of_demonstrations(config: RunConfig) -> list[_Limit]:
 
 
 def _check_stages(config: RunConfig, shortest: int) -> None:
-    """Every stage of the curriculum has prompts to draw."""
-    for one in config.rollout.curriculum:
-        if one.max_prompt_tokens is not None and one.max_prompt_tokens < shortest:
+    """Checks that every stage of the curriculum has prompts to draw."""
+    for limits in config.rollout.curriculum:
+        if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < shortest:
             raise ConfigError(
-                f"rollout.curriculum admits prompts of max_prompt_tokens={one.max_prompt_tokens} from step "
-                f"{one.from_step} on, and the shortest of {config.data.train} has {shortest} tokens",
+                f"rollout.curriculum admits prompts of max_prompt_tokens={limits.max_prompt_tokens} from step "
+                f"{limits.from_step} on, and the shortest of {config.data.train} has {shortest} tokens",
                 field="rollout.curriculum",
                 hint=f"raise it to {shortest} or more, or give data.train shorter prompts",
             )
 
 
 _Counts = Mapping[int, tuple[int, int]]
-"""id of a record -> tokens of its prompt, and of its answer or, at most, of what is sampled."""
+"""id of a record -> tokens of its prompt, and of its answer (or the most tokens that may be sampled)."""
 
 
 def _longest(records: Sequence[Record], counts: _Counts) -> int:
@@ -310,22 +312,22 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
     """Counts the tokens of prompts."""
     with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
-        found = count_tokens(
+        counts = count_tokens(
             config.model.path,
             records,
             with_answers=False,
             timeout_s=config.cluster.call_timeout_s,
             template_kwargs=config.data.chat_template_kwargs,
         )
-    return dict(zip(map(id, records), found, strict=True))
+    return dict(zip(map(id, records), counts, strict=True))
 
 
 def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Sequence[Record]) -> _Counts:
-    """Counts the tokens of prompts with the longest responses that may be sampled."""
-    found = _counts(config, [*train, *evaluated])
+    """Counts the tokens of prompts, and returns them with the most tokens that may be sampled."""
+    counts = _counts(config, [*train, *evaluated])
     most = {id(record): config.sampling(evaluates=False).max_new_tokens for record in train}
     most |= {id(record): config.sampling(evaluates=True).max_new_tokens for record in evaluated}
-    return {record: (prompt, most[record]) for record, (prompt, _) in found.items()}
+    return {record: (prompt, most[record]) for record, (prompt, _) in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +341,7 @@ class _Limit:
 
 
 def most_sample_tokens(config: RunConfig) -> int:
-    """The most tokens of a sample that can be trained on, prompt included."""
+    """Returns the most tokens of a sample that can be trained on, prompt included."""
     return min(limit.tokens for limit in _limits(config))
 
 
@@ -357,7 +359,7 @@ def _limits(config: RunConfig) -> list[_Limit]:
 
 
 def _limits_of_heldout(config: RunConfig) -> list[_Limit]:
-    """Its records are in no pack; but an episode is never longer than one."""
+    """Returns the limits on held-out samples; they are not packed, but an episode is never longer than a pack."""
     if config.rollout.environment is not None:
         return _limits(config)
     limits = [limit for limit in _limits(config) if not limit.is_of_packs]
@@ -385,7 +387,7 @@ def _short_enough(
     limits: Sequence[_Limit],
     skipped: list[Skipped],
 ) -> list[Record]:
-    """The records that keep within all limits; the others are refused, or added to `skipped`."""
+    """Returns the records within all limits; refuses the others, or adds them to `skipped`."""
     kept: list[Record] = []
     too_long: list[tuple[Record, str, str]] = []
     setting = config.sampling(evaluates=name != "data.train").length_setting
@@ -422,10 +424,10 @@ def _short_enough(
 def _fault(
     config: RunConfig, prompt: int, response: int, limits: Sequence[_Limit], setting: str
 ) -> tuple[str, str] | None:
-    """Why a record is too long, and the way out besides making it shorter.
+    """Returns why a record is too long and how to allow it; None if it is not.
 
     Args:
-        setting: which says how long a response may be.
+        setting: the setting that bounds the length of a response.
     """
     longest = config.data.max_prompt_tokens
     if longest is not None and prompt > longest:

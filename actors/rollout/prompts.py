@@ -1,6 +1,6 @@
-"""Prompts: read with errors that name the line or row, encoded for a model, and handed out in a resumable order.
+"""Reads prompts, with errors that name the line or row, and hands them out in a resumable order.
 
-Importing this file costs no torch and no transformers, so that the command line can check data files at once.
+Importing this module imports neither torch nor transformers, so that the command line can check data files quickly.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from slimefsdp.config.rollout import DataSettings
 
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
-MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere
-_COLUMNS = ("prompt", "answer")  # under which a record has its prompt and its answer
-_SPLITS = {"train": "train", "heldout": "test"}  # of a data set of several, where the settings name none
+MAX_LEVELS = 100  # levels of brackets in a record; deeper ones could exceed the recursion limit when they are written
+_COLUMNS = ("prompt", "answer")  # the keys under which a record has its prompt and its answer
+_SPLITS = {"train": "train", "heldout": "test"}  # the split to read from several if the settings name none
 
 
 class Record(dict[str, Any]):
-    """The JSON object of one line, or the row of a data set; `place` says which, as file:line or `id[split] row n`."""
+    """The JSON object of a line, or the row of a data set; `place` is its position: file:line or `id[split] row n`."""
 
     def __init__(self, fields: Mapping[str, Any], place: str) -> None:
         super().__init__(fields)
@@ -38,20 +38,21 @@ class Record(dict[str, Any]):
 
 
 def place_of(record: Mapping[str, Any]) -> str:
-    """Returns where a record stands, for an error; its prompt, if it is from no file."""
+    """Returns the place of a record for an error message; its prompt if it comes from no file."""
     return record.place if isinstance(record, Record) else f"the prompt {record.get('prompt')!r:.100}"
 
 
 def read_records(data: DataSettings, name: str) -> list[Record]:
-    """The records that a setting of `data` names, in their order, whatever they are kept in.
+    """Reads the records that a setting of `data` names, in their order.
 
     A record is an object whose `prompt` is a text or a list of chat messages, each with `role` and `content`.
 
     Args:
-        name: train, heldout, or heldout.NAME where there are several held-out sets.
+        name: train, heldout, or heldout.NAME if there are several held-out sets.
 
     Raises:
-        ConfigError: as `read_jsonl`, or as `actors.rollout.data_sets.read_rows`. ResourceError: the disk is full.
+        ConfigError: as in `read_jsonl` and `actors.rollout.data_sets.read_rows`.
+        ResourceError: the disk is full.
     """
     columns = (data.prompt_column, data.answer_column)
     rows = read_data(data, name, chats=(data.prompt_column,))
@@ -59,14 +60,14 @@ def read_records(data: DataSettings, name: str) -> list[Record]:
 
 
 def read_data(data: DataSettings, name: str, *, chats: Collection[str]) -> list[Row]:
-    """The JSON objects or rows that a setting of `data` names, of any form, each with its place.
+    """Reads the JSON objects or rows that a setting of `data` names, of any form, each with its place.
 
     Args:
-        name: as `read_records`.
-        chats: columns that may hold chat messages, or `tools`, of which keys that Arrow added are removed.
+        name: as in `read_records`.
+        chats: columns that may hold chat messages or `tools`; null keys that Arrow added are removed from these.
 
     Raises:
-        As `read_records`, but for what is wrong with the form of a record.
+        As `read_records`, except for errors in the form of a record.
     """
     field = f"data.{name}"
     written = data.sources[field]
@@ -84,15 +85,15 @@ def read_data(data: DataSettings, name: str, *, chats: Collection[str]) -> list[
 
 
 def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLUMNS) -> list[Record]:
-    """The records of a JSONL file, in file order; blank lines are skipped, other keys kept as they are.
+    """Reads the records of a JSONL file in file order; skips blank lines, and keeps other keys unchanged.
 
     Args:
         field: the setting that named the file, e.g. `rollout.prompts`.
-        columns: the keys that the file has for `prompt` and `answer`.
+        columns: the names that `prompt` and `answer` have in the file.
 
     Raises:
-        ConfigError: the file is missing, unreadable or holds no record, or a line is not such a record; the message
-            names file:line.
+        ConfigError: the file is missing, unreadable or without records, or a line is not a record; the message names
+            file:line.
     """
     records = [_with_prompt(row, place, field, columns) for row, place in _lines_of(Path(path), field)]
     if not records:
@@ -101,7 +102,7 @@ def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLU
 
 
 def _lines_of(path: Path, field: str) -> Iterator[Row]:
-    """The JSON object of each line that is not blank, with its place."""
+    """Yields the JSON object of each line that is not blank, with its place."""
     try:
         # lines end at newlines only, not at U+2028, which JSON allows inside a string
         with TextIOWrapper(open_plain(path), encoding="utf-8-sig") as lines:
@@ -127,7 +128,7 @@ def _lines_of(path: Path, field: str) -> Iterator[Row]:
 def _with_prompt(
     row: dict[str, Any], place: str, field: str, columns: tuple[str, str], template: str | None = None
 ) -> Record:
-    """The row as a record with a `prompt`; a ConfigError names its place where it is none."""
+    """Returns the row as a record with a `prompt`; a ConfigError names the place if it has none."""
     if template is not None:
         row = {**row, "prompt": prompt_of_template(template, row, place, field)}
     record = Record(_with_columns(row, columns, place, field), place)
@@ -141,22 +142,22 @@ def _with_prompt(
 
 
 def prompt_of_template(template: str, row: Mapping[str, Any], place: str, field: str) -> str:
-    """The prompt that data.prompt_template makes of a row, without space at its end.
+    """Returns the prompt that data.prompt_template makes of a row, without trailing space.
 
     Raises:
-        ConfigError: the row lacks a column of the template, or has no text and no number there.
+        ConfigError: the row lacks a column of the template, or its value is neither text nor number.
     """
     values: dict[str, str] = {}
-    from slimefsdp.config.rollout import template_columns  # pydantic: who only names a reward does not wait for it
+    from slimefsdp.config.rollout import template_columns  # here, so that loading a reward does not import pydantic
 
     for column in template_columns(template):
         value = row.get(column)
         if column not in row or not isinstance(value, str | int | float | None):
-            found = (
+            problem = (
                 f"{column!r} is {short_repr(value)}" if column in row else f"no {column!r} among {sorted(row)!r:.200}"
             )
             raise ConfigError(
-                f"{place}: {found}",
+                f"{place}: {problem}",
                 field="data.prompt_template",
                 hint=f"give each record of {field} a text there, or name other columns in data.prompt_template",
             )
@@ -174,11 +175,11 @@ def _parsed(line: str, place: str, field: str) -> dict[str, Any]:
             field=field,
             hint="write one JSON object per line",
         ) from error
-    except ValueError as error:  # a key twice, a number of thousands of digits, a tower of brackets
+    except ValueError as error:  # a duplicate key, a number with thousands of digits, or very deep nesting
         raise ConfigError(
             f"{place}: not usable JSON: {error}", field=field, hint="write one plain JSON object per line"
         ) from error
-    # counted first, which is much quicker than walking through every record
+    # counting brackets is much quicker than walking through every record
     if line.count("[") + line.count("{") > MAX_LEVELS and is_deeper(record, MAX_LEVELS):
         raise ConfigError(
             f"{place}: nested more than {MAX_LEVELS} deep", field=field, hint="write one plain JSON object per line"
@@ -191,10 +192,10 @@ def _parsed(line: str, place: str, field: str) -> dict[str, Any]:
 
 
 def _with_columns(row: dict[str, Any], columns: tuple[str, str], place: str, field: str) -> dict[str, Any]:
-    """The row as a record: what its columns for prompt and answer hold comes under these names, in place of any other.
+    """Returns the row with the values of its prompt and answer columns under the names `prompt` and `answer`.
 
     Raises:
-        ConfigError: it has no such column; an answer need not be there where no column for it was named.
+        ConfigError: a column is missing; an answer may be missing if the settings name no column for it.
     """
     for name, column in zip(_COLUMNS, columns, strict=True):
         if column not in row and (name == "prompt" or column != name):
@@ -205,8 +206,8 @@ def _with_columns(row: dict[str, Any], columns: tuple[str, str], place: str, fie
             )
     if columns == _COLUMNS:
         return row
-    found = {name: row[column] for name, column in zip(_COLUMNS, columns, strict=True) if column in row}
-    return {**{key: value for key, value in row.items() if key not in columns}, **found}
+    values = {name: row[column] for name, column in zip(_COLUMNS, columns, strict=True) if column in row}
+    return {**{key: value for key, value in row.items() if key not in columns}, **values}
 
 
 def _cleaned(column: str, value: Any) -> Any:
@@ -214,14 +215,14 @@ def _cleaned(column: str, value: Any) -> Any:
 
 
 def _without_any_null(value: Any) -> Any:
-    """A value without the keys that are null in it, however deep: Arrow gives all tools the parameters of each."""
+    """Removes null keys at all levels: Arrow gives every tool the parameters of all tools."""
     if isinstance(value, dict):
         return {key: _without_any_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_any_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_nulls(prompt: Any) -> Any:
-    """Chat messages without keys that Arrow gave them, for it has every key in each: templates ask which are there."""
+    """Removes null keys from chat messages: Arrow gives every message all keys, and templates test which exist."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -233,7 +234,7 @@ def _without_nulls(prompt: Any) -> Any:
 
 
 def prompt_fault(prompt: Any) -> str | None:
-    """Why it is neither a text nor a list of chat messages; None: it is."""
+    """Returns the reason why a prompt is neither a text nor a list of chat messages; None if it is valid."""
     if isinstance(prompt, str):
         return text_fault(prompt) or (None if prompt.strip() else "is empty")
     if not isinstance(prompt, list | tuple):
@@ -245,7 +246,7 @@ def prompt_fault(prompt: Any) -> str | None:
         if not isinstance(role, str) or not role.strip() or "content" not in message:
             return f"has no chat message at index {index}"
         content = message["content"]
-        if content is None and "tool_calls" in message:  # which take the place of words
+        if content is None and "tool_calls" in message:  # tool calls stand in for words
             continue
         if not isinstance(content, str):
             return f"has a {type(content).__name__} for the content of message {index}"
@@ -256,33 +257,33 @@ def prompt_fault(prompt: Any) -> str | None:
 
 
 def text_fault(text: str) -> str | None:
-    """Why a text cannot be encoded; None: it can."""
+    """Returns the reason why a text cannot be encoded; None if it can."""
     is_broken = any("\ud800" <= character <= "\udfff" for character in text)
     return "holds half of a surrogate pair, which is no text" if is_broken else None
 
 
 def check_answers(records: Sequence[Record], *, field: str) -> None:
-    """Supervised records need an `answer`, as do those that a response is compared with: a text, or a number.
+    """Checks that each record has an `answer`, a text or a number, as supervised training and some rewards need.
 
     Raises:
-        ConfigError: naming the file and the first record without one.
+        ConfigError: naming the place of the first record without one.
     """
     for record in records:
         if fault := answer_fault(record.get("answer")):
-            found = f"'answer' {fault}" if "answer" in record else "no 'answer'"
+            problem = f"'answer' {fault}" if "answer" in record else "no 'answer'"
             hint = "give each record an 'answer', a text or a number, or name the key that has it: data.answer_column"
-            raise ConfigError(f"{place_of(record)}: {found}", field=field, hint=hint)
+            raise ConfigError(f"{place_of(record)}: {problem}", field=field, hint=hint)
 
 
 def answer_fault(answer: Any) -> str | None:
-    """Why it is neither a text nor a number; None: it is."""
+    """Returns the reason why an answer is neither a text nor a number; None if it is valid."""
     is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
     is_text = isinstance(answer, str) and answer.strip() and not text_fault(answer)
     return None if is_number or is_text else f"is {short_repr(answer)}"
 
 
 def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
-    """The sha256 of records in their order, whatever the order of the keys in each."""
+    """Returns the sha256 of records in their order; the order of keys does not matter."""
     digest = hashlib.sha256()
     for record in records:
         digest.update(json.dumps(record, sort_keys=True).encode() + b"\n")
@@ -290,13 +291,13 @@ def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 class PromptStream:
-    """Records without end, each once per epoch, in an order that depends on the seed and the epoch only.
+    """An endless stream of records: each once per epoch, in an order that depends only on the seed and the epoch.
 
-    The order of epoch e is a permutation by numpy's Philox with the key (seed, e), so that a place in the stream is two
+    The order of epoch e is a permutation by numpy's Philox generator with the key (seed, e), so that a position is two
     numbers and needs no generator state.
 
     Args:
-        digest: of what the records were made of, if it is not they that a resumed run has to find again.
+        digest: identifies the records for a resumed run; None: it is computed from the records.
         lengths: tokens of each record's prompt, for `take` with a limit.
     """
 
@@ -311,10 +312,10 @@ class PromptStream:
         self._start_epoch(0)
 
     def take(self, count: int, max_tokens: int | None = None) -> list[Any]:
-        """The next `count` records; crosses into the next epoch where this one ends.
+        """Returns the next `count` records; begins the next epoch when one ends.
 
         Args:
-            max_tokens: longer prompts are passed over, and come again in the next epoch only.
+            max_tokens: longer prompts are skipped until the next epoch.
         """
         assert max_tokens is None or (self._lengths and min(self._lengths) <= max_tokens), "none would ever be taken"
         taken: list[Any] = []
@@ -334,25 +335,28 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """Returns the stream's position as JSON values; `offset` counts the records of `epoch` taken or skipped."""
-        place = {"seed": self._seed, "records": len(self._records), "epoch": self._epoch, "offset": self._offset}
-        return {**place, "digest": self._digest}
+        position = {"seed": self._seed, "records": len(self._records), "epoch": self._epoch, "offset": self._offset}
+        return {**position, "digest": self._digest}
 
     def has_records_of(self, state: Mapping[str, Any]) -> bool:
         """Returns whether a `state()` was taken from a stream of these records."""
         return state.get("records") == len(self._records) and state.get("digest") == self._digest
 
     def restore(self, state: dict[str, Any], *, allow_changed: bool = False) -> None:
-        """Continue from a `state()` of a stream with the same records and seed.
+        """Continues from a `state()` of a stream with the same records and seed.
 
         Args:
-            allow_changed: of other records, the next epoch begins.
+            allow_changed: if the records differ, the next epoch begins; otherwise that is an error.
 
         Raises:
-            CheckpointError: the state is of another seed, or of other records, where it would name other prompts.
+            CheckpointError: the state is invalid, or of another seed or other records.
         """
         keys = ("seed", "records", "epoch", "offset")
-        place = [state.get(key) for key in keys] if isinstance(state, dict) else [None]
-        if not all(type(value) is int and 0 <= value < 2**62 for value in place) or state["offset"] > state["records"]:
+        numbers = [state.get(key) for key in keys] if isinstance(state, dict) else [None]
+        if (
+            not all(type(value) is int and 0 <= value < 2**62 for value in numbers)
+            or state["offset"] > state["records"]
+        ):
             raise CheckpointError(
                 f"{short_repr(state)} is no place in the prompts",
                 field="prompts",
@@ -382,7 +386,7 @@ class PromptStream:
             )
 
     def _start_epoch(self, epoch: int) -> None:
-        import numpy as np  # here, so that reading a file needs the standard library only
+        import numpy as np  # here, so that reading a file needs only the standard library
 
         generator = np.random.Generator(np.random.Philox(key=np.array([self._seed, epoch], dtype=np.uint64)))
         self._order: list[int] = generator.permutation(len(self._records)).tolist()

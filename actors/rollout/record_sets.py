@@ -1,7 +1,7 @@
-"""The sets of records that a run reads, with how many prompts each has, and how many of them are in another set too.
+"""Counts the prompts of each set of records that a run reads, and those that are in another set, too.
 
-A held-out prompt that is trained on says little about what was learned. Nothing is refused: prompts are compared word
-for word, so a paraphrase is not found, and the same question may be meant to be in two sets.
+Training on held-out prompts makes an evaluation say little. Shared prompts are reported but not refused, since a user
+may want the same question in two sets. Only equal texts are found, not paraphrases.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _Prompt = str | tuple[str]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Prompts of one set that another one has too."""
+    """The prompts that a set shares with another one."""
 
-    field: str  # the setting of the other one
+    field: str  # the setting of the other set
     prompts: int
-    first: str  # where the first of them stands
+    first: str  # the place of the first shared prompt
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSet:
-    """What one setting of `data` names.
+    """The set of records that one setting of `data` names.
 
     Args:
-        shared: with each of the sets before it.
+        shared: the prompts that it shares with each set before it.
     """
 
     field: str
@@ -41,41 +41,41 @@ class RecordSet:
     shared: tuple[Shared, ...] = ()
 
     def __str__(self) -> str:
-        others = "".join(f"; {one.prompts:,} of them in {one.field} too" for one in self.shared)
+        others = "".join(f"; {other.prompts:,} of them in {other.field} too" for other in self.shared)
         return f"{self.prompts:,} records of {self.source}{others}"
 
 
 def record_sets(
     data: DataSettings, heldout: Mapping[str, Sequence[Record]], train: Sequence[Record] | None = None
 ) -> list[RecordSet]:
-    """data.train, where it is read, and then the held-out sets, each compared with those before it."""
+    """Returns data.train, if it is given, and the held-out sets; each is compared with those before it."""
     named = {} if train is None else {"data.train": train}
     named |= {heldout_field(name): records for name, records in heldout.items()}
-    found: list[RecordSet] = []
+    sets: list[RecordSet] = []
     prompts_of: dict[str, set[_Prompt]] = {}
     for field, records in named.items():
         prompts = list(map(_hashable, records)) if len(named) > 1 else []
         shared = []
-        for other, theirs in prompts_of.items():
-            if places := [number for number, prompt in enumerate(prompts) if prompt in theirs]:
-                shared.append(Shared(other, len(places), place_of(records[places[0]])))
-        found.append(RecordSet(field, data.sources[field], len(records), tuple(shared)))
+        for other, other_prompts in prompts_of.items():
+            if indices := [number for number, prompt in enumerate(prompts) if prompt in other_prompts]:
+                shared.append(Shared(other, len(indices), place_of(records[indices[0]])))
+        sets.append(RecordSet(field, data.sources[field], len(records), tuple(shared)))
         prompts_of[field] = set(prompts)
-    return found
+    return sets
 
 
 def warn_of_shared_prompts(sets: Iterable[RecordSet]) -> None:
-    """Says on stderr which sets hold prompts of others."""
-    for one in sets:
-        for shared in one.shared:
+    """Prints to stderr which sets share prompts."""
+    for record_set in sets:
+        for shared in record_set.shared:
             print(
-                f"{one.field}: {shared.prompts:,} of {one.prompts:,} prompts are in {shared.field} too, the first at "
-                f"{shared.first}",
+                f"{record_set.field}: {shared.prompts:,} of {record_set.prompts:,} prompts are in {shared.field} too, "
+                f"the first at {shared.first}",
                 file=sys.stderr,
             )
 
 
 def _hashable(record: Record) -> _Prompt:
-    """The prompt, or what a demonstration has in its place; chat messages as their JSON, apart from any text."""
+    """Returns a record's prompt, chat or text for comparison; a chat as JSON in a tuple, so that no text equals it."""
     prompt = next(record[key] for key in ("prompt", "messages", "text") if key in record)
     return prompt if isinstance(prompt, str) else (json.dumps(prompt, sort_keys=True),)

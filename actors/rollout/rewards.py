@@ -1,12 +1,12 @@
-"""Reward functions: what they are given and return, how one is loaded by its name, and three of our own.
+"""Loads reward functions by name, and defines three of our own.
 
 A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async; it may also return
-the reward alone, as a number. `record` is the prompt's JSONL object. `response` is the sampled text, decoded with
+only the reward, as a number. `record` is the prompt's JSONL object. `response` is the sampled text, decoded with
 `skip_special_tokens=True` and stripped, so that end tokens and padding never take part in a comparison. `finished` is
-False where the response was cut before an end token. Every other key that it returns is logged as a metric.
+False if the response was cut before an end token. Every other key that it returns is logged as a metric.
 
-Where the name is a URL, each response is sent there by POST as `{"record": ..., "response": ..., "finished": ...}`; the
-answer is what a function would return, in JSON.
+If the name is a URL, each response is posted there as `{"record": ..., "response": ..., "finished": ...}`; the answer
+is the value of a reward function as JSON.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
 
 Scores = dict[str, float]
 
-# those of this file that compare with a record's `answer`, which is looked for before a start
+# our functions that compare with a record's `answer`; a start checks that every record has one
 READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
 _CORRECT = "correct the function"
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy or starting
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is made again
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is repeated
 
 
 def failed_reward(problem: str, record: Mapping[str, Any], hint: str) -> BatchError:
@@ -46,19 +46,19 @@ def failed_reward(problem: str, record: Mapping[str, Any], hint: str) -> BatchEr
 def load_reward(
     name: str, *, timeout_s: float = math.inf, concurrency: int = 1, field: str = "rollout.reward"
 ) -> Callable[..., Any]:
-    """Returns the reward function `module:function`, or one that asks a URL, with a check of each value it returns.
+    """Returns the reward function `module:function`, or one that calls a URL; both check each value that they return.
 
-    The returned function is async where the named one is. It raises BatchError, naming the record, where that one
-    raises or returns anything but a finite number, or a dictionary of finite numbers with `reward`.
+    The returned function is async if the named one is. It raises BatchError, naming the record, if the named function
+    raises, or returns neither a finite number nor a dictionary of finite numbers with `reward`.
 
     Args:
-        timeout_s: seconds for all requests about one response, where the name is a URL.
-        concurrency: requests to a URL under way at once.
-        field: the setting that names it.
+        timeout_s: limit in seconds on all requests for one response, if the name is a URL.
+        concurrency: number of requests to a URL at once.
+        field: the setting that has the name.
 
     Raises:
-        ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
-            be called as a reward is.
+        ConfigError: the name is malformed, the module cannot be imported, or it has no function that can be called with
+            (record, response, finished).
     """
     if is_url(name):
         return _checked(_asking(name, timeout_s, concurrency), name)
@@ -72,17 +72,17 @@ def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: i
     """Returns an environment of one turn whose answer is the reward of its response.
 
     Args:
-        timeout_s, concurrency: as `load_reward`.
+        timeout_s, concurrency: as in `load_reward`.
 
     Raises:
-        ConfigError: as `load_reward`.
+        ConfigError: as in `load_reward`.
     """
     reward = load_reward(name, timeout_s=timeout_s, concurrency=concurrency)
 
     class Scored(Environment):
         def reset(self, record: Mapping[str, Any], seed: int) -> Prompt:
             self._record = record
-            return ""  # the policy is given the record's own prompt
+            return ""  # not used: the policy gets the record's own prompt
 
         def step(self, response: str, finished: bool) -> StepResult | Awaitable[StepResult]:
             return _as_result(reward(self._record, response, finished))
@@ -100,7 +100,7 @@ def _as_result(scores: Scores) -> StepResult:
 
 
 def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) -> None:
-    """Refuses a function with verl's argument names, which could be called and would mistake what it is given."""
+    """Refuses a function with verl's argument names: it could be called, but would misread its arguments."""
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):  # some builtins have none
@@ -119,10 +119,10 @@ def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) ->
 def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def failure(error: BaseException, record: Mapping[str, Any]) -> BaseException:
         if isinstance(error, SlimeError | KeyboardInterrupt):
-            return error  # the last is of who sits at the terminal
-        found = failed_reward(failure_of(name, error), record, _CORRECT)
-        found.__cause__ = error
-        return found
+            return error  # KeyboardInterrupt is the operator's, not a failure of the function
+        failed = failed_reward(failure_of(name, error), record, _CORRECT)
+        failed.__cause__ = error
+        return failed
 
     if _is_async(function):
 
@@ -133,7 +133,7 @@ def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             except BaseException as error:  # the user's function may raise anything
                 task = asyncio.current_task()
                 if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise  # of a deadline
+                    raise  # the deadline of the call has passed
                 raise failure(error, record)  # noqa: B904 (the cause is set there)
             return _checked_scores(scores, name, record)
 
@@ -161,7 +161,7 @@ def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores
         hint = "return the reward as a number, or a dictionary of numbers with the key 'reward'"
         raise failed_reward(f"{name} returned {short_repr(scores)}", record, hint)
     numbers: Scores = {}
-    for key, value in dict(scores).items():  # a class of the user's own may have methods that raise
+    for key, value in dict(scores).items():  # a copy, since the methods of a user's class may raise
         number = checked_score(key, value)
         if number is None:
             problem = f"{name} returned {short_repr(key)}: {short_repr(value)}"
@@ -174,22 +174,22 @@ def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores
 
 
 def is_url(name: str) -> bool:
-    """Returns whether the name is a URL, which is asked over HTTP."""
+    """Returns whether the name is a URL, which is called over HTTP."""
     return name.startswith(("http://", "https://"))
 
 
 def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Awaitable[Any]]:
-    """Returns a reward function that asks a URL, and asks again while the server is busy, for up to `timeout_s`."""
+    """Returns a reward function that posts to a URL, and retries for up to `timeout_s` while the server is busy."""
     import requests
     from requests.adapters import HTTPAdapter
 
     session = requests.Session()
-    session.trust_env = False  # no proxy of the environment between a run and its judge, and no .netrc
+    session.trust_env = False  # ignores proxies of the environment, and .netrc
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_connections=1, pool_maxsize=concurrency))
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
 
-    def asked(record: Mapping[str, Any], response: str, finished: bool) -> Any:
+    def post(record: Mapping[str, Any], response: str, finished: bool) -> Any:
         deadline = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S
         body: Any = {"record": dict(record), "response": response, "finished": finished}
@@ -205,29 +205,29 @@ def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
             if not is_away or time.monotonic() + pause_s > deadline:
                 answer.raise_for_status()
                 return answer.json()
-            time.sleep(pause_s * random.uniform(0.5, 1.0))  # not all of a step's requests at once
+            time.sleep(pause_s * random.uniform(0.5, 1.0))  # spreads the requests of a step
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def ask(record: Mapping[str, Any], response: str, finished: bool) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(threads, asked, record, response, finished)
+        return await asyncio.get_running_loop().run_in_executor(threads, post, record, response, finished)
 
     return ask
 
 
 def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Reward 1 for a finished response that is the record's `answer`, else 0.
+    """Rewards a finished response that equals the record's `answer` with 1, any other with 0.
 
     Raises:
         BatchError: the record has no `answer`.
     """
-    answer = _answer(record)  # of an unfinished response, too: a record without one is a mistake
+    answer = _answer(record)  # read also for an unfinished response, so that a missing answer is always an error
     return {"reward": float(finished and response.strip() == answer)}
 
 
 def final_number(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Reward 1 for a finished response whose last number is that of the record's `answer`, else 0.
+    """Rewards a finished response whose last number equals the last number of the `answer` with 1, any other with 0.
 
-    For answers such as `42`, `1,234.5` or a worked solution that ends with `#### 42`, as those of GSM8K.
+    It suits answers such as `42`, `1,234.5` or a worked solution that ends with `#### 42`, as in GSM8K.
 
     Raises:
         BatchError: the record has no `answer`, or one without a number.
@@ -243,15 +243,15 @@ def final_number(record: Mapping[str, Any], response: str, finished: bool) -> Sc
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Reward half for being the record's `answer`, half for the share of positions that are right; 0 if unfinished.
+    """Returns half the reward for an exact `answer`, and half for the share of correct positions; 0 if unfinished.
 
-    The share is of the longer of the two texts, so neither padding a response nor cutting it short raises the share.
-    `exact` is 1 for a finished response that is the answer, else 0.
+    The share is of the longer of the two texts, so that neither padding nor cutting a response raises it. The score
+    `exact` is 1 for a finished response that equals the answer, else 0.
 
     Raises:
         BatchError: the record has no `answer`.
@@ -265,8 +265,8 @@ def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> S
 
 
 def _answer(record: Mapping[str, Any]) -> str:
-    given = record.get("answer")
-    answer = "" if given is None else str(given).strip()
+    value = record.get("answer")
+    answer = "" if value is None else str(value).strip()
     if not answer:
         raise BatchError(
             f"the record of {place_of(record)} has no answer",

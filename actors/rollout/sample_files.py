@@ -1,7 +1,7 @@
-"""Texts of responses for people to read: files of a step and of an evaluation, and one line for a terminal.
+"""Writes responses as text to be read: files for a step and for an evaluation, and one line for the terminal.
 
-What a model or an environment has said may hold anything. Control characters are written as escapes, so that no text
-acts on a terminal. Long texts lose their middle. Lines of texts are indented, so that none looks like a heading.
+The texts of models and environments are untrusted. Control characters are escaped, so that no text acts on a terminal.
+The middle of a long text is cut out. Texts are indented, so that no line of them looks like a heading.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from actors.rollout.prompts import Record, place_of
 from slimefsdp.errors import printable
 from slimefsdp.io.checksummed_files import io_reported, write_synced
 
-_SHOWN_GROUPS = 50  # of an evaluation, in the file for people
-_MOST_OF_VALUE = 2000  # characters of a value of a record, which stand beside each of its responses
-_SHOWN_RESPONSES = 8  # of a group of a step: those of lowest and of highest reward
+_SHOWN_GROUPS = 50  # groups of an evaluation in the text file
+_MOST_OF_VALUE = 2000  # characters of a value of a record, which is repeated for each of its responses
+_SHOWN_RESPONSES = 8  # responses of a group of a step: those with the lowest and highest rewards
 _MOST_OF_TEXT = 4000  # characters of a prompt or a response of a step
 _INDENT = "  "
 _MOST_OF_EXAMPLE = 80  # characters of a prompt or a response in a line for a terminal
 
 
 def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
-    """Leaves `name`.jsonl, a line for each response that was scored, and `name`.txt, the first ones for people to read.
+    """Writes `name`.jsonl with a line for each scored response, and `name`.txt with the first ones as readable text.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    rows = [_row(record, one) for record, samples in groups for one in samples]
-    shown = [_text(record, one) for record, samples in groups[:_SHOWN_GROUPS] for one in samples]
+    rows = [_row(record, sample) for record, samples in groups for sample in samples]
+    shown = [_text(record, sample) for record, samples in groups[:_SHOWN_GROUPS] for sample in samples]
     with io_reported(folder, "train"):
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -42,13 +42,13 @@ def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequen
 
 
 def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, Sequence[ScoredSample], str]]) -> None:
-    """Leaves the text of groups of a training step: each prompt, and its responses with their rewards.
+    """Writes the text of groups of a training step: each prompt, and its responses with their rewards.
 
-    Of a large group the responses with the lowest and the highest rewards are shown. A folder that cannot be written is
-    a warning: looking at a run must not end it.
+    Of a large group, the responses with the lowest and the highest rewards are shown. If the folder cannot be written,
+    it only warns, since looking at a run must not end it.
 
     Args:
-        groups: prompt, responses, and why the group is not trained on ("": it is).
+        groups: (record, responses, reason why the group is not trained on, or "").
     """
     text = "\n".join(_group_text(record, samples, why_left_out) for record, samples, why_left_out in groups)
     try:
@@ -59,10 +59,10 @@ def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, S
         warnings.warn(f"{problem}; the run goes on (rollout.show_groups)", stacklevel=2)
 
 
-def example_line(step: int, record: Record, one: ScoredSample) -> str:
-    """A response to a held-out prompt in one line, for the terminal."""
-    prompt, response = (_one_line(text) for text in (_last_words(record["prompt"]), one.sample.text))
-    return f"step {step}, a held-out sample: {prompt} -> {response} ({_scores_text(one)})"
+def example_line(step: int, record: Record, scored: ScoredSample) -> str:
+    """Returns a response to a held-out prompt as one line for the terminal."""
+    prompt, response = (_one_line(text) for text in (_last_words(record["prompt"]), scored.sample.text))
+    return f"step {step}, a held-out sample: {prompt} -> {response} ({_scores_text(scored)})"
 
 
 def _one_line(text: str) -> str:
@@ -75,14 +75,14 @@ def _last_words(prompt: Any) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Cuts the middle out of a text that is longer."""
+    """Cuts the middle out of a text that is longer than `most` characters."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]} .. ({len(text) - most:,} characters) .. {text[len(text) - most // 2 :]}"
 
 
 def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: str) -> str:
-    by_reward = sorted(samples, key=lambda one: one.reward)
+    by_reward = sorted(samples, key=lambda scored: scored.reward)
     half = _SHOWN_RESPONSES // 2
     shown = by_reward if len(samples) <= _SHOWN_RESPONSES else [*by_reward[:half], *by_reward[-half:]]
     head = f"=== {place_of(record)}: {len(shown)} of {len(samples)} responses"
@@ -90,22 +90,22 @@ def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: s
     parts = [head, _indented(_shortened(_prompt_text(record), _MOST_OF_TEXT))]
     if "answer" in record:
         parts.append(f"--- answer: {_answer_text(record)}")
-    for one in sorted(shown, key=lambda one: one.sample.number):
-        trained = "" if one.reward == one.scores["reward"] else f", trained as {one.reward:g}"
-        parts.append(f"--- response {one.sample.number}: {_scores_text(one)}{trained}; {_length_text(one)}")
-        parts.append(_indented(_shortened(one.sample.text, _MOST_OF_TEXT)))
+    for scored in sorted(shown, key=lambda scored: scored.sample.number):
+        trained = "" if scored.reward == scored.scores["reward"] else f", trained as {scored.reward:g}"
+        parts.append(f"--- response {scored.sample.number}: {_scores_text(scored)}{trained}; {_length_text(scored)}")
+        parts.append(_indented(_shortened(scored.sample.text, _MOST_OF_TEXT)))
     return "\n".join(parts) + "\n"
 
 
-def _row(record: Record, one: ScoredSample) -> dict[str, Any]:
+def _row(record: Record, scored: ScoredSample) -> dict[str, Any]:
     return {
         "place": place_of(record),
-        "number": one.sample.number,
+        "number": scored.sample.number,
         "prompt": record["prompt"],
-        "response": one.sample.text,
-        "tokens": one.sample.response_length,
-        "finished": one.sample.finished,
-        "scores": one.scores,
+        "response": scored.sample.text,
+        "tokens": scored.sample.response_length,
+        "finished": scored.sample.finished,
+        "scores": scored.scores,
         "record": _rest_of(record),
     }
 
@@ -120,11 +120,11 @@ def _bounded(value: Any) -> Any:
     return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
 
 
-def _text(record: Record, one: ScoredSample) -> str:
-    """A response of an evaluation, with its prompt."""
-    head = f"=== {place_of(record)}, response {one.sample.number}: {_scores_text(one)}; {_length_text(one)}"
+def _text(record: Record, scored: ScoredSample) -> str:
+    """Returns a response of an evaluation as text, with its prompt."""
+    head = f"=== {place_of(record)}, response {scored.sample.number}: {_scores_text(scored)}; {_length_text(scored)}"
     answer = f"--- answer: {_answer_text(record)}\n" if "answer" in record else ""
-    return f"{head}\n{_indented(_prompt_text(record))}\n---\n{_indented(one.sample.text)}\n{answer}\n"
+    return f"{head}\n{_indented(_prompt_text(record))}\n---\n{_indented(scored.sample.text)}\n{answer}\n"
 
 
 def _indented(text: str) -> str:
@@ -142,10 +142,10 @@ def _prompt_text(record: Record) -> str:
     return "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
 
 
-def _scores_text(one: ScoredSample) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
+def _scores_text(scored: ScoredSample) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in scored.scores.items())
 
 
-def _length_text(one: ScoredSample) -> str:
-    tokens = one.sample.response_length
-    return f"{tokens} token{'s' * (tokens != 1)}, {'ended' if one.sample.finished else 'cut'}"
+def _length_text(scored: ScoredSample) -> str:
+    tokens = scored.sample.response_length
+    return f"{tokens} token{'s' * (tokens != 1)}, {'ended' if scored.sample.finished else 'cut'}"

@@ -1,7 +1,7 @@
-"""What records come to in tokens, counted in a process of its own, and how such processes are run.
+"""Counts the tokens of records in a separate process, and runs modules of ours in such processes.
 
-`python -m actors.rollout.tokenizer` is that process: a chat template can compute for long, and what counts tokens
-before a run starts must be able to end it.
+`python -m actors.rollout.tokenizer` counts tokens. A chat template can run for long, so the program that asks must be
+able to end the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.engines.tokenizer import encode_prompt, end_token_ids, load_tokenize
 from actors.rollout.prompts import Record, place_of
 from slimefsdp.errors import ConfigError, ModelError, ResourceError, SlimeError
 
-LONGEST_WAIT_S = 2e6  # for a process: it is asked for in milliseconds, of 32 bits
+LONGEST_WAIT_S = 2e6  # limit on a wait for a process: the milliseconds have to fit into 32 bits
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -31,15 +31,15 @@ def encode_records(
     with_answers: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[list[int], int]]:
-    """(tokens, response_length) of each record.
+    """Returns (tokens, response_length) of each record.
 
     Args:
-        with_answers: `answer` follows the prompt, with the tokenizer's end token; without, the length is 0.
-        template_kwargs: as `encode_prompt`.
+        with_answers: appends `answer` and the tokenizer's end token to the prompt; otherwise the response length is 0.
+        template_kwargs: as in `encode_prompt`.
 
     Raises:
-        ConfigError: a prompt cannot be encoded, named by its place in the file. ModelError: the tokenizer, or without
-            answers generation_config.json.
+        ConfigError: a prompt cannot be encoded; the message names its place.
+        ModelError: the tokenizer is unusable, or without answers, generation_config.json.
     """
     tokenizer = load_tokenizer(model_path)
     if with_answers and tokenizer.eos_token_id is None:
@@ -70,34 +70,37 @@ def count_tokens(
     timeout_s: float,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[int, int]]:
-    """(tokens of the prompt, tokens of the answer) of each record, as `encode_records` has them.
+    """Returns (tokens of the prompt, tokens of the answer) of each record, as in `encode_records`.
 
     Raises:
-        ConfigError, ModelError: as `encode_records`. ResourceError: it took longer, or its process ended.
+        ConfigError, ModelError: as in `encode_records`.
+        ResourceError: the process took longer than `timeout_s`, or ended.
     """
     places = [place_of(record) for record in records]
     keys = ("prompt", "answer") if with_answers else ("prompt",)
-    asked = {
+    request = {
         "model_path": str(model_path),
         "records": [[{key: record[key] for key in keys}, place] for record, place in zip(records, places, strict=True)],
         "with_answers": with_answers,
         "template_kwargs": dict(template_kwargs or {}),
     }
-    said = answer_beside("actors.rollout.tokenizer", asked, timeout_s, f"counting the tokens of {len(records)} records")
-    answer = json.loads(said)
+    output = answer_of_process(
+        "actors.rollout.tokenizer", request, timeout_s, f"counting the tokens of {len(records)} records"
+    )
+    answer = json.loads(output)
     if "error" in answer:
-        raise error_beside(answer)
+        raise error_of_process(answer)
     return [(prompt, response) for prompt, response in answer["counts"]]
 
 
-def answer_beside(module: str, asked: Mapping[str, Any], timeout_s: float, what: str) -> bytes:
-    """Returns what `run_beside` writes to its standard output.
+def answer_of_process(module: str, asked: Mapping[str, Any], timeout_s: float, what: str) -> bytes:
+    """Runs a module with `run_beside` and returns its standard output.
 
     Args:
-        what: it does, for an error.
+        what: the work of the process, for an error message.
 
     Raises:
-        ResourceError: it took longer than that, or its process ended.
+        ResourceError: the process took longer than `timeout_s`, or ended.
     """
     try:
         done = run_beside(module, asked, timeout_s)
@@ -108,28 +111,28 @@ def answer_beside(module: str, asked: Mapping[str, Any], timeout_s: float, what:
             hint="raise it, or look at the chat template of the model folder",
         ) from None
     if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())[-500:]
+        printed = " ".join(done.stderr.decode(errors="replace").split())[-500:]
         raise ResourceError(
-            f"the process for {what} ended with status {done.returncode}: {said}",
+            f"the process for {what} ended with status {done.returncode}: {printed}",
             field="data.train",
             hint="look at what it said, and at the memory that is left",
         )
     return done.stdout
 
 
-def error_beside(answer: Mapping[str, Any]) -> SlimeError:
-    """The error of a process beside, of the fields that it wrote."""
+def error_of_process(answer: Mapping[str, Any]) -> SlimeError:
+    """Returns the error that another process wrote as fields."""
     kind = ModelError if answer["code"] == ModelError.code else ConfigError
     return kind(answer["error"], field=answer["field"], hint=answer["hint"])
 
 
 def run_beside(module: str, asked: Mapping[str, Any], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    """A module of ours, run in a process of its own with what it is asked as JSON on its standard input.
+    """Runs a module of ours in a separate process, with `asked` as JSON on its standard input.
 
     Raises:
-        subprocess.TimeoutExpired: it was ended after so long.
+        subprocess.TimeoutExpired: it ran longer than `timeout_s` and was ended.
     """
-    # the package of this file, whatever lies in the present folder
+    # import the package that contains this file, not one in the current folder
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-P", "-m", module],
@@ -142,13 +145,13 @@ def run_beside(module: str, asked: Mapping[str, Any], timeout_s: float) -> subpr
 
 
 def end_with_parent() -> None:
-    """Has the kernel end this process with the one that started it, which may be killed without a word."""
+    """Has the kernel end this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stream_of_answer() -> int:
-    """Returns what was standard output, where the answer goes; libraries print to standard error instead."""
+    """Returns a descriptor of standard output for the answer, and redirects what libraries print to standard error."""
     stream = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return stream
@@ -157,15 +160,15 @@ def stream_of_answer() -> int:
 def _main() -> None:
     end_with_parent()
     stream = stream_of_answer()
-    asked = json.load(sys.stdin.buffer)
-    records = [Record(fields, place) for fields, place in asked["records"]]
+    request = json.load(sys.stdin.buffer)
+    records = [Record(fields, place) for fields, place in request["records"]]
     answer: dict[str, Any]
     try:
         encoded = encode_records(
-            asked["model_path"],
+            request["model_path"],
             records,
-            with_answers=asked["with_answers"],
-            template_kwargs=asked["template_kwargs"],
+            with_answers=request["with_answers"],
+            template_kwargs=request["template_kwargs"],
         )
         answer = {"counts": [(len(tokens) - length, length) for tokens, length in encoded]}
     except SlimeError as error:

@@ -1,7 +1,7 @@
-"""The user's code that answers the policy, an environment or a reward function, and a host that runs it.
+"""Hosts the user's code, an environment or a reward function, in this process.
 
-A reward function is run as an environment of one turn: the episode begins with the record's prompt, and the answer to
-its only response is the reward. Importing this file costs no torch and no ray.
+A reward function runs as an environment of one turn: the episode begins with the record's prompt, and the answer to its
+only response is the reward. Importing this module imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
 
-# Plain code answers one call after another until so many seconds have passed; then the host returns what it has. Short
-# enough that all processes end a step together, long enough that cheap code does not send one message a call.
+# Plain code answers calls one after another until this many seconds have passed; then the host returns what it has.
+# Short enough for all processes to end a step together, long enough that cheap code does not need a message per call.
 TURN_S = 0.2
-_CLOSE_S = 10.0  # the most that close() has
+_CLOSE_S = 10.0  # the most seconds that close() may take
 
 EpisodeKey = tuple[int, int, int]
 """The driver's call that the episode belongs to, the index of its record in that call, and its number in the group."""
@@ -53,12 +53,12 @@ class EpisodeCall:
     record: Mapping[str, Any]
     seed: int
     responses: tuple[tuple[str, bool], ...]  # the texts so far, and whether each ended by itself
-    digests: tuple[str, ...] = ()  # of the answers so far: to each response but the last, and the prompt
-    is_last: bool = False  # whether the episode is over after this answer in any case
+    digests: tuple[str, ...] = ()  # digests of the answers so far: to the prompt request and all responses but the last
+    is_last: bool = False  # whether the episode ends after this answer in any case
 
     @property
     def turn(self) -> int:
-        """Returns 0 where the prompt is asked for, n for the answer to the nth response."""
+        """Returns n if the call asks for the answer to the nth response, 0 if it asks for the prompt."""
         return len(self.responses)
 
 
@@ -80,7 +80,7 @@ class UserCode:
         arguments: keyword arguments of the environment's class.
         workers: number of processes that run the code; 0: the driver runs it itself.
         timeout_s: seconds for each answer.
-        concurrency: answers that one process works on at once, where the code is asynchronous.
+        concurrency: answers that one process works on at once if the code is asynchronous.
     """
 
     field: Literal["rollout.environment", "rollout.reward"]
@@ -107,7 +107,7 @@ class UserCode:
 
     @property
     def is_reward(self) -> bool:
-        """Returns whether the code is a reward function, which has one turn and keeps nothing between responses."""
+        """Returns whether the code is a reward function, which has one turn and keeps no state between responses."""
         return self.field == "rollout.reward"
 
     @property
@@ -123,19 +123,18 @@ class UserCode:
     def load(self) -> type[Environment]:
         """Imports the code and returns the environment's class; for a reward function, a class that calls it.
 
-        Raises:
-            ConfigError: as `load_environment` and `load_reward`.
+        ConfigError: as in `load_environment` and `load_reward`.
         """
         if self.is_reward:
             return reward_environment(self.name, timeout_s=self.timeout_s, concurrency=self.concurrency)
         return load_environment(self.name, self.arguments)
 
     def close_s(self, environment: type[Environment]) -> float:
-        """Returns the seconds that `close` has at the end of an episode, before its last answer is returned."""
+        """Returns the limit in seconds on `close`, which runs before an episode's last answer is returned."""
         return 0.0 if environment.close is Environment.close else min(self.timeout_s, _CLOSE_S)
 
     def failure(self, problem: str, call: EpisodeCall, turn: int, hint: str | None = None) -> BatchError:
-        """Returns the error that a call comes to.
+        """Returns the error for a failed call.
 
         Args:
             turn: the turn that failed; 0 is the beginning of the episode.
@@ -155,8 +154,8 @@ def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
     """Imports the code that the settings name and checks that they fit it; returns both.
 
     Raises:
-        ConfigError: as `UserCode.load`; the driver is to run asynchronous code or to ask a URL; a number of coroutines
-            is set for an environment without coroutines.
+        ConfigError: as in `UserCode.load`; the driver is to run asynchronous code or to call a URL; a number of
+            coroutines is set for an environment without coroutines.
     """
     code = UserCode.of(config)
     environment = code.load()
@@ -177,17 +176,17 @@ def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
 
 @dataclass(slots=True)
 class _Episode:
-    """An episode in the process that runs its environment."""
+    """The state of an episode in the process that runs its environment."""
 
     environment: Environment
-    responses: list[tuple[str, bool]] = field(default_factory=list)  # those that the environment was given
+    responses: list[tuple[str, bool]] = field(default_factory=list)  # the responses that the environment has had
 
 
 class CodeHost:
     """Runs the user's code in this process.
 
-    Asynchronous code runs in one event loop for the life of the host, since clients that a module keeps belong to the
-    loop in which they were first used. Plain code runs outside of any loop, so that it may start one itself.
+    Asynchronous code runs in one event loop for the life of the host, since clients that a module holds belong to the
+    loop in which they were first used. Plain code runs outside of any loop, so that it may start a loop itself.
     """
 
     def __init__(self, code: UserCode) -> None:
@@ -198,7 +197,7 @@ class CodeHost:
         self._episodes: dict[EpisodeKey, _Episode] = {}
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
-        """Returns the outcomes of the first calls: as many as fit into a turn, all if the code is asynchronous."""
+        """Answers the first calls: as many as fit into a turn, or all if the code is asynchronous."""
         if self._is_async:
             return self._runner.run(self._all_at_once(calls))
         outcomes: list[Answer | SlimeError] = []
@@ -210,7 +209,7 @@ class CodeHost:
         return outcomes
 
     def forget(self, number: int) -> None:
-        """Closes the environments that are left of one call of the driver."""
+        """Closes the environments that remain of one call of the driver."""
         for key in [key for key in self._episodes if key[0] == number]:
             closing = self._close(key)
             self._runner.run(closing) if self._is_async else _run_plain(closing)
@@ -218,7 +217,7 @@ class CodeHost:
     async def _all_at_once(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
         last: dict[EpisodeKey, asyncio.Task[Answer | SlimeError]] = {}
         tasks = []
-        for call in calls:  # a response that was drawn a second time is asked about again: one after the other
+        for call in calls:  # a response that was drawn again has a second call, which has to follow the first
             task = asyncio.create_task(self._outcome(call, after=last.get(call.key)))
             last[call.key] = task
             tasks.append(task)
@@ -237,11 +236,11 @@ class CodeHost:
         return answer
 
     async def _answer(self, call: EpisodeCall) -> Answer:
-        """Returns the answer to the last response, after all turns that this process has not seen.
+        """Returns the answer to the last response, after running all turns that this process has not seen.
 
         Raises:
-            BatchError: the code raised, did not return in time or returned what cannot be used; or the environment was
-                made a second time and did not answer as it had before.
+            BatchError: the code raised, did not return in time or returned something unusable; or the environment was
+                made again and its answers differ from those before.
         """
         episode = self._episodes.get(call.key)
         if episode is None or list(call.responses[:-1]) != episode.responses:
@@ -259,7 +258,7 @@ class CodeHost:
         return answer
 
     def _checked(self, call: EpisodeCall, turn: int, make: Callable[[], Answer]) -> Answer:
-        """Returns the answer, if it can be used and equals the one that was given to this turn before, if any was."""
+        """Makes the answer; checks that it is valid, and equal to an earlier answer to the same turn."""
         try:
             answer = make()
         except EnvironmentFault as fault:
@@ -274,7 +273,7 @@ class CodeHost:
     async def _returned(
         self, call: EpisodeCall, turn: int, function: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        """Calls a function of the user's code and returns its value; asynchronous code has a deadline here."""
+        """Calls a function of the user's code and returns its value; only asynchronous code has a deadline here."""
         code = self._code
         deadline = _deadline(code.timeout_s) if self._is_async else None
         try:
@@ -292,13 +291,13 @@ class CodeHost:
             raise code.failure(failure_of(code.name, error), call, turn) from error
 
     async def _awaited(self, value: Any) -> Any:
-        """Returns the value that the user's code returned, awaited if it is awaitable."""
+        """Returns a value of the user's code, awaited if it is awaitable."""
         if not inspect.isawaitable(value):
             return value
         return await value if self._is_async else self._runner.run(_coroutine_of(value))
 
     async def _close(self, key: EpisodeKey) -> None:
-        """Closes an environment; whatever goes wrong there is only printed, since nothing depends on it."""
+        """Closes an environment; errors are only printed, since nothing depends on it."""
         episode = self._episodes.pop(key, None)
         if episode is None:
             return
@@ -311,7 +310,7 @@ class CodeHost:
             print(failure_of(self._code.name, error), file=sys.stderr, flush=True)
 
     def _is_cancelled(self, error: BaseException) -> bool:
-        """Returns whether the host's own task was cancelled, and not something that the user's code awaited."""
+        """Returns whether the host's own task was cancelled, not something that the user's code awaited."""
         if not (self._is_async and isinstance(error, asyncio.CancelledError)):
             return False
         task = asyncio.current_task()
@@ -319,18 +318,18 @@ class CodeHost:
 
 
 class CallsHere:
-    """Answers calls in this process, once the last of them was added; see `PendingCalls`."""
+    """Runs calls in this process once all of them were added; has the methods of `PendingCalls`."""
 
     def __init__(self, host: CodeHost) -> None:
         self._host = host
         self.calls: list[EpisodeCall] = []
 
     def add(self, call: EpisodeCall) -> None:
-        """Adds a call."""
+        """Adds a call without running it."""
         self.calls.append(call)
 
     def finish(self) -> list[Answer | SlimeError]:
-        """Returns the outcomes in the order of the calls."""
+        """Runs the calls and returns their outcomes in their order."""
         outcomes: list[Answer | SlimeError] = []
         while len(outcomes) < len(self.calls):
             outcomes += self._host.run(self.calls[len(outcomes) :])
@@ -354,21 +353,21 @@ def _deadline(seconds: float) -> asyncio.Timeout:
     return asyncio.timeout(seconds if math.isfinite(seconds) else None)
 
 
-def _answer_of_prompt(given: Any) -> Answer:
-    prompt = checked_prompt(given)
+def _answer_of_prompt(value: Any) -> Answer:
+    prompt = checked_prompt(value)
     return Answer(_digest_of(prompt), prompt=prompt)
 
 
-def _answer_of_result(given: Any, is_reward: bool) -> Answer:
-    if is_reward:  # checked already, and never repeated
-        return Answer("", result=given)
-    result = checked_result(given)
+def _answer_of_result(value: Any, is_reward: bool) -> Answer:
+    if is_reward:  # its value was checked already, and a reward is never repeated
+        return Answer("", result=value)
+    result = checked_result(value)
     return Answer(_digest_of([result.observation, result.reward, result.done, dict(result.scores)]), result=result)
 
 
 def _digest_of(returned: Any) -> str:
     try:
         text = json.dumps(returned, sort_keys=True, default=repr)
-    except (TypeError, ValueError) as error:  # keys that are no text, or an object that contains itself
+    except (TypeError, ValueError) as error:  # keys that are not text, or an object that contains itself
         raise EnvironmentFault(f"{short_repr(returned)}, which is no JSON: {error}") from error
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()

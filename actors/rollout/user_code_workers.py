@@ -1,7 +1,7 @@
-"""Processes that run the user's code, each call with a deadline: one that hangs or ends costs its own call alone.
+"""Runs the user's code in processes with a deadline for each call: one that hangs or ends costs only its own call.
 
-A call holds everything that was said in its episode so far. The process that has the episode's environment is asked
-for the next answer; where that process was lost, another one makes the environment again and repeats the episode.
+A call contains all responses of its episode so far. It goes to the process that has the episode's environment; if that
+process was lost, another one makes the environment again and repeats the episode.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from actors.workers.futures import SLICE_S
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError, SlimeError, StateError, portable
 
-_GET_S = 10.0  # for an answer that Ray says is here
-_LATE_S = 2.0  # for the answer itself, on a busy machine
+_GET_S = 10.0  # limit on fetching an answer that Ray reports as ready
+_LATE_S = 2.0  # extra time for an answer to arrive on a busy machine
 
 
 class UserCodeWorker:
-    """One process that runs the user's code; a Ray actor.
+    """A Ray actor that runs the user's code in its own process.
 
     Args:
-        search_path: the driver's sys.path, on which it found the code.
+        search_path: the sys.path with which the driver found the code.
     """
 
     def __init__(self, code: UserCode, search_path: Sequence[str]) -> None:
         sys.path += [folder for folder in search_path if folder not in sys.path]
-        # not the actor itself: a class with coroutines would be another kind of actor
+        # a member, not a base class: Ray would make an asynchronous actor of a class with coroutines
         self._host = CodeHost(code)
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
         """Calls `CodeHost.run`."""
         outcomes = self._host.run(calls)
-        return [portable(one) if isinstance(one, SlimeError) else one for one in outcomes]  # type: ignore[misc]
+        return [portable(outcome) if isinstance(outcome, SlimeError) else outcome for outcome in outcomes]  # type: ignore[misc]
 
     def forget(self, number: int) -> None:
         """Calls `CodeHost.forget`."""
@@ -63,25 +63,25 @@ class UserCodeWorker:
 
 @dataclass(slots=True)
 class _Worker:
-    """What the driver knows of one process."""
+    """The driver's record of one process."""
 
     index: int
     actor: Any
-    ref: Any  # of what the process is doing: starting, or running calls; None: nothing
-    places: list[int] = field(default_factory=list)  # the indices of the calls that it was given
+    ref: Any  # the process's start or its running calls; None if it is idle
+    places: list[int] = field(default_factory=list)  # the indices of the calls that it runs
     pending: Any = None  # the `PendingCalls` that these indices belong to
     began: float = field(default_factory=time.monotonic)
 
 
 class UserCodeWorkers:
-    """Runs the user's code of a run in processes that are replaced where they hang or end, or in the driver itself.
+    """Runs the user's code in processes, which are replaced if they hang or end, or in the driver itself.
 
     Args:
         config: names the environment or the reward function; the driver runs it if `rollout.reward_workers` is 0.
-        in_driver: the driver runs it whatever the settings say.
+        in_driver: the driver runs the code whatever the settings say.
 
     Raises:
-        ConfigError: as `checked_code`, so that a wrong name is one error and not one of each process.
+        ConfigError: as in `checked_code`; it is raised here, so that a wrong name is one error, not one per process.
     """
 
     def __init__(self, config: RunConfig, *, in_driver: bool = False) -> None:
@@ -89,8 +89,8 @@ class UserCodeWorkers:
         self._launch_timeout_s = config.cluster.launch_timeout_s
         self._calls_at_once = self.code.concurrency if is_async(environment) else None
         self._more_s = self.code.close_s(environment) + TURN_S + _LATE_S
-        self._kept_by: dict[EpisodeKey, Any] = {}  # the process that has an episode, since it answered last
-        self._lock = threading.Lock()  # of `_workers` and `_kept_by`
+        self._kept_by: dict[EpisodeKey, Any] = {}  # the process that answered last in an episode, and has its state
+        self._lock = threading.Lock()  # guards `_workers` and `_kept_by`
         count = 0 if in_driver else self.code.workers
         self._host = None if count else CodeHost(self.code)
         self._workers = [_Worker(index, *self._started()) for index in range(count)]
@@ -100,7 +100,7 @@ class UserCodeWorkers:
         """Starts the processes and waits for them.
 
         Raises:
-            ConfigError: as the constructor. ResourceError: a process did not come up; all are ended.
+            ConfigError: as in the constructor. ResourceError: a process did not come up; all are ended.
         """
         workers = cls(config)
         try:
@@ -115,26 +115,25 @@ class UserCodeWorkers:
         return workers
 
     def pending(self) -> PendingCalls | CallsHere:
-        """Returns an object that takes calls one after another, and runs the first while others are still to come.
+        """Returns an object to which calls are added one by one; the first run while others are still being added.
 
-        A process that ends or does not return in time is replaced. The calls that it had been given are then run one by
+        A process that ends or does not return in time is replaced. The calls that it was running are then run one by
         one, so that the error names the call at fault.
 
         Raises:
-            ResourceError: of the object's methods: a process that was to replace another did not come up, or Ray is
-                gone.
+            ResourceError: (by the methods of the object) a replacement did not come up, or Ray is gone.
         """
         return PendingCalls(self) if self._host is None else CallsHere(self._host)
 
     def forget(self, number: int) -> None:
-        """Has the processes close the environments that are left of one call of the driver."""
+        """Has the processes close the environments that remain of one call of the driver."""
         if self.code.is_reward:
             return
         if self._host is not None:
             self._host.forget(number)
-        with self._lock:  # other episodes go on, on another thread
+        with self._lock:  # other episodes may be running on another thread
             self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
-        with suppress(Exception):  # Ray may be gone, which whoever waits for an answer is told
+        with suppress(Exception):  # if Ray is gone, the next wait for an answer reports it
             for worker in self._workers:
                 worker.actor.forget.remote(number)
 
@@ -149,19 +148,19 @@ class UserCodeWorkers:
         return None if self.code.is_reward else (place + number) % len(self._workers)
 
     def _allowed_s(self, worker: _Worker) -> float:
-        """Returns the seconds within which a process has to start, or to answer the calls that it was given."""
+        """Returns the seconds within which a process has to start, or to answer its calls."""
         if not worker.places:
             return self._launch_timeout_s
         runs = max(self._most_runs(worker, worker.pending.calls[place]) for place in worker.places)
         return self.code.timeout_s * runs + self._more_s
 
     def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
-        """Returns how often the code runs for one call: once, or to make the object, its prompt and each turn."""
+        """Returns how often the code runs for one call: once, or to make the object, its prompt and each turn again."""
         is_one = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
         return 1 if is_one else call.turn + 2
 
     def _lost(self, call: EpisodeCall, how: str | None) -> SlimeError:
-        """Returns the outcome of a call whose process ended (`how`), or did not return in time (None)."""
+        """Returns the outcome of a call whose process was lost; `how` says how it ended, None if it hung."""
         if how is None:
             return self.code.overdue(call, call.turn, "" if self.code.is_reward else ", or its close(),")
         hint = f"{self.code.correct_it}, or look at the memory of its node"
@@ -169,7 +168,7 @@ class UserCodeWorkers:
 
     def _started(self) -> tuple[Any, Any]:
         """Starts a process; returns its actor, and a reference that is ready when the process is up."""
-        # no CPU of the cluster is counted for it: ranks and engines have theirs, and what it runs mostly waits
+        # it reserves no CPU: ranks and engines reserve theirs, and the user's code mostly waits
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(UserCodeWorker).options(**options).remote(self.code, sys.path)
         return actor, actor.__ray_ready__.remote()
@@ -201,15 +200,15 @@ class UserCodeWorkers:
 
 
 class PendingCalls:
-    """Calls that are to be run by the processes; several of these may be under way, on different threads."""
+    """Calls for the processes to run; several objects may be in use at once, on different threads."""
 
     def __init__(self, workers: UserCodeWorkers) -> None:
         self._all = workers
         self.calls: list[EpisodeCall] = []
-        # indices of calls that no process has yet: those for one process, and those for any
+        # indices of the calls that no process runs yet: by process, and those for any process
         self._of_worker: dict[int, deque[int]] = {worker.index: deque() for worker in workers._workers}
         self._of_any: deque[int] = deque()
-        self._alone: set[int] = set()  # calls to run one by one, since a process was lost with them
+        self._alone: set[int] = set()  # calls that are run one by one, since a process was lost with them
         self._outcomes: dict[int, Answer | SlimeError] = {}
         self._is_complete = False
 
@@ -221,7 +220,7 @@ class PendingCalls:
         self._advance(0.0)
 
     def finish(self) -> list[Answer | SlimeError]:
-        """Waits for all calls; returns their outcomes in the order in which they were added."""
+        """Waits for all calls and returns their outcomes in the order in which the calls were added."""
         self._is_complete = True
         while len(self._outcomes) < len(self.calls):
             self._require_workers()
@@ -238,9 +237,9 @@ class PendingCalls:
         return self._of_any if home is None else self._of_worker[home]
 
     def _advance(self, wait_s: float) -> None:
-        """Takes the outcomes of processes, waiting up to `wait_s` seconds for one, and gives them more calls.
+        """Collects outcomes of processes, waiting up to `wait_s` seconds for one, and starts more calls.
 
-        Outcomes that belong to other pending calls are handed to those, which may be waited for on another thread.
+        Outcomes of other `PendingCalls` are stored in these; another thread may be waiting for them.
         """
         require_cluster()
         workers = self._all._workers
@@ -265,7 +264,7 @@ class PendingCalls:
                 worker.pending._are_lost(places, None)
 
     def _take(self, worker: _Worker) -> None:
-        """Takes what a process has returned; replaces it if it ended instead."""
+        """Collects what a process returned; replaces the process if it ended instead."""
         ref, places = worker.ref, worker.places
         worker.ref, worker.places = None, []
         try:
@@ -275,7 +274,7 @@ class PendingCalls:
             if not places:
                 raise self._all._did_not_come_up(f"({_reason_of(error)})") from error
             self._all._replace(worker)
-            is_of_memory = isinstance(error, OutOfMemoryError)  # which need not be the fault of what ran there
+            is_of_memory = isinstance(error, OutOfMemoryError)  # another process may have used the memory
             ended = "lost its process, which Ray ended for want of memory on its machine,"
             worker.pending._are_lost(places, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
             return
@@ -291,7 +290,7 @@ class PendingCalls:
             self._queue_of(self.calls[place]).appendleft(place)
 
     def _next_places(self, worker: _Worker) -> list[int]:
-        """Returns the calls for a process: fewer and fewer, so that all have something to do until the end."""
+        """Returns the calls for a process to run; fewer towards the end, so that all processes stay busy."""
         own, shared = self._of_worker[worker.index], self._of_any
         queue = own or shared
         if queue[0] in self._alone:
@@ -307,10 +306,10 @@ class PendingCalls:
         return places
 
     def _are_lost(self, places: list[int], how: str | None) -> None:
-        """Handles calls that a process did not return. One of several was at fault, so they are run one by one.
+        """Handles calls that a process did not return; if there are several, they are run again one by one.
 
         Args:
-            how: in which way the process was lost; None: it did not return in time.
+            how: how the process ended; None: it did not return in time.
         """
         if len(places) > 1:
             self._give_back(places)

@@ -1,4 +1,4 @@
-"""The HTTP API as an ASGI application: one handler for each path, which hands the request to the service."""
+"""The HTTP API as an ASGI application: each path has a handler that passes the request to the service."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from actors.service.sessions import NotFound
 from actors.service.training_runs import TrainingRun
 from actors.service.users import User, Users
 
-_POLL_S = 20.0  # clients give up on an answer after 45 s
+_POLL_S = 20.0  # how long a poll waits for an answer; clients give up after 45 s
 _TIDY_S = 1.0
 _NEVER_SEEN = 410
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-_SAMPLES_END_S = 10.0  # for samples that were taken, when the server ends
-_FETCH_S = 5.0  # for clients to fetch what was finished then
+_SAMPLES_END_S = 10.0  # how long the end of the server waits for samples in progress
+_FETCH_S = 5.0  # how long it then waits for clients to fetch finished answers
 
 
 def make_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     """Makes the application.
 
-    `app.state.end()` finishes the clients' work and saves it, as the application's own end does.
+    `app.state.end()` finishes the clients' work and saves it; the end of the application's lifespan does the same.
 
     Args:
-        keys: every request must bring one of them; the first is the operator's. Without keys none is asked for.
+        keys: the accepted API keys; the first is the operator's. If there are none, requests need no key.
     """
     api = _Api(service, Users(keys))
     routes = [
@@ -109,8 +109,8 @@ class _Api:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Tidies up while the application runs, and ends the clients' work when it ends."""
-        # each by itself: what ends samplers may wait for a version that waits for room
+        """Runs the periodic tasks while the application runs, and ends the clients' work afterwards."""
+        # separate tasks, since ending samplers may have to wait for a version that is being loaded
         repeated = (self._tidy, self._forget, self._end_overdue, self._service.engine.watch)
         tasks = [asyncio.create_task(self._repeat(function)) for function in repeated]
         try:
@@ -121,9 +121,9 @@ class _Api:
             await self.end()
 
     async def end(self) -> None:
-        """Refuses new requests, finishes those that were taken, saves every run, and ends all polls.
+        """Refuses new requests, finishes those in progress, saves every run, and ends all polls.
 
-        Samples have some seconds to be finished, and clients some more to fetch their answers.
+        Samples get some seconds to finish, and clients get some more to fetch their answers.
         """
         if self._has_ended:
             return
@@ -136,16 +136,16 @@ class _Api:
         await closing
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FETCH_S):
-                await asyncio.gather(*(one.fetched.wait() for one in taken if one.ended is not None))
+                await asyncio.gather(*(result.fetched.wait() for result in taken if result.ended is not None))
         cut(self._polling)
         self.guard.close()
 
     async def _repeat(self, tidy: Callable[[], Awaitable[None]]) -> None:
-        while not self._service.is_ending:  # heartbeats are refused then, and nobody is gone for that
+        while not self._service.is_ending:  # heartbeats are refused then, so sessions must not time out
             await asyncio.sleep(_TIDY_S)
             try:
                 await tidy()
-            except Exception as error:  # of a disk, or of an engine that is lost: the next round is another one
+            except Exception as error:  # of the disk or of a lost engine; the next round tries again
                 print(f"tidying up: {error!r}", file=sys.stderr, flush=True)
 
     async def _tidy(self) -> None:
@@ -161,7 +161,7 @@ class _Api:
         overdue = self._service.overdue_sessions()
         for session in overdue:
             print(f"{session}: its client is gone", file=sys.stderr, flush=True)
-        await asyncio.gather(*(self._service.end_session(one, is_overdue=True) for one in overdue))
+        await asyncio.gather(*(self._service.end_session(session_id, is_overdue=True) for session_id in overdue))
 
     def _future(self, request: Request, result: Result, **more: Any) -> Response:
         log_ids(request, request_id=result.id)
@@ -173,17 +173,17 @@ class _Api:
         engine = self._service.engine
         if engine.problem is None:
             return JSONResponse({"status": "ok"})
-        # an engine that is being replaced needs nobody's help; one that cannot be takes a new start of the server
+        # an engine that is being replaced comes back by itself; a lost one needs a restart of the server
         status = 503 if engine.is_lost else 200
         return JSONResponse({"status": "degraded", "sampling": engine.problem}, status_code=status)
 
     async def capabilities(self, _: Request) -> Response:
         service = self._service
-        one = {
+        model = {
             "model_name": service.model_name, "max_context_length": service.most_context, "trainable": True,
             "sampleable": True,
         }  # fmt: skip
-        return JSONResponse({"supported_models": [one]})
+        return JSONResponse({"supported_models": [model]})
 
     async def page(self, _: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": _POLICY})
@@ -207,7 +207,7 @@ class _Api:
         return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
 
     async def telemetry(self, request: Request) -> Response:
-        await self.guard.body(request)  # texts of exceptions and headers, which are nobody's business: they are dropped
+        await self.guard.body(request)  # exception texts and headers of the client, which are not stored
         return JSONResponse({"status": "accepted"})
 
     # ------------------------------------------------------------------ sessions
@@ -223,7 +223,7 @@ class _Api:
 
     async def finish(self, request: Request) -> Response:
         await self.guard.body(request)
-        with contextlib.suppress(NotFound):  # it has ended, or is another user's, who alone is to know of it
+        with contextlib.suppress(NotFound):  # it has ended, or belongs to another user and must stay hidden
             await self._service.end_session(self._service.session(request.path_params["id"], user_of(request)).id)
         return JSONResponse({})
 
@@ -301,9 +301,9 @@ class _Api:
             task = asyncio.create_task(work())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        place = f"{body.sampling_session_id}/{body.seq_id}"
+        prefix = f"{body.sampling_session_id}/{body.seq_id}"
         return self._future(
-            request, result, sample_sequence_ids=[f"{place}/{index}" for index in range(body.num_samples)]
+            request, result, sample_sequence_ids=[f"{prefix}/{index}" for index in range(body.num_samples)]
         )
 
     async def retrieve(self, request: Request) -> Response:
@@ -343,7 +343,7 @@ class _Api:
 
     def _described(self, run: TrainingRun, user: User) -> dict[str, Any]:
         saved = self._service.catalogue.listed(user, run.id)
-        newest = {kind: next((_listed(one) for one in reversed(saved) if one.kind == kind), None)
+        newest = {kind: next((_listed(entry) for entry in reversed(saved) if entry.kind == kind), None)
                   for kind in ("weights", "sampler_weights")}  # fmt: skip
         return {
             "training_run_id": run.id, "base_model": self._service.model_name, "model_owner": "local",
@@ -354,10 +354,10 @@ class _Api:
 
     async def checkpoints_of_run(self, request: Request) -> Response:
         saved = self._service.catalogue.listed(user_of(request), request.path_params["id"])
-        return JSONResponse({"checkpoints": [_listed(one) for one in saved]})
+        return JSONResponse({"checkpoints": [_listed(entry) for entry in saved]})
 
     async def checkpoints(self, request: Request) -> Response:
-        page, cursor = _page(request, [_listed(one) for one in self._service.catalogue.listed(user_of(request))])
+        page, cursor = _page(request, [_listed(entry) for entry in self._service.catalogue.listed(user_of(request))])
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
     async def delete_checkpoint(self, request: Request) -> Response:
@@ -377,16 +377,16 @@ def _lora(rank: int) -> dict[str, Any]:
     return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
-def _listed(one: Saved) -> dict[str, Any]:
+def _listed(saved: Saved) -> dict[str, Any]:
     return {
-        "checkpoint_id": f"{one.kind}/{one.name}",
-        "checkpoint_type": "training" if one.kind == "weights" else "sampler",
-        "time": _time(one.time),
-        "tinker_path": one.path,
-        "size_bytes": one.size,
+        "checkpoint_id": f"{saved.kind}/{saved.name}",
+        "checkpoint_type": "training" if saved.kind == "weights" else "sampler",
+        "time": _time(saved.time),
+        "tinker_path": saved.path,
+        "size_bytes": saved.size,
         "public": False,
-        "user_metadata": one.user_metadata,
-        "expires_at": None if one.expires is None else _time(one.expires),
+        "user_metadata": saved.user_metadata,
+        "expires_at": None if saved.expires is None else _time(saved.expires),
     }
 
 

@@ -1,8 +1,8 @@
-"""What clients send to be trained on, as a batch of this project, and what they get of it.
+"""Converts the training requests of clients to batches, and the results to answers.
 
-A datum is N input tokens and N targets, most often the input one further; its loss is a plain sum over tokens and
-datums, so that gradients do not depend on how a request was cut. The batch has each datum as a prompt of one token and
-a response of N. With K targets a token it is there K times, and shared beginnings make that cheap.
+A datum has N input tokens and N targets, usually the inputs shifted by one. The loss is a plain sum over tokens and
+datums, so that gradients do not depend on how work was split into requests. In the batch, each datum is a prompt of one
+token and a response of N. With K targets per token a datum occurs K times; shared beginnings make that cheap.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "dro": ("target_tokens", "logprobs", "advantages"),
     "gspo": ("target_tokens", "logprobs", "advantages", "sequence_ratio_mask"),
 }
-"""Loss of a request -> what its datums have beside their tokens."""
-_OPTIONAL = ("weights", "sequence_ratio_mask")  # all 1 where they are missing
-_MOST_TARGETS = 256  # of a token: a sparse tensor may have any shape
+"""Loss of a request -> the inputs of its datums besides the tokens."""
+_OPTIONAL = ("weights", "sequence_ratio_mask")  # all 1 if they are missing
+_MOST_TARGETS = 256  # per token; without a limit a sparse tensor could have any shape
 _BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _CONFIG: dict[str, dict[str, float | None]] = {
     "ppo": dict(_BOUNDS), "cispo": dict(_BOUNDS), "gspo": dict(_BOUNDS), "dro": {"beta": None},
@@ -42,16 +42,16 @@ _DTYPES: dict[int, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request, as the trainer gets it.
+    """A training request in the form that the trainer takes.
 
     Args:
-        batch: of its datums, in their order.
-        loss: of `forward_backward`.
-        settings: of the loss, for this call.
-        name: of the loss, as the client calls it.
-        config: its numbers.
-        forward_only: no gradient is wanted.
-        targets: K of datums with [N, K] targets, which the batch has K times each; None: they are [N].
+        batch: the datums in their order.
+        loss: the loss argument of `forward_backward`.
+        settings: settings of the loss for this call.
+        name: the name of the loss in the client's API.
+        config: the numbers of the loss.
+        forward_only: whether no gradient is wanted.
+        targets: K if targets are [N, K], and the batch has each datum K times; None if they are [N].
     """
 
     batch: RolloutBatch
@@ -64,23 +64,22 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all datums, the last targets included."""
+        """Returns the number of tokens of all datums, including the last targets."""
         return self.batch.num_tokens // (self.targets or 1)
 
 
 def work_of(
     message: Any, *, vocab_size: int, max_tokens: int, max_targets: int, stable_reinforce: str | None = None
 ) -> Work:
-    """The work of a ForwardBackwardRequest.
+    """Converts a ForwardBackwardRequest.
 
     Args:
-        stable_reinforce: the loss that stands for the one of this name, whose formula is not published; None: it is
-            refused.
-        max_tokens: the most that one datum may have, its last target included.
-        max_targets: the most that all may have together; on the wire sparse ones take next to nothing.
+        stable_reinforce: the loss to use for the one of this name, whose formula is not published; None: refuse it.
+        max_tokens: limit on the tokens of a datum, including its last target.
+        max_targets: limit on the targets of all datums together; sparse ones take next to no bytes on the wire.
 
     Raises:
-        BatchError: naming the datum and the input that cannot be honoured.
+        BatchError: an input cannot be used; the message names the datum and the input.
     """
     name = message.loss_fn
     if name == "stable_reinforce" and stable_reinforce is not None:
@@ -100,8 +99,8 @@ def work_of(
                 f"{inputs.size + 1} tokens, and this server trains on at most {max_tokens} in one",
                 "cut it, or raise batch.max_tokens_per_rank of the server",
             )
-        given = _inputs_of(datum, inputs.size, number, name)
-        targets = given["target_tokens"]
+        loss_inputs = _inputs_of(datum, inputs.size, number, name)
+        targets = loss_inputs["target_tokens"]
         num_targets += targets.size
         if num_targets > max_targets:
             _refuse(
@@ -113,7 +112,7 @@ def work_of(
         if len(shapes) > 1:
             problem = "its targets a token are not as many as those of the datums before"
             _refuse(f"data[{number}].loss_fn_inputs.target_tokens", problem, "send them in requests of their own")
-        whole = np.append(inputs, targets[-1:].flat[0])  # nothing is predicted behind the last one
+        whole = np.append(inputs, targets[-1:].flat[0])  # no token follows the last target
         for ids in (whole, targets):
             if ids.min() < 0 or ids.max() >= vocab_size:
                 bad = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -121,7 +120,7 @@ def work_of(
         copies = 1 if targets.ndim == 1 else targets.shape[1]
         tokens += [whole] * copies
         for key, values in columns.items():
-            values.extend(given[key].reshape(inputs.size, copies).T)
+            values.extend(loss_inputs[key].reshape(inputs.size, copies).T)
     (shape,) = shapes
     return _as_work(message, name, config, tokens, columns, shape[0] if shape else None)
 
@@ -134,10 +133,10 @@ def _as_work(
     columns: Mapping[str, Sequence[npt.NDArray[Any]]],
     targets: int | None,
 ) -> Work:
-    lengths = np.array([one.size for one in tokens])
+    lengths = np.array([sample.size for sample in tokens])
     flat = {key: np.concatenate(values) for key, values in columns.items()}
     fields: dict[str, Any] = {"tokens": np.concatenate(tokens), "lengths": lengths, "response_lengths": lengths - 1}
-    following = np.concatenate([one[1:] for one in tokens])
+    following = np.concatenate([sample[1:] for sample in tokens])
     if not np.array_equal(flat["target_tokens"], following):
         fields["target_tokens"] = flat["target_tokens"].astype(np.int64)
     settings: dict[str, Any] = {"reduction": "token_mean"}
@@ -159,7 +158,7 @@ def _as_work(
 
 
 def _config_of(message: Any, name: str) -> dict[str, float]:
-    """The numbers of a loss; those of the second version of the field win."""
+    """Returns the numbers of a loss; those in version 2 of the field take precedence."""
     if name not in LOSSES:
         hint = f"use {', '.join(LOSSES)}"
         if name == "stable_reinforce":
@@ -190,7 +189,7 @@ def _config_of(message: Any, name: str) -> dict[str, float]:
 
 
 def _tokens_of(datum: Any, number: int) -> npt.NDArray[np.int64]:
-    """Tokens of a datum [N]."""
+    """Returns the tokens of a datum, int64 [N]."""
     chunks = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
@@ -206,73 +205,73 @@ def _tokens_of(datum: Any, number: int) -> npt.NDArray[np.int64]:
 
 
 def _inputs_of(datum: Any, size: int, number: int, loss: str) -> dict[str, npt.NDArray[Any]]:
-    """Returns what the loss of a datum of `size` tokens reads: each [N], or each [N, K]."""
+    """Returns the inputs of the loss for a datum of `size` tokens, each [N] or [N, K]."""
     wanted = LOSSES[loss]
-    found: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for key, tensor in datum.loss_fn_inputs.items():
-        place = f"data[{number}].loss_fn_inputs.{key}"
+        path = f"data[{number}].loss_fn_inputs.{key}"
         if key not in wanted:
-            _refuse(place, f"loss_fn={loss} has no input {short_repr(key)}", f"send {', '.join(wanted)}")
-        found[key] = _array_of(tensor, place, size, of_tokens=key == "target_tokens")
+            _refuse(path, f"loss_fn={loss} has no input {short_repr(key)}", f"send {', '.join(wanted)}")
+        arrays[key] = _array_of(tensor, path, size, of_tokens=key == "target_tokens")
     for key in wanted:
-        place = f"data[{number}].loss_fn_inputs"
-        if key not in found and key not in _OPTIONAL:
-            _refuse(place, f"{key} is missing, and loss_fn={loss} reads it", "send it")
-        shape = found["target_tokens"].shape
-        found.setdefault(key, np.ones(shape, np.float32))
-        if found[key].shape != shape:
-            _refuse(f"{place}.{key}", f"its shape is {list(found[key].shape)}, and that of target_tokens {list(shape)}",
+        path = f"data[{number}].loss_fn_inputs"
+        if key not in arrays and key not in _OPTIONAL:
+            _refuse(path, f"{key} is missing, and loss_fn={loss} reads it", "send it")
+        shape = arrays["target_tokens"].shape
+        arrays.setdefault(key, np.ones(shape, np.float32))
+        if arrays[key].shape != shape:
+            _refuse(f"{path}.{key}", f"its shape is {list(arrays[key].shape)}, and that of target_tokens {list(shape)}",
                     "send one for each target")  # fmt: skip
         if len(shape) > 1 and loss != "cross_entropy":
-            _refuse(f"{place}.{key}", f"its shape is {list(shape)}, and loss_fn={loss}",
+            _refuse(f"{path}.{key}", f"its shape is {list(shape)}, and loss_fn={loss}",
                     "several targets a token are for cross_entropy")  # fmt: skip
-    return found
+    return arrays
 
 
-def _array_of(tensor: Any, place: str, size: int, *, of_tokens: bool) -> npt.NDArray[Any]:
-    """The values of a tensor [size] or [size, K]."""
+def _array_of(tensor: Any, path: str, size: int, *, of_tokens: bool) -> npt.NDArray[Any]:
+    """Returns the values of a tensor, [size] or [size, K]."""
     if len(tensor.shape) > 2:
-        _refuse(place, f"a tensor of {len(tensor.shape)} dimensions", f"send [{size}], or [{size}, K]")
+        _refuse(path, f"a tensor of {len(tensor.shape)} dimensions", f"send [{size}], or [{size}, K]")
     shape = tuple(tensor.shape) or (size,)
     if tensor.dtype not in _DTYPES:
-        _refuse(place, f"its dtype is number {tensor.dtype}", "send float32, int64 or int32")
+        _refuse(path, f"its dtype is number {tensor.dtype}", "send float32, int64 or int32")
     dtype = np.dtype(_DTYPES[tensor.dtype]).newbyteorder("<")
     if of_tokens and dtype.kind != "i":
-        _refuse(place, f"tokens of {dtype.name}", "send integers")
+        _refuse(path, f"tokens of {dtype.name}", "send integers")
     if shape[0] != size or not 1 <= int(np.prod(shape[1:])) <= _MOST_TARGETS:
         hint = f"send [{size}], or [{size}, K] with K from 1 to {_MOST_TARGETS}"
-        _refuse(place, f"its shape is {list(shape)}", hint)
+        _refuse(path, f"its shape is {list(shape)}", hint)
     if tensor.WhichOneof("encoding") == "sparse_csr":
-        values = _from_sparse(tensor.sparse_csr, dtype, shape, place)
+        values = _from_sparse(tensor.sparse_csr, dtype, shape, path)
     elif len(tensor.dense) != int(np.prod(shape)) * dtype.itemsize:
-        _refuse(place, f"{len(tensor.dense)} bytes of {dtype.name} and the shape {list(shape)}", "send as many values")
+        _refuse(path, f"{len(tensor.dense)} bytes of {dtype.name} and the shape {list(shape)}", "send as many values")
     else:
         values = np.frombuffer(tensor.dense, dtype).reshape(shape)
     if not np.isfinite(values).all():
-        _refuse(place, f"value {int(np.flatnonzero(~np.isfinite(values))[0])} is not finite", "leave it out")
+        _refuse(path, f"value {int(np.flatnonzero(~np.isfinite(values))[0])} is not finite", "leave it out")
     return values
 
 
-def _from_sparse(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -> npt.NDArray[Any]:
-    """A matrix of compressed rows: the values that are not 0, their columns, and where each row's values begin."""
+def _from_sparse(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], path: str) -> npt.NDArray[Any]:
+    """Converts a compressed sparse row matrix: nonzero values, their columns, and the offset of each row's values."""
     parts = (sparse.values, dtype), (sparse.col_indices, np.dtype("<i8")), (sparse.crow_indices, np.dtype("<i8"))
     if len(shape) != 2 or any(len(data) % kind.itemsize for data, kind in parts):
-        _refuse(place, f"a sparse tensor of the shape {list(shape)} that is no array", "send it dense")
+        _refuse(path, f"a sparse tensor of the shape {list(shape)} that is no array", "send it dense")
     values, columns, starts = (np.frombuffer(data, kind) for data, kind in parts)
     fits = starts.size == shape[0] + 1 and starts[0] == 0 and starts[-1] == values.size == columns.size
-    # compared, since differences of 64-bit numbers may wrap
+    # by comparison, since differences of 64-bit numbers may wrap around
     if not fits or (starts[1:] < starts[:-1]).any() or (columns < 0).any() or (columns >= shape[1]).any():
-        _refuse(place, f"a sparse tensor whose indices do not fit the shape {list(shape)}", "send it dense")
+        _refuse(path, f"a sparse tensor whose indices do not fit the shape {list(shape)}", "send it dense")
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return dense
 
 
 def losses_of(work: Work, log_probs: npt.NDArray[Any]) -> Floats:
-    """Returns what each token adds to the loss, float64 [R], by the formulas of the API's documentation.
+    """Returns the loss of each token, float64 [R], by the formulas of the API's documentation.
 
     Args:
-        log_probs: [R] of the targets.
+        log_probs: of the targets, [R].
     """
     now, batch = log_probs.astype(np.float64), work.batch
     if work.name == "cross_entropy":
@@ -297,10 +296,10 @@ def losses_of(work: Work, log_probs: npt.NDArray[Any]) -> Floats:
 
 
 def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
-    """The ForwardBackwardOutput of a request.
+    """Returns the serialised ForwardBackwardOutput of a request.
 
     Args:
-        log_probs: [R] of the targets, in the order of the batch.
+        log_probs: of the targets, [R] in the order of the batch.
     """
     losses = losses_of(work, log_probs)
     output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
@@ -310,8 +309,8 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
     offsets = 4 * copies * np.concatenate([[0], np.cumsum(lengths)])
     ends = copies * np.cumsum(lengths)[:-1]
     for name, values in (("logprobs", log_probs), ("elementwise_loss", losses)):
-        if copies > 1:  # the batch has a datum's columns one behind the other
-            values = np.concatenate([one.reshape(copies, -1).T.ravel() for one in np.split(values, ends)])
+        if copies > 1:  # the batch has the K columns of a datum one after the other
+            values = np.concatenate([column.reshape(copies, -1).T.ravel() for column in np.split(values, ends)])
         field = record.fields[name]
         field.dtype = tinker_pb2.DTYPE_FLOAT32
         field.data, field.offsets = values.astype("<f4").tobytes(), offsets.astype("<i8").tobytes()

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its handler sees it: its key, its sender, its body, and how it is answered."""
+"""Checks every HTTP request before its handler runs: key, sender and body; turns errors into answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from actors.service import wire
-from actors.service.results import told
+from actors.service.results import error_text
 from actors.service.service import Service
 from actors.service.sessions import NotFound
 from actors.service.users import Shares, User, Users
@@ -30,16 +30,16 @@ BodyT = TypeVar("BodyT", bound=wire.Body)
 PROTOBUF = "application/x-protobuf"
 _JSON = "application/json"
 _UNLOGGED = ("retrieve_future", "session_heartbeat", "status.json", "metrics", "healthz")  # polled all the time
-_ANSWERED_AT_THE_END = "retrieve_future"  # clients fetch what was finished while the server ends
+_ANSWERED_AT_THE_END = "retrieve_future"  # clients may fetch finished answers while the server ends
 _ENDING = "the server is ending: send it again to the next one"
-_JSON_BYTES, _BYTES_PER_TOKEN = 1 << 20, 12  # of a JSON body, apart from its prompt, and of a token in it
-_FREE_BYTES = 1 << 14  # of each body, which are not counted: heartbeats and polls are smaller
-_PIECE_BYTES = 1 << 10  # of zstd at a time, which become at most 32 MiB: a block of 4 bytes may become 128 KiB
-_ID_CHARACTERS = 200  # of an id in the log; clients may send ids of any length
+_JSON_BYTES, _BYTES_PER_TOKEN = 1 << 20, 12  # limit on a JSON body without its prompt, and on each token in the prompt
+_FREE_BYTES = 1 << 14  # bytes of each body that are not counted; heartbeats and polls are smaller
+_PIECE_BYTES = 1 << 10  # compressed bytes to expand at a time; they become at most 32 MiB, 128 KiB for each 4 bytes
+_ID_CHARACTERS = 200  # characters of an id in the log; clients may send ids of any length
 
 
 class Refused(Exception):
-    """A request that is answered with this status, and that a client does not send again."""
+    """A request that is refused with an HTTP status; clients do not repeat it unless the status says so."""
 
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
@@ -47,15 +47,15 @@ class Refused(Exception):
 
 
 class RequestGuard:
-    """Checks requests, receives their bodies within bounds of bytes and time, and turns errors into answers.
+    """Checks requests, receives bodies within limits on bytes and time, and turns errors into answers.
 
-    Bodies are decompressed and parsed in one thread, by turns of the users: parsing holds the interpreter's lock.
+    One thread decompresses and parses the bodies, and users take turns, since parsing holds the interpreter's lock.
     """
 
     def __init__(self, service: Service, users: Users) -> None:
         self._service, self._users = service, users
         limits = service.config.service
-        self._bodies = Shares(limits.max_waiting_bytes)  # bytes of bodies that are not answered yet
+        self._bodies = Shares(limits.max_waiting_bytes)  # bytes of the bodies of unanswered requests
         self._receive_s = limits.receive_timeout_s
         self._max_body = limits.max_body_bytes
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
@@ -63,10 +63,10 @@ class RequestGuard:
         self._receiving: set[asyncio.Timeout] = set()
 
     def guarded(self, path: str, handler: Handler) -> Handler:
-        """Wraps a handler: the key is checked before it, errors become answers, and the request is counted and logged.
+        """Wraps a handler: checks the key first, turns errors into answers, and counts and logs the request.
 
         Args:
-            path: as metrics and log name it, with the names of its parts in place of their values.
+            path: the name of the path in metrics and log, with placeholders for variable parts.
         """
 
         async def logged(request: Request) -> Response:
@@ -100,23 +100,23 @@ class RequestGuard:
                 return error_response(410 if error.is_gone else 404, str(error))
             except SlimeError as error:
                 statuses = {ResourceError: 429, CheckpointError: 404}
-                return error_response(statuses.get(type(error), 400), told(error, self._service.model_name))
-            except ClientDisconnect:  # before its body had come: nobody reads this answer
+                return error_response(statuses.get(type(error), 400), error_text(error, self._service.model_name))
+            except ClientDisconnect:  # before its body was complete: nobody reads this answer
                 return error_response(400, "the client is gone")
-            except Exception as error:  # a bug of the server: sent again, the request would fail again
+            except Exception as error:  # a bug of the server, which repeating the request would hit again
                 print(f"{request.url.path}: {error!r}", file=sys.stderr, flush=True)
                 return error_response(400, f"{type(error).__name__} in the server")
 
         return logged
 
     def _check_sender(self, request: Request) -> None:
-        """Refuses requests that a web page of another site had a browser send. Programs send no Origin.
+        """Refuses requests that a web page of another site had a browser send; other programs send no Origin.
 
-        Without keys the Host must be an address too: another site's name may resolve to this server.
+        Without keys, the Host header must be an address, too, since another site's name may resolve to this server.
         """
         headers = request.headers
         host, origin, kind = headers.get("host"), headers.get("origin"), headers.get("content-type", "")
-        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have used the other one
             raise Refused(400, "both Content-Length and Transfer-Encoding are given: send one of them")
         if origin is not None and _netloc(origin) != host:
             raise Refused(403, f"this is a request of a page of {origin[:200]!r}, which is another site")
@@ -135,7 +135,7 @@ class RequestGuard:
         """Receives and decompresses a body of at most `max_bytes`, or of at most service.max_body_bytes.
 
         Raises:
-            Refused: the body is too large, too slow, or compressed by something else than zstd.
+            Refused: the body is too large, too slow, or compressed in another format than zstd.
         """
         limit, named = self._max_body, "service.max_body_bytes"
         if max_bytes is not None and max_bytes < limit:
@@ -169,7 +169,7 @@ class RequestGuard:
         Raises:
             Refused: as `body`, or a field is missing or wrong.
         """
-        # the event loop parses it, so its size is bounded: the tokens of a prompt are the longest that clients send
+        # the event loop parses it, so its size must be limited; the longest JSON of clients is the tokens of a prompt
         data = await self.body(request, _JSON_BYTES + _BYTES_PER_TOKEN * self._service.most_tokens)
         try:
             body = kind.read(data)
@@ -189,10 +189,10 @@ class RequestGuard:
     def hold(self, request: Request, size: int) -> None:
         """Counts bytes of a body until its request is answered.
 
-        A body that is alone may have any size, and small ones are always taken.
+        A single body may have any size, and small bodies are always accepted.
 
         Raises:
-            Refused: all bodies, or those of this user, would have too many bytes.
+            Refused: the bodies of all users, or of this one, would exceed their limit.
         """
         held = request.state.held
         before, more = _counted(held), _counted(held + size) - _counted(held)
@@ -208,18 +208,17 @@ class RequestGuard:
         cut(self._receiving)
 
     def close(self) -> None:
-        """Ends the parsing thread."""
         self._parsing.shutdown(wait=False)
 
 
 def user_of(request: Request) -> User:
-    """Returns the user whose key the request has brought."""
+    """Returns the user whose key came with the request."""
     user: User = request.state.user
     return user
 
 
 def log_ids(request: Request, **ids: str) -> None:
-    """Has the log of requests name these ids."""
+    """Adds ids to the log line of a request."""
     request.state.ids |= {name: value[:_ID_CHARACTERS] for name, value in ids.items()}
 
 
@@ -229,14 +228,14 @@ def media_type(request: Request) -> str:
 
 
 def error_response(status: int, problem: str) -> Response:
-    """Returns an answer in the API's form of errors, which tells clients whether to try again."""
+    """Returns an error in the API's form, with a header that tells clients whether to try again."""
     retry = {"x-should-retry": "true" if status in (408, 429, 503) else "false"}
     return JSONResponse({"error": problem, "detail": problem}, status_code=status, headers=retry)
 
 
 @contextlib.asynccontextmanager
 async def within(seconds: float, deadlines: set[asyncio.Timeout]) -> AsyncIterator[None]:
-    """Raises TimeoutError after so many seconds, or when `cut` is called with this set."""
+    """Raises TimeoutError after `seconds`, or when `cut` is called with this set."""
     async with asyncio.timeout(seconds) as deadline:
         deadlines.add(deadline)
         try:
@@ -246,7 +245,7 @@ async def within(seconds: float, deadlines: set[asyncio.Timeout]) -> AsyncIterat
 
 
 def cut(deadlines: set[asyncio.Timeout]) -> None:
-    """Lets all deadlines pass now."""
+    """Lets all deadlines expire now."""
     for deadline in [deadline for deadline in deadlines if not deadline.expired()]:
         deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -256,7 +255,7 @@ def _counted(size: int) -> int:
 
 
 def _decompressed(data: bytes, max_bytes: int) -> bytes:
-    """Decompresses one whole frame of zstd that becomes at most `max_bytes` long."""
+    """Decompresses one complete zstd frame of at most `max_bytes`."""
     reader = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
     parts, size, offset = [], 0, 0
     try:
@@ -276,7 +275,7 @@ def _decompressed(data: bytes, max_bytes: int) -> bytes:
 
 
 def _netloc(origin: str) -> str | None:
-    """Returns an origin's host and port, or None where it is no address."""
+    """Returns an origin's host and port; None if it cannot be parsed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -284,7 +283,7 @@ def _netloc(origin: str) -> str | None:
 
 
 def _is_address(host: str, listening_at: str) -> bool:
-    """Returns whether a Host header names this machine by what nobody else can give to another one."""
+    """Returns whether a Host header is an IP address or a name that other sites cannot have."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         if name in ("localhost", listening_at):

@@ -1,4 +1,4 @@
-"""The HTTP server under the application: how long it waits for requests, and in which order it ends."""
+"""Runs the HTTP server: limits how long it waits for requests, and ends the work before the connections."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_LAST_ANSWERS_S = 5.0  # for clients to read the answers that are there when runs are saved
-_ENDS_S = 30  # for tasks whose connections are cut then
+_LAST_ANSWERS_S = 5.0  # how long clients may read answers after the runs are saved; then connections are cut
+_ENDS_S = 30  # limit on tasks whose connections were cut
 
 
 class Server(uvicorn.Server):
-    """Serves until `should_exit`; then it ends the application's work before it ends any connection.
+    """Serves until `should_exit`, and then ends the application's work before it closes any connection.
 
-    So runs are saved however long clients take to send or to read.
+    Runs are thus saved however long clients take to send or to read.
 
     Args:
-        end: finishes the work and saves it; what comes meanwhile it answers itself.
-        receive_timeout_s: a connection that takes longer for a request's head, or is idle for so long, is closed.
+        end: finishes the work and saves it; the application answers requests that arrive during this.
+        receive_timeout_s: a connection is closed if the head of a request takes longer, or if it is idle for longer.
     """
 
     def __init__(self, app: Starlette, end: Callable[[], Awaitable[None]], receive_timeout_s: float) -> None:
@@ -37,11 +37,11 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leaves signals alone: uvicorn would end the process by one again, before ranks and engine have ended."""
+        """Leaves signals alone, since uvicorn would raise them again before ranks and engine have ended."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn when it is to end."""
+        """Ends the application's work, then the connections; uvicorn calls it."""
         try:
             await self._end()
         finally:
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """Closes itself where no whole head of a request comes in time; of uvicorn's own, one byte ends all waiting."""
+    """Closes itself if no complete request head comes in time; uvicorn's own timeout stops at the first byte."""
 
     head_timeout_s: float
     _waiting: asyncio.TimerHandle | None = None

@@ -1,6 +1,6 @@
-"""What an operator sees of the service: a page for the browser, metrics for Prometheus, and a log of requests.
+"""Shows the service to its operator: a page for the browser, metrics for Prometheus, and a log of requests.
 
-None of them holds a word of what clients send or get.
+None of them contains any text that clients send or get.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ from slimefsdp.sampling.requests import SamplingStats
 if TYPE_CHECKING:
     from actors.service.service import Service
 
-_SHOWN = 10  # versions of the engine
+_SHOWN = 10  # versions of the engine to show
 _LOG_BYTES, _LOG_FILES = 16 * 2**20, 4
-_BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes 20
+_BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes up to 20
 
 
 class Metrics:
-    """Counters since the start, and what is there now, in Prometheus' names."""
+    """The metrics for Prometheus: counters since the start, and gauges of the present state."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def made(kind: Any, name: str, text: str, *labels: str, **how: Any) -> Any:
-            return kind(f"slimefsdp_{name}", text, labels, registry=self.registry, **how)
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"slimefsdp_{name}", text, labels, registry=self.registry, **options)
 
-        self.requests = made(Counter, "requests", "Requests by path and status", "path", "status")
-        self.seconds = made(Histogram, "request_seconds", "Seconds to an answer by path", "path", buckets=_BUCKETS)
-        self._trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
-        self.updates = made(Counter, "updates", "Optimiser updates of all runs")
-        self.samples = made(Counter, "samples", "Samples that were drawn and answered")
+        self.requests = metric(Counter, "requests", "Requests by path and status", "path", "status")
+        self.seconds = metric(Histogram, "request_seconds", "Seconds to an answer by path", "path", buckets=_BUCKETS)
+        self._trained_tokens = metric(Counter, "trained_tokens", "Tokens of forward and forward_backward")
+        self.updates = metric(Counter, "updates", "Optimiser updates of all runs")
+        self.samples = metric(Counter, "samples", "Samples that were drawn and answered")
         self._now = {
-            "sessions": made(Gauge, "sessions", "Clients"),
-            "runs": made(Gauge, "training_runs", "Training runs"),
-            "samplers": made(Gauge, "samplers", "Sampling clients"),
-            "waiting": made(Gauge, "waiting_requests", "Requests without an answer"),
-            "waiting_bytes": made(Gauge, "waiting_request_bytes", "Bytes of their bodies"),
-            "recoveries": made(Gauge, "recoveries", "Times that lost ranks were replaced"),
-            "engine_restarts": made(Gauge, "engine_restarts", "Times that a lost sampling engine was replaced"),
-            "sampling_is_up": made(Gauge, "sampling_is_up", "1 while the sampling engine answers, else 0"),
-            "sampled_tokens": made(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
-            "sampling_rows": made(Gauge, "sampling_rows", "Samples that are being drawn"),
-            "version_bytes": made(Gauge, "engine_version_bytes", "Bytes of the engine's versions"),
-            "cache_bytes": made(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
+            "sessions": metric(Gauge, "sessions", "Clients"),
+            "runs": metric(Gauge, "training_runs", "Training runs"),
+            "samplers": metric(Gauge, "samplers", "Sampling clients"),
+            "waiting": metric(Gauge, "waiting_requests", "Requests without an answer"),
+            "waiting_bytes": metric(Gauge, "waiting_request_bytes", "Bytes of their bodies"),
+            "recoveries": metric(Gauge, "recoveries", "Times that lost ranks were replaced"),
+            "engine_restarts": metric(Gauge, "engine_restarts", "Times that a lost sampling engine was replaced"),
+            "sampling_is_up": metric(Gauge, "sampling_is_up", "1 while the sampling engine answers, else 0"),
+            "sampled_tokens": metric(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
+            "sampling_rows": metric(Gauge, "sampling_rows", "Samples that are being drawn"),
+            "version_bytes": metric(Gauge, "engine_version_bytes", "Bytes of the engine's versions"),
+            "cache_bytes": metric(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
         }
 
     def count_trained(self, tokens: int) -> None:
-        """Adds those of a forward or forward_backward."""
+        """Counts the tokens of a forward or forward_backward."""
         self._trained_tokens.inc(tokens)
 
     @property
     def trained_tokens(self) -> int:
-        """Since the start."""
+        """Returns the number of trained tokens since the start."""
         return int(self.registry.get_sample_value("slimefsdp_trained_tokens_total") or 0)
 
     def text(self, now: dict[str, Any]) -> bytes:
-        """Returns the metrics with these `counts` in Prometheus' format."""
+        """Returns all metrics in Prometheus' format; `now` has the values of the gauges, from `counts`."""
         for name, gauge in self._now.items():
             gauge.set(now[name])
         return bytes(generate_latest(self.registry))
 
 
 class _LogFile(RotatingFileHandler):
-    """Says once that a line could not be written, as on a full disk, and not for each request."""
+    """A log file that reports a failed write, as on a full disk, once and not for each line."""
 
     _has_failed = False
 
@@ -83,7 +83,7 @@ class _LogFile(RotatingFileHandler):
 
 
 class RequestLog:
-    """JSON lines in a file that is kept small: when, what, for which run, how it ended, and how long it took."""
+    """Writes a JSON line for each request into a rotating file: time, path, status, duration and ids."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,20 +94,19 @@ class RequestLog:
         self._logger.addHandler(self._handler)
 
     def write(self, path: str, status: int, seconds: float, **ids: str | None) -> None:
-        """Writes one line with the ids of session, run and request that are known."""
+        """Writes one line with the known ids of session, run and request."""
         known = {name: value for name, value in ids.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "path": path, "status": status, "seconds": round(seconds, 4), **known}
         self._logger.info(json.dumps(line))
 
     def close(self) -> None:
-        """Closes the file."""
         self._logger.removeHandler(self._handler)
         self._handler.close()
 
 
 def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
-    """The numbers of `Metrics` that are there now."""
+    """Returns the values of the gauges of `Metrics`."""
     return {
         "sessions": len(service.sessions),
         "runs": len(service.runs),
@@ -125,7 +124,7 @@ def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
 
 
 def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
-    """Returns what the page shows."""
+    """Returns the data of the operator's page."""
     now = time.time()
     return {
         "model": service.model_name,
@@ -147,8 +146,8 @@ def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
             for run in list(service.runs.values())
         ],
         "sessions": [
-            {"session": one.id, "client": one.sdk_version, "age_s": round(now - one.began, 1)}
-            for one in list(service.sessions.values())
+            {"session": session.id, "client": session.sdk_version, "age_s": round(now - session.began, 1)}
+            for session in list(service.sessions.values())
         ],
         "versions": [{"version": name, "bytes": size} for name, size in list(stats.versions.items())[-_SHOWN:]],
     }

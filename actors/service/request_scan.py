@@ -1,4 +1,4 @@
-"""Bounds what a ForwardBackwardRequest takes in memory before protobuf parses it."""
+"""Limits the memory that a ForwardBackwardRequest needs, before protobuf parses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from actors.service.tinker_pb2 import ForwardBackwardRequest
 from slimefsdp.errors import BatchError
 
-_MAX_FIELDS = 2**20  # in a request, nested messages included: 37,000 datums of three inputs
+_MAX_FIELDS = 2**20  # in a request, including nested messages; enough for 37,000 datums of three inputs
 _MAX_PACKED = 8  # numbers in a packed field; the only packed field is a tensor's shape, which has at most 2 dimensions
 _BYTES_PER_FIELD = 64  # memory of an empty message, which has 2 bytes on the wire
 _BYTES_PER_PACKED = 16  # memory of a packed number, with the spare room of its array
@@ -19,12 +19,12 @@ _CONTINUED = bytes(range(128, 256))  # every byte of a varint but its last
 
 
 def scan_request(data: bytes) -> tuple[str, int]:
-    """Returns the model_id of a ForwardBackwardRequest and an upper bound of the bytes that it takes when it is parsed.
+    """Returns the model_id of a ForwardBackwardRequest, and an upper bound on its size in memory once it is parsed.
 
-    Parsing first would be too late: 64 MiB of empty datums become 2 GB, and 64 MiB of one shape become 1 GB.
+    The bound is needed before parsing: 64 MiB of empty datums become 2 GB, and 64 MiB of one shape become 1 GB.
 
     Raises:
-        BatchError: the bytes are no such request, or have too many fields, or a shape of too many dimensions.
+        BatchError: the bytes are not such a request, or have too many fields, or a shape has too many dimensions.
     """
     try:
         model_id, fields, packed = _scan(data)
@@ -37,7 +37,7 @@ def parse_request(data: bytes) -> Any:
     """Parses bytes that `scan_request` has accepted.
 
     Raises:
-        BatchError: the bytes are no such request.
+        BatchError: the bytes are not such a request.
     """
     message = ForwardBackwardRequest()
     try:
@@ -53,9 +53,9 @@ def _not_a_request() -> BatchError:
 
 
 def _nested(descriptor: Any) -> dict[int, Any]:
-    """Maps the numbers of a message's fields to their kind: a dict like this one for messages, `_PACKED` for numbers.
+    """Maps the number of each field of a message to a dict like this one, for messages, or `_PACKED`, for numbers.
 
-    Numbers matter only where they have a length on the wire, which makes them a packed field.
+    A number is a packed field if it has a length on the wire; otherwise its entry is not used.
     """
     inner: dict[int, Any] = {}
     for field in descriptor.fields:
@@ -75,10 +75,10 @@ def _scan(data: bytes) -> tuple[bytes, int, int]:
 
     Raises:
         BatchError: there are too many fields or packed numbers.
-        DecodeError, IndexError: the bytes are no request.
+        DecodeError, IndexError: the bytes are not a request.
     """
     model_id, fields, packed, at, end, nested = b"", 0, 0, 0, len(data), _REQUEST
-    outer: list[tuple[int, dict[int, Any]]] = []  # of each enclosing message: where it ends, and its fields
+    outer: list[tuple[int, dict[int, Any]]] = []  # the end and the fields of each enclosing message
     while at < end or outer:
         if at >= end:
             end, nested = outer.pop()
@@ -108,7 +108,7 @@ def _scan(data: bytes) -> tuple[bytes, int, int]:
             _, at = _varint(data, at)
         elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
             at += 8 if kind == _EIGHT_BYTES else 4
-        else:  # a group; no message here has one
+        else:  # a group, which no message of the API has
             raise DecodeError
     return model_id, fields, packed
 
@@ -128,7 +128,7 @@ def _count_packed(data: bytes) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Decodes the varint at this offset; returns its value and the offset after it."""
+    """Decodes the varint at an offset; returns its value and the offset after it."""
     value = data[at]
     at += 1
     if value < 128:

@@ -1,4 +1,4 @@
-"""Answers that clients fetch when they are there: kept for a while, and handed over as often as they are asked for."""
+"""Holds the answers to requests until clients fetch them; an answer can be fetched repeatedly until it expires."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from actors.service.users import Shares
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, StateError
 
 Answer = bytes | dict[str, Any]
-"""Protobuf, or what becomes JSON."""
+"""A protobuf message, or a dictionary that is sent as JSON."""
 _LONGEST = 2000  # characters of an error
-# between quotes a path may have spaces
+# a path between quotes may contain spaces
 _PATH = re.compile(
     r"""(?<=['"])/[^'"\n]+(?=['"])|(?:file://|(?<![\w/:.~-]))/[^\s'"`,;:()\[\]{}]*[^\s'"`,;:()\[\]{}.]"""
 )
@@ -34,17 +34,17 @@ def _forgotten() -> Future[Answer]:
     return future
 
 
-_FORGOTTEN = _forgotten()  # of all: runs and samplers remember thousands of results by their numbers
+_FORGOTTEN = _forgotten()  # shared, since runs and samplers remember thousands of results by their numbers
 
 
 class Result:
-    """One answer, from the moment in which its request was taken.
+    """The answer to one request, pending or set.
+
+    `fetched` is set once a client has got the answer.
 
     Args:
-        owner: the id of the user who asked.
-        on_end: is called once, when the answer is there.
-
-    `fetched` is set when a client has been given the answer.
+        owner: the id of the user who sent the request.
+        on_end: is called once, when the answer is set.
     """
 
     __slots__ = ("_future", "_on_end", "ended", "fetched", "id", "owner")
@@ -58,61 +58,61 @@ class Result:
         self._on_end = on_end
 
     def set(self, answer: Answer) -> None:
-        """Hands the answer to all who wait, and to those who ask later; the first one stands."""
+        """Sets the answer and wakes all who wait for it; later calls are ignored."""
         if not self._future.done():
             self.ended = time.monotonic()
             self._future.set_result(answer)
             self._on_end(self)
 
     def fail(self, error: Exception) -> None:
-        """Sets an answer that says what went wrong, and that the request is not to be sent again."""
+        """Sets an error as the answer, which clients do not answer by sending the request again."""
         self.set(failure(error))
 
     def forget(self) -> None:
-        """Frees the answer; whoever asks for it again is told so."""
+        """Frees the answer; a later request for it gets an error."""
         self._future = _FORGOTTEN
 
     @property
     def is_forgotten(self) -> bool:
-        """Whether nobody can have the answer any more."""
+        """Returns whether the answer was freed."""
         return self._future is _FORGOTTEN
 
     @property
     def size(self) -> int:
-        """Bytes of the answer; 0 while there is none. Of JSON, which is short, what it has at most."""
+        """Returns the bytes of the answer; 0 while there is none, and for JSON, which is short, an upper bound."""
         answer = self._future.result() if self._future.done() else b""
         return len(answer) if isinstance(answer, bytes) else _LONGEST
 
     async def wait(self, timeout_s: float) -> Answer | None:
-        """The answer; None where it is not there in time."""
+        """Returns the answer, or None if it does not come within `timeout_s`."""
         if not self._future.done():
             await asyncio.wait([asyncio.wrap_future(self._future)], timeout=timeout_s)
         return self._future.result() if self._future.done() else None
 
 
 def typed(error: Exception) -> Exception:
-    """Returns what an actor raised, out of Ray's own error around it."""
+    """Returns the typed error of an actor from inside of Ray's own error, or the error itself."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, SlimeError) else error
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Returns what a client is told of an error."""
-    return {"error": told(error), "category": "user" if isinstance(error, _USERS) else "server"}
+    """Returns the answer that reports an error to a client."""
+    return {"error": error_text(error), "category": "user" if isinstance(error, _USERS) else "server"}
 
 
-def told(error: Exception, public: str = "") -> str:
-    """Returns an error's text for a client, with its hint.
+def error_text(error: Exception, public: str = "") -> str:
+    """Returns an error's text and hint for a client.
 
-    Paths of the server's disk are left out of it: of what a client saved it has the tinker:// path, of others the last
-    name.
+    Paths on the server's disk are removed. A client's own saves become tinker:// paths; of other paths only the last
+    name stays.
 
     Args:
-        public: a path that clients know, which stays.
+        public: a path that clients know and that stays.
     """
 
-    def named(found: re.Match[str]) -> str:
-        path = found.group()
+    def named(match: re.Match[str]) -> str:
+        path = match.group()
         if path == public:
             return path
         if (saved := _SAVED.search(path)) is None:
@@ -126,47 +126,47 @@ def told(error: Exception, public: str = "") -> str:
     else:
         text = f"{type(error).__name__}: {error}"
     text = _PATH.sub(named, text)
-    # it may name what a client sent, which has any length
+    # the error may quote what a client sent, which can have any length
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} .."
 
 
 class Results:
-    """All answers by their ids; those that ended some time ago go, and the oldest ones before their time for room.
+    """All results by id; ended ones expire after some time, or earlier if their bytes exceed a limit.
 
     Args:
-        kept_s: how long one that ended is kept.
-        most_bytes: of all that ended.
-        most_waiting: that have no answer yet, of all users.
-        most_waiting_bytes: of the bodies of their requests, which are held until then.
+        kept_s: how long an ended result is kept, in seconds.
+        most_bytes: limit on the bytes of all ended results.
+        most_waiting: limit on the number of pending results of all users.
+        most_waiting_bytes: limit on the bytes of their requests' bodies, which stay in memory until the answer.
     """
 
     def __init__(self, kept_s: float, most_bytes: int, most_waiting: int, most_waiting_bytes: int) -> None:
         self._kept_s, self._most_bytes = kept_s, most_bytes
         self._waiting, self._waiting_bytes = Shares(most_waiting), Shares(most_waiting_bytes)
         self._results: dict[str, Result] = {}
-        self._ended: deque[Result] = deque()  # those of them that have ended, the first one first
-        self._bytes = 0  # of these
+        self._ended: deque[Result] = deque()  # the ended results, in the order in which they ended
+        self._bytes = 0  # their bytes
         self._lock = threading.Lock()
 
     @property
     def waiting(self) -> int:
-        """Results without an answer."""
+        """Returns the number of pending results."""
         return self._waiting.taken
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of the bodies of their requests."""
+        """Returns the bytes of the request bodies of pending results."""
         return self._waiting_bytes.taken
 
     def new(self, owner: str, size: int = 0, *, is_needed: bool = False) -> Result:
-        """A result that the user of this id asks for by its own id from now on.
+        """Makes a pending result for a request of the user with the id `owner`.
 
         Args:
-            size: bytes that the request takes; one that is larger than there may be of all is taken alone.
-            is_needed: it is taken in any case, since others come to an end behind it alone.
+            size: bytes of the request; one that exceeds the limit by itself is only accepted when nothing else waits.
+            is_needed: accepts the request in any case, since other pending ones can only end after it.
 
         Raises:
-            ResourceError: as many are without an answer as there may be, or as one user may have of them.
+            ResourceError: the pending results of all users, or of this one, are at their limit.
         """
 
         def ended(result: Result) -> None:
@@ -196,17 +196,17 @@ class Results:
                 raise ResourceError(problem, field=field, hint="send it again later")
 
     def get(self, key: str) -> Result | None:
-        """Returns a result, or None if it never existed or was forgotten."""
+        """Returns a result, or None if it never existed or has expired."""
         with self._lock:
             return self._results.get(key)
 
     def unanswered(self) -> list[Result]:
-        """Returns the results that have no answer yet."""
+        """Returns the pending results."""
         with self._lock:
-            return [one for one in self._results.values() if one.ended is None]
+            return [result for result in self._results.values() if result.ended is None]
 
     def forget_old(self) -> None:
-        """Forgets old results; it is to be called every few seconds, and looks only at those that it forgets."""
+        """Removes expired results; it is to be called every few seconds, and only visits what it removes."""
         now = time.monotonic()
         with self._lock:
             while self._ended:

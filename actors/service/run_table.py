@@ -1,4 +1,4 @@
-"""The training runs of a server: how they are made, ended, kept on disk, and continued at the next start."""
+"""Manages the training runs of a server: makes and ends them, records them, and continues them at the next start."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from actors.service.sessions import Made, NotFound, Session
 from actors.service.training_runs import TrainingRun, require_same_kind
 from slimefsdp.errors import ResourceError, SlimeError, StateError
 
-_MISSING_S = 60.0  # clients send a part of a request again for half a minute before they send the next part
+_MISSING_S = 60.0  # clients repeat a part of a request for half a minute before they send the next part
 
 
 class RunTable:
-    """Makes and ends training runs; `by_id` has those that exist.
+    """Makes and ends training runs; `by_id` has the existing ones.
 
     Runs are made and ended in threads, since both wait for the group.
 
     Args:
-        sessions: of the service, by id.
-        max_runs: that may exist at the same time.
+        sessions: the sessions of the service by id.
+        max_runs: limit on the number of runs that exist at the same time.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RunTable:
         self.by_id: dict[str, TrainingRun] = {}
         self._weights, self._results, self._catalogue = weights, results, catalogue
         self._sessions, self._max_runs = sessions, max_runs
-        self._not_loaded: set[str] = set()  # runs of earlier starts that have no checkpoint that is whole
+        self._not_loaded: set[str] = set()  # runs of earlier starts without a valid checkpoint
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="making-runs")
         self._lock = threading.Lock()
 
@@ -53,19 +53,19 @@ class RunTable:
         user_metadata: dict[str, Any] | None,
         begin: Callable[[TrainingRun], Answer],
     ) -> tuple[str, Result]:
-        """Makes the run of this number in a session, and returns its id and the result of `begin`.
+        """Makes the run with this number in a session; returns its id and the pending result of `begin`.
 
-        A request that is sent again gets the run and the result of the first one.
+        A repeated request gets the run and the result of the first one.
 
         Args:
-            call: the request that asks for the run, by which a repetition is told from a conflict.
-            rank: of its adapter; 0: it trains all weights.
+            call: the name of the request, which tells a repetition from a conflict.
+            rank: the rank of the run's adapter; 0: it trains all weights.
             begin: gives the run its weights, and returns the client's answer.
 
         Raises:
             NotFound: the run has ended.
-            StateError: the number is that of another call or of an earlier start, or there is no place beside others.
-            ResourceError: there are service.max_runs.
+            StateError: the number was used by another call or by an earlier start, or other runs leave no place.
+            ResourceError: there are service.max_runs already.
         """
         run_id = f"{session.id}:train:{number}"
         with self._lock:
@@ -109,7 +109,7 @@ class RunTable:
         self._weights.check_free([run.id if run.owner == session.owner else "another user's run" for run in running])
 
     def unload(self, run: TrainingRun) -> Result:
-        """Ends a run at its client's request."""
+        """Ends a run at the request of its client."""
         result = self._results.new(run.owner, is_needed=True)
         run.is_ending = True
 
@@ -124,7 +124,8 @@ class RunTable:
         """Ends the runs of a session.
 
         Args:
-            is_overdue: the client was silent for too long; it may come back for what a start has saved for it.
+            is_overdue: whether the client was silent for too long. It may come back, so the checkpoints that a start
+                saved for its runs are kept.
         """
         for run in [run for run in list(self.by_id.values()) if run.session == session]:
             run.is_ending = True
@@ -135,7 +136,7 @@ class RunTable:
         run.close()
         try:
             self._weights.end(run.id)
-        except SlimeError as error:  # it was never made
+        except SlimeError as error:  # the run was never made
             print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
         if not is_overdue:
             self._catalogue.remove_made_at_starts(run.id)
@@ -143,14 +144,14 @@ class RunTable:
         self.by_id.pop(run.id, None)
 
     def refuse_behind_lost(self) -> None:
-        """Fails requests that wait for lost ones; it is to be called every few seconds."""
+        """Fails requests that wait for lost requests; it is to be called every few seconds."""
         for run in list(self.by_id.values()):
             run.refuse_behind_lost(_MISSING_S)
 
     def continue_kept(self) -> None:
-        """Continues the runs of the last start in the same run.dir, each from its newest whole checkpoint.
+        """Continues the runs of the last start in the same run.dir, each from its newest valid checkpoint.
 
-        A run without such a checkpoint is given up, which is printed.
+        A run without such a checkpoint is given up, with a message on stderr.
 
         Raises:
             SlimeError: a run does not fit the settings of this server.
@@ -176,19 +177,19 @@ class RunTable:
             run.resume(checkpoint.progress)
             run.is_made.set()
             if checkpoint.name is not None:
-                run.save()  # a recovery of ranks starts from it; the client may delete the checkpoint with a name
+                run.save()  # for recoveries of ranks, since the client may delete the checkpoint with a name
             if not record.is_finished:
                 run.resumed_at = save_under_a_name(run, checkpoint, self._catalogue)
                 self._catalogue.remove_made_at_starts(run.id, but=run.resumed_at)
             self.by_id[run.id] = run
             self._sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
-            self._keep(run)  # as one that is not finished: requests that come now are not in the checkpoint
+            self._keep(run)  # not as finished, since requests that come from now on are not in the checkpoint
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
-        """Has the next start continue a run.
+        """Records a run, so that the next start continues it.
 
         Args:
-            is_finished: its checkpoint has all that it was asked for.
+            is_finished: whether its checkpoint covers all of its requests.
         """
         session = self._sessions.get(run.session)
         sdk_version = "" if session is None else session.sdk_version
@@ -197,7 +198,7 @@ class RunTable:
         )
 
     def close(self) -> None:
-        """Finishes what the runs were asked for, and saves every run for the next start."""
+        """Finishes the requests of all runs, and saves every run for the next start."""
         self._threads.shutdown()  # waits for runs that are being made or ended
         for run in list(self.by_id.values()):
             run.close(finishes=True)
@@ -205,5 +206,5 @@ class RunTable:
                 if run.lost is None:
                     run.save()
                 self._keep(run, is_finished=run.lost is None and run.resumed_at is None)
-            except SlimeError as error:  # the other runs can be kept, and this one as its last checkpoint has it
+            except SlimeError as error:  # other runs are still saved, and this one goes back to its last checkpoint
                 print(f"{run.id} is kept without its newest updates: {error}", file=sys.stderr, flush=True)

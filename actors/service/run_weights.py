@@ -1,6 +1,6 @@
-"""What the runs of a server train: an adapter each beside one base, or all weights of the model, one run at a time.
+"""Gives the runs of a server their weights: an adapter for each, or all weights of the model for one run at a time.
 
-Both have the same methods. A rank of 0 stands for all weights, as it does for clients.
+Both classes have the methods of `RunWeights`. A rank of 0 stands for all weights, as in the clients' API.
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import Arguments, Call
 
-_BEGINNING = "beginning"  # which no run's checkpoints are called
+_BEGINNING = "beginning"  # a checkpoint's name that no run's checkpoint has
 _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head"))
 
 
 class RunWeights(Protocol):
-    """What runs train, on one group; a run is named by its id."""
+    """Manages the weights of training runs on one group; runs are named by their ids."""
 
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
-        """The rank of what a client asks for.
+        """Returns the rank that a client asks for.
 
         Raises:
-            ConfigError: this server does not train it.
+            ConfigError: this server does not train such weights.
         """
         ...
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns which of a client's `train_*` are set for weights of this rank."""
+        """Returns the values of a client's `train_*` fields for weights of this rank."""
         ...
 
     def check_rank(self, rank: int) -> None:
-        """
+        """Checks that this server can train weights of this rank.
+
         Raises:
-            ConfigError: this server has nothing of this rank.
+            ConfigError: it cannot.
         """
         ...
 
     def check_free(self, running: Sequence[str]) -> None:
-        """
+        """Checks that another run can begin.
+
         Args:
-            running: what the runs that are not about to end are to be called.
+            running: names of the runs that are not about to end.
 
         Raises:
-            StateError: no further run can be beside them.
+            StateError: no further run can exist along with these.
         """
         ...
 
@@ -67,54 +69,54 @@ class RunWeights(Protocol):
         ...
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
-        """Has a run at its beginning; `seed` is what adapters are drawn from, None: any."""
+        """Gives a new run its initial weights; adapters are drawn from `seed`, None: from a random one."""
         ...
 
     def begin_from(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Has a run begin from a checkpoint.
+        """Gives a new run the weights of a checkpoint.
 
         Raises:
-            CheckpointError: its files are not there, or damaged.
+            CheckpointError: its files are missing or damaged.
         """
         ...
 
     def reopen(self, run: str, rank: int) -> None:
-        """Has a run of an earlier start, which is about to load one of its checkpoints.
+        """Prepares a run of an earlier start, which will load one of its checkpoints next.
 
         Raises:
-            StateError: there can be no further one.
+            StateError: no further run can exist.
         """
         ...
 
     def end(self, run: str) -> None:
-        """Forgets a run, but for what it saved under a name."""
+        """Frees a run's weights; what it saved under a name stays."""
         ...
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Reads a checkpoint, also another run's, into a run.
+        """Loads a checkpoint, also one of another run, into a run.
 
         Raises:
-            CheckpointError: its files are not there, or damaged.
+            CheckpointError: its files are missing or damaged.
         """
         ...
 
     def export(self, run: str, folder: Path) -> None:
-        """Writes a folder that the sampling engine loads."""
+        """Writes a folder from which the sampling engine can load the weights."""
         ...
 
 
 def run_weights_of(config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> RunWeights:
-    """Returns what the runs of a server train: adapters if lora.rank is set, or the whole model."""
+    """Returns the weights manager of a server: one adapter per run if lora.rank is set, otherwise the whole model."""
     if config.lora.rank is None:
         return ModelByTurns(config, group, catalogue)
     return AdapterPerRun(config, group, catalogue)
 
 
 class AdapterPerRun:
-    """Adapters of ranks up to lora.rank.
+    """Gives each run an adapter of rank up to lora.rank.
 
     Args:
-        group: has adapters.
+        group: a group with adapters.
     """
 
     def __init__(self, config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> None:
@@ -126,7 +128,7 @@ class AdapterPerRun:
         self._group, self._catalogue = group, catalogue
 
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
-        """A rank with layers that lora.targets has; ConfigError of others."""
+        """Returns the rank; raises ConfigError if it is too high, or if the parts are not those of lora.targets."""
         rank = 0 if lora is None else lora.rank
         self.check_rank(rank)
         for name, has in self.switches(rank).items():
@@ -140,11 +142,11 @@ class AdapterPerRun:
         return rank
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns True for each part that lora.targets adapts; for rank 0, an earlier server's whole model, for all."""
+        """Returns True for each part that lora.targets adapts; all True for rank 0, a model of an earlier server."""
         return {name: rank == 0 or part in self._parts for name, part in _PARTS}
 
     def check_rank(self, rank: int) -> None:
-        """ConfigError unless it is 1 to lora.rank."""
+        """Raises ConfigError unless the rank is 1 to lora.rank."""
         if not 1 <= rank <= self._most:
             raise ConfigError(
                 f"rank={rank}, and this server trains adapters of rank 1 to {self._most}",
@@ -154,28 +156,26 @@ class AdapterPerRun:
             )
 
     def check_free(self, running: Sequence[str]) -> None:
-        """There is always room: each run has its own adapter."""
+        """Accepts any number of runs, since each has an adapter of its own."""
 
     def calls(self, run: str) -> GroupCalls:
         """Returns the calls for the run's adapter."""
         return self._group.adapter(adapter_of(run))
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
-        """Makes its adapter."""
         drawn_from = secrets.randbits(31) if seed is None else seed
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._settings.alpha, seed=drawn_from)
 
     def begin_from(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Makes its adapter and loads it."""
+        """Makes the run's adapter and loads the checkpoint."""
         self._group.create_adapter(adapter_of(run), rank=saved.rank, alpha=self._settings.alpha)
         self.load(run, saved, with_optimizer=with_optimizer)
 
     def reopen(self, run: str, rank: int) -> None:
-        """Makes its adapter again."""
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._settings.alpha)
 
     def end(self, run: str) -> None:
-        """Deletes its adapter, and what nobody can ask for any more: checkpoints without a name, and copies."""
+        """Deletes the run's adapter, and its files that no client can name: unnamed checkpoints and copies."""
         try:
             self._group.delete_adapter(adapter_of(run))
         finally:
@@ -187,26 +187,25 @@ class AdapterPerRun:
                     remove(path)
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """A copy of it, of hard links: a recovery may have to load it again, and a client may have deleted it."""
+        """Loads a copy made of hard links: a recovery may load it again after a client has deleted the checkpoint."""
         target = self._catalogue.folder_of(run, saved.rank, _copy_name(saved))
         if not target.exists():
             _copied(self._catalogue.folder(saved), target)
         self.calls(run).load(name=target.name, weights_only=not with_optimizer)
 
     def export(self, run: str, folder: Path) -> None:
-        """A PEFT folder."""
         self.calls(run).export_adapter(folder)
 
 
 class ModelByTurns:
-    """All weights of the model, of one run at a time: a run has them from its beginning to its end.
+    """Gives all weights of the model to one run at a time, from its beginning to its end.
 
-    What the group begins with is saved once, for every run to begin with. The numbered checkpoints of all runs are in
-    one row, which only grows: each says in its loop state whose it is. Behind the beginning of a run there is one that
-    is nobody's, so that a recovery of ranks repeats nothing of the runs before.
+    The initial weights of the group are saved once, and every run begins with them. The numbered checkpoints of all
+    runs form one sequence; each names its run in its loop state. Every run begins with a checkpoint that belongs to no
+    run, so that a recovery of ranks never goes back to an earlier run.
 
     Args:
-        group: without adapters, as it was launched.
+        group: a group without adapters, as it was launched.
     """
 
     def __init__(self, config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> None:
@@ -221,7 +220,7 @@ class ModelByTurns:
         self._remove_copies()
 
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
-        """0; ConfigError of a rank, or where a part of the weights is left out."""
+        """Returns 0; raises ConfigError for another rank, or if a part of the weights is left out."""
         self.check_rank(0 if lora is None else lora.rank)
         for name in self.switches(0) if lora is not None else ():
             if not getattr(lora, name):
@@ -230,11 +229,10 @@ class ModelByTurns:
         return 0
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """All of them."""
         return {name: True for name, _ in _PARTS}
 
     def check_rank(self, rank: int) -> None:
-        """ConfigError unless it is 0."""
+        """Raises ConfigError unless the rank is 0."""
         if rank != 0:
             raise ConfigError(
                 f"rank={rank}, and this server trains all weights of its model, which is rank=0",
@@ -243,7 +241,7 @@ class ModelByTurns:
             )
 
     def check_free(self, running: Sequence[str]) -> None:
-        """StateError where any run is there."""
+        """Raises StateError if another run exists."""
         if running:
             raise StateError(
                 f"{running[0]} trains all weights of this server's model, which one run does at a time",
@@ -252,23 +250,23 @@ class ModelByTurns:
             )
 
     def calls(self, run: str) -> GroupCalls:
-        """The group's own, but for where checkpoints are."""
+        """Returns the group's calls, with the run's own checkpoint names."""
         return _WholeCalls(self._group, run, self._next_number)
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
-        """Loads what the group began with, with an optimiser that has taken no update; nothing is drawn."""
+        """Loads the group's initial weights with a new optimiser; the seed is not used."""
         self._take(run)
         self._group.load(name=_BEGINNING, weights_only=True)
         self._mark_beginning(None)
 
     def begin_from(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Loads the checkpoint, once the run before has ended."""
+        """Waits until the previous run has ended, and loads the checkpoint."""
         self._take(run)
         self.load(run, saved, with_optimizer=with_optimizer)
         self._mark_beginning(_copy_name(saved))
 
     def reopen(self, run: str, rank: int) -> None:
-        """It has the group, unless another one has."""
+        """Gives the group to the run; raises StateError if another run has it."""
         if self._holder is not None:
             raise StateError(
                 f"{self._holder} and {run} had not ended, and all weights of a model are one run's at a time",
@@ -278,25 +276,25 @@ class ModelByTurns:
         self._take(run)
 
     def end(self, run: str) -> None:
-        """Leaves the group to the next run."""
+        """Frees the group for the next run."""
         with self._changed:
             if self._holder == run:
                 self._holder = None
                 self._changed.notify_all()
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """A copy of it, as of adapters."""
+        """Loads a copy of the checkpoint, made as for adapters."""
         target = self._store.named(_copy_name(saved)).root
         if not target.exists():
             _copied(self._catalogue.folder(saved), target)
         self._group.load(name=target.name, weights_only=not with_optimizer)
 
     def export(self, run: str, folder: Path) -> None:
-        """A Hugging Face folder, in the dtype that the model computes in."""
+        """Writes a Hugging Face folder in the compute dtype of the model."""
         self._group.export_hf(folder, self._dtype)
 
     def _take(self, run: str) -> None:
-        """Waits for the run before, which is about to end."""
+        """Waits until the previous run has ended, and marks the group as taken."""
         with self._changed:
             self._changed.wait_for(lambda: self._holder is None)
             self._holder = run
@@ -317,7 +315,7 @@ class ModelByTurns:
 
 
 class _WholeCalls(GroupCalls):
-    """A group's calls for a run that trains all weights: its checkpoints are among those of other runs."""
+    """A group's calls for a run that trains all weights; its checkpoints share a folder with those of other runs."""
 
     def __init__(self, group: GroupCalls, run: str, next_number: Callable[[], int]) -> None:
         self.role = group.role
@@ -327,7 +325,7 @@ class _WholeCalls(GroupCalls):
         return self._group._start(request)
 
     def _submit(self, call: Call, arguments: Arguments) -> Future[Any]:
-        """Names a checkpoint by the run's id and its name; one without a name gets the next number of the row."""
+        """Adds the run's id to the name of a checkpoint; an unnamed one gets the next number of the sequence."""
         if call.name in ("save", "load") and arguments["name"] is not None:
             arguments = {**arguments, "name": whole_name(self._run, arguments["name"])}
         elif call.name == "save":
@@ -337,7 +335,7 @@ class _WholeCalls(GroupCalls):
     def _make(self, call: Call, arguments: Arguments) -> Any:
         result = super()._make(call, arguments)
         if call.name == "save":
-            self._group.finish_save()  # clients expect it on the disk
+            self._group.finish_save()  # clients expect it to be on disk
         return result
 
 
@@ -346,9 +344,10 @@ def _copy_name(saved: Saved) -> str:
 
 
 def _copied(source: Path, target: Path) -> None:
-    """
+    """Copies a checkpoint's folder, with hard links if the file system has them.
+
     Raises:
-        CheckpointError: the source is not there. ResourceError: the disk refuses.
+        CheckpointError: the source is missing. ResourceError: the disk is full or fails.
     """
     part = target.with_name(f".{target.name}.part")
     with disk_reported(target):
@@ -358,7 +357,7 @@ def _copied(source: Path, target: Path) -> None:
             shutil.copytree(source, part, copy_function=_linked, ignore=shutil.ignore_patterns(".lock"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{source.name} is not there any more", field="path", hint="load another") from error
-        except shutil.Error as error:  # of all files together: the first says why
+        except shutil.Error as error:  # has the errors of all files; the first one is enough
             raise OSError(error.args[0][0][2]) from error
         part.replace(target)
 
@@ -366,5 +365,5 @@ def _copied(source: Path, target: Path) -> None:
 def _linked(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # of a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target)

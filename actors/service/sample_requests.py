@@ -1,4 +1,4 @@
-"""A request to sample, from the wire to what the engine is asked for, and the engine's answer back."""
+"""Converts a client's sampling request for the engine, and the engine's answer for the client."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from slimefsdp.errors import BatchError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
 _BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
-_NO_LOG_PROB = -99999.0  # beside token 0: a place without likeliest tokens
+_NO_LOG_PROB = -99999.0  # with token 0, it marks a position without top tokens
 
 
 def sample_request(
     body: wire.Sample, version: str | None, end_token_ids: frozenset[int], most_tokens: int
 ) -> SampleRequest:
-    """Returns what the engine is asked for.
+    """Returns the engine's form of a sampling request.
 
     Args:
-        version: to sample from; None: the base.
-        end_token_ids: of the model, where the client names no stop.
-        most_tokens: of a prompt with its response.
+        version: the weights to sample from; None: the base model.
+        end_token_ids: the model's end tokens, used if the client names no stop.
+        most_tokens: limit on the tokens of a prompt with its response.
 
     Raises:
-        BatchError: naming what cannot be served.
+        BatchError: a value cannot be served; the message names it.
     """
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
@@ -45,10 +45,10 @@ def sample_request(
 
 
 def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
-    """The SampleResponse of an answer.
+    """Returns the serialised SampleResponse of an answer.
 
     Args:
-        last_n: of how many of the last prompt tokens log-probs are wanted; None: of all.
+        last_n: number of last prompt tokens whose log-probs are wanted; None: all.
     """
     response = tinker_pb2.SampleResponse()
     if answer.prompt_log_probs is not None:
@@ -57,7 +57,7 @@ def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
             values[: max(0, values.size - last_n)] = np.nan
         response.prompt_logprobs = values.tobytes()
     if (top := answer.prompt_top_tokens) is not None:
-        # nothing is said of the first token, and of those that are not asked for
+        # the first token has no log-probs, and neither have tokens that were not asked for
         nothing = max(1, 0 if last_n is None else len(top.tokens) + 1 - last_n)
         k = top.tokens.shape[1]
         tokens = np.concatenate([np.zeros((nothing, k)), top.tokens[nothing - 1 :]]).astype("<i4")

@@ -1,4 +1,4 @@
-"""Sampling clients: which weights each samples from, and how these come into the engine and leave it."""
+"""Manages sampling clients: the weights that each samples from, and their loading into the engine and removal."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Version:
     """Weights to sample from.
 
     Args:
-        name: in the engine.
-        folder: of PEFT, or of a whole model.
-        is_ephemeral: it goes with its client's session.
+        name: the name in the engine.
+        folder: a PEFT folder, or one of a whole model.
+        is_ephemeral: whether it is deleted with its client's session.
     """
 
     name: str
@@ -40,8 +40,8 @@ class SamplerSession:
 
     Args:
         owner: the id of the user whose client made it.
-        version: None: the base.
-        path: of the saved weights, as clients name it.
+        version: the weights; None: the base model.
+        path: the path of the saved weights in the clients' API.
     """
 
     id: str
@@ -49,34 +49,34 @@ class SamplerSession:
     owner: str
     version: Version | None
     path: str | None = None
-    answers: dict[int, Result] = field(default_factory=dict)  # the newest ones, by number of the request
-    running: set[asyncio.Task[Any]] = field(default_factory=set)  # that sample for it
+    answers: dict[int, Result] = field(default_factory=dict)  # the newest results by number of the request
+    running: set[asyncio.Task[Any]] = field(default_factory=set)  # the tasks that sample for it
 
 
 class Samplers:
-    """All sampling clients, on one engine.
+    """All sampling clients of one engine.
 
     Args:
-        most_unnamed: of a session, those with weights of their own; the oldest ones go.
+        most_unnamed: limit per session on samplers with unnamed weights; the oldest ones are removed.
     """
 
     def __init__(self, engine: SupervisedEngine, most_unnamed: int) -> None:
         self.sessions: dict[str, SamplerSession] = {}
         self._engine = engine
-        self._asked: Counter[str] = Counter()  # requests by version, also those that wait for it to be loaded
-        self._running: Counter[str] = Counter()  # those that are in the engine
+        self._asked: Counter[str] = Counter()  # requests by version, including those that wait for it to be loaded
+        self._running: Counter[str] = Counter()  # requests by version that are in the engine
         self._most_unnamed = most_unnamed
         self._loading = asyncio.Lock()
-        self._needs_room = False  # for a version that is to be loaded
-        self._idle = asyncio.Event()  # a request has left the engine
+        self._needs_room = False  # whether a version waits for room to be loaded
+        self._idle = asyncio.Event()  # is set when a request has left the engine
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
-        """Draws what is asked for from the sampler's own weights; once more from the next engine, where one is lost.
+        """Draws samples from the sampler's weights; if an engine is lost, draws them once more on the next one.
 
         Raises:
-            StateError: these weights are not there any more. ResourceError: there is no room for them, also alone.
-            BatchError: the request cannot be served. WorkerDied, WorkerHung: two engines were lost while they did what
-                this request needs, or there will be none any more. CancelledError: the sampler was forgotten meanwhile.
+            StateError: the weights were deleted. ResourceError: the engine has no room for them, even alone.
+            BatchError: the request cannot be served. CancelledError: the sampler was removed.
+            WorkerDied, WorkerHung: two engines were lost during this request, or the engine cannot be replaced.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -88,10 +88,10 @@ class Samplers:
                     if sampler.version is None:
                         return await self._engine.sample(request)
                     return await self._sampled(sampler.version, request)
-                except EngineReplaced as replaced:  # equal seeds draw the same samples again
-                    if replaced.loss is None:  # the engine had not been asked
+                except EngineReplaced as replaced:  # the same seeds draw the same samples again
+                    if replaced.loss is None:  # the lost engine never got the request
                         continue
-                    if was_lost:  # this request may be what ends them
+                    if was_lost:  # the request itself may be what ends engines
                         raise replaced.loss from None
                     was_lost = True
         finally:
@@ -101,7 +101,7 @@ class Samplers:
         name, used = version.name, self._engine.versions
         self._asked[name] += 1
         try:
-            if name in used and not self._needs_room:  # not behind a version that is being read
+            if name in used and not self._needs_room:  # it need not wait for another version to be loaded
                 used[name] = time.monotonic()
                 self._running[name] += 1
             else:
@@ -117,9 +117,9 @@ class Samplers:
             self._asked[name] -= 1
 
     async def _have(self, version: Version) -> None:
-        """Loads a version that is not in the engine; the one that nobody has used longest makes room for it.
+        """Loads a version that is not in the engine; the one that was unused for longest makes room for it.
 
-        Where all are sampled from, it waits for one of them, and other requests wait behind it.
+        If all are in use, it waits until one is idle; other requests wait behind it, since they hold `_loading`.
         """
         if version.name not in self._engine.versions:
             if not version.folder.is_dir():
@@ -131,10 +131,10 @@ class Samplers:
             self._engine.versions[version.name] = time.monotonic()
 
     async def _loaded(self, version: Version) -> bool:
-        """Loads a version; False: there is no room beside the others.
+        """Loads a version; returns False if the engine has no room for it besides the others.
 
-        The engine goes on with a load whose caller is cancelled. So the caller waits until the version is known, and
-        no other one is loaded meanwhile.
+        The engine completes a load even if the caller is cancelled. So the caller waits until the version is known, and
+        no other version is loaded in the meantime.
         """
         loading = asyncio.create_task(self._load(version))
         try:
@@ -149,16 +149,16 @@ class Samplers:
         return True
 
     async def _load(self, version: Version) -> None:
-        versions = self._engine.versions  # of this engine, which may be lost before its answer is read
+        versions = self._engine.versions  # those of this engine, which may be lost before it answers
         await self._engine.load(version.name, str(version.folder))
         versions[version.name] = time.monotonic()
 
     async def _make_room(self) -> None:
-        """Drops the version that was longest unused, when it is idle; nothing where the engine is lost meanwhile."""
-        self._needs_room = True  # nothing more is sampled of those that are there, or none would ever be idle
+        """Drops the version that was unused for longest, once it is idle; drops none if the engine is lost."""
+        self._needs_room = True  # holds back new requests for loaded versions, or none might ever become idle
         try:
             while not (idle := [name for name in self._engine.versions if not self._running[name]]):
-                if not self._engine.versions:  # of the next engine, which has room
+                if not self._engine.versions:  # a new engine, which has room
                     return
                 self._idle.clear()
                 await self._idle.wait()
@@ -168,38 +168,42 @@ class Samplers:
 
     async def _drop(self, name: str) -> None:
         self._engine.versions.pop(name, None)
-        self._asked += Counter()  # without those that have come to 0
+        self._asked += Counter()  # removes entries that are 0
         self._running += Counter()
         with suppress(EngineReplaced, *LOST):  # an engine that is lost holds no version
             await self._engine.drop(name)
 
     async def forget_oldest(self) -> None:
-        """Forgets the samplers longest unused; it is to be called every few seconds."""
+        """Removes the samplers that were unused for longest; it is to be called every few seconds."""
         unnamed: dict[str, list[SamplerSession]] = {}
         for sampler in list(self.sessions.values()):
             if sampler.version is not None and sampler.version.is_ephemeral:
                 unnamed.setdefault(sampler.session, []).append(sampler)
         for samplers in unnamed.values():
-            idle = [one for one in samplers if one.version is not None and not self._asked[one.version.name]]
+            idle = [
+                candidate
+                for candidate in samplers
+                if candidate.version is not None and not self._asked[candidate.version.name]
+            ]
             for sampler in idle[: max(0, len(samplers) - self._most_unnamed)]:
                 await self._forget(sampler)
 
     def forget_answers(self) -> None:
-        """Forgets requests whose answers are forgotten; it is to be called every few seconds."""
-        for sampler in list(self.sessions.values()):  # runs add to them
+        """Removes requests whose answers have expired; it is to be called every few seconds."""
+        for sampler in list(self.sessions.values()):  # a copy, since threads of runs add samplers
             for number, _ in list(takewhile(lambda item: item[1].is_forgotten, sampler.answers.items())):
                 del sampler.answers[number]
 
     async def end(self, session: str) -> None:
-        """Forgets the clients of a session, and weights that were theirs alone; what is being sampled is given up."""
-        samplers = [one for one in list(self.sessions.values()) if one.session == session]
+        """Removes the sampling clients of a session with their unnamed weights; cancels requests in progress."""
+        samplers = [candidate for candidate in list(self.sessions.values()) if candidate.session == session]
         for task in [task for sampler in samplers for task in sampler.running]:
             task.cancel()
         for sampler in samplers:
             await self._forget(sampler)
 
     def discard(self, key: str) -> None:
-        """Forgets one that nobody knows of yet, where it is still there."""
+        """Removes a sampler that no client knows of yet, if it still exists."""
         sampler = self.sessions.pop(key, None)
         if sampler is not None and sampler.version is not None:
             shutil.rmtree(sampler.version.folder, ignore_errors=True)
@@ -211,5 +215,5 @@ class Samplers:
                 async with self._loading:
                     if sampler.version.name in self._engine.versions:
                         await self._drop(sampler.version.name)
-            finally:  # also where the engine is lost
+            finally:  # also if the engine is lost
                 shutil.rmtree(sampler.version.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Starting the service and ending it: a group, a sampling engine, and the HTTP server in this process."""
+"""Starts and ends the service: a group, a sampling engine, and the HTTP server in this process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, ResourceError
 
-_BASE_S = 300.0  # for an engine beside a server to read the base, before it starts that
-_ENGINE_ENDS_S = 30.0  # a server of vLLM is told to end, and killed after a while
+_BASE_S = 300.0  # extra time for an engine to read the base model before it starts its server
+_ENGINE_ENDS_S = 30.0  # how long an engine may take to end; it is killed afterwards
 
 
 def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]) -> None:
-    """Serves until SIGTERM or SIGINT; then what was taken is finished, runs are saved, and all processes end.
+    """Serves until SIGTERM or SIGINT; then finishes the requests in progress, saves the runs and ends all processes.
 
-    Ray is connected. Settings have passed `check_ready_to_serve`.
+    Ray must be connected, and the settings must have passed `check_ready_to_serve`.
 
     Args:
-        on_start: is given the address before requests are answered, and what ends the serving.
+        on_start: is called with the address and a function that ends the serving, before requests are answered.
 
     Raises:
         ConfigError: a package is missing, or the variable with the keys is not set. ResourceError: the port is taken.
@@ -34,7 +34,7 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
     from actors.run_dir import RunFolder
 
     assert config.run.dir is not None
-    with RunFolder(config.run.dir):  # a second service would take the runs of this one for those of an earlier start
+    with RunFolder(config.run.dir):  # a second service would take over the runs of this one
         _serve(config, keys, on_start)
 
 
@@ -79,7 +79,7 @@ def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Ca
 
 @contextmanager
 def _ended_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop` with their names; only a program's first thread is told of them."""
+    """Calls `stop` with the name of a SIGTERM or SIGINT, if this is the main thread, which alone can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,10 +96,10 @@ def _ended_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 def keys_of(config: RunConfig) -> tuple[str, ...]:
-    """The keys of which requests must bring one; none: no key is asked for.
+    """Returns the accepted API keys; none: requests need no key.
 
     Raises:
-        ConfigError: the variable that should hold them is empty, or has one of them twice.
+        ConfigError: the variable that should hold them is empty, or has a key twice.
     """
     name = config.service.api_key_env
     if name is None:
@@ -115,9 +115,10 @@ def keys_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def require_packages() -> None:
-    """
+    """Checks that the packages of the extra `serve` are installed.
+
     Raises:
-        ConfigError: the packages of the extra `serve` are not installed.
+        ConfigError: one is missing.
     """
     try:
         import google.protobuf
@@ -135,7 +136,7 @@ def require_packages() -> None:
 
 
 def listening(config: RunConfig) -> Any:
-    """A socket at service.host and service.port.
+    """Returns a listening socket at service.host and service.port.
 
     Raises:
         ResourceError: the port is taken.
@@ -144,8 +145,8 @@ def listening(config: RunConfig) -> Any:
 
     service = config.service
     family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
-    # of a socket whose protocol is not named asyncio does not turn Nagle's algorithm off: an answer's body then waits
-    # 40 ms for the client to acknowledge its head
+    # asyncio only turns Nagle's algorithm off if the socket's protocol is named; otherwise the body of an answer waits
+    # 40 ms for the client to acknowledge the head
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,10 +178,10 @@ def _launched(config: RunConfig) -> tuple[Any, Any]:
 
 
 def _started_engine(config: RunConfig) -> Any:
-    """The handle of a sampling engine that answers.
+    """Starts a sampling engine and waits until it answers; returns its handle.
 
     Raises:
-        SlimeError: what keeps it from that; its process has ended.
+        SlimeError: it did not start; its process has ended.
     """
     import ray
     from ray.exceptions import RayError
@@ -193,7 +194,7 @@ def _started_engine(config: RunConfig) -> Any:
     engine = start(config, memory_bytes=config.service.max_version_bytes)
     limit_s = config.cluster.launch_timeout_s
     try:
-        if config.rollout.engine == "vllm":  # which looks at its server's time by itself
+        if config.rollout.engine == "vllm":  # begin() has its own limit on the start of the server
             ray.get(engine.begin.remote(), timeout=limit_s + _BASE_S)
         ray.get([engine.keep_stacks.remote(config.run.dir, "sampling_engine"), engine.stats.remote()], timeout=limit_s)
     except BaseException as error:

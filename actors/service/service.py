@@ -1,4 +1,4 @@
-"""What the service has and does: sessions of clients, their training runs and samplers, on one group and one engine."""
+"""The service: sessions of clients with their training runs and samplers, on one group and one engine."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.requests import SamplingStats
 
-_MOST_LR = 1000.0  # AdamW moves a weight by about as much: no finite gradients lead to an infinite weight from there
-_LEAST_EPS = 1e-15  # AdamW divides by it alone where the second moment has decayed to 0 and the first has not
-_SHOWN = 200  # characters of an id that is not known, which has any length
-_REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
+_MOST_LR = 1000.0  # an update of AdamW changes a weight by about this; finite gradients then never make it infinite
+_LEAST_EPS = 1e-15  # AdamW divides by eps alone if the second moment has decayed to 0 and the first has not
+_SHOWN = 200  # characters to show of an unknown id, which can have any length
+_REMEMBERED = 4096  # requests of a sampler that get the same answer when they are repeated
 
 
 class Service:
-    """Answers what `actors.service.app` hands on; its methods do not block, but for `end_session` and `close`.
+    """Performs the requests that `actors.service.app` receives; only `end_session` and `close` block.
 
     Args:
-        group: as it was launched.
+        group: the group as it was launched.
     """
 
     def __init__(self, config: RunConfig, group: GroupCalls, engine: SupervisedEngine) -> None:
@@ -55,11 +55,11 @@ class Service:
         self.tokenizer = load_tokenizer(str(config.model.path))
         self.end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
         self.model_type = folder.model_type
-        self.tokenizer_id = str(config.model.path)  # a client on another machine finds it there as little as the model
+        self.tokenizer_id = str(config.model.path)  # like the model, it is only on the server's disk
         self.vocab_size = folder.vocab_size
-        self.most_tokens = config.max_pack_tokens  # of a datum
-        self.most_context = longest_sample(config, folder)  # of a prompt with its response
-        self.most_targets = config.service.max_body_bytes // 8  # as a body has room for where they are dense
+        self.most_tokens = config.max_pack_tokens  # limit on a datum
+        self.most_context = longest_sample(config, folder)  # limit on a prompt with its response
+        self.most_targets = config.service.max_body_bytes // 8  # the most dense targets that fit into a body
         limits = config.service
         self.results = Results(
             limits.result_kept_s, limits.max_result_bytes, limits.max_waiting, limits.max_waiting_bytes
@@ -79,7 +79,7 @@ class Service:
     def continue_runs(self) -> None:
         """Continues the runs and sampling clients of the last start in the same run.dir.
 
-        Sampling clients whose weights have no name are not continued.
+        Sampling clients with unnamed weights are not continued.
 
         Raises:
             SlimeError: a run does not fit the settings of this server.
@@ -97,16 +97,16 @@ class Service:
 
     @property
     def runs(self) -> dict[str, TrainingRun]:
-        """The training runs by their ids."""
+        """Returns the training runs by their ids."""
         return self._run_table.by_id
 
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, body: wire.CreateSession, user: User) -> Session:
-        """A new client of the user.
+        """Makes a session for a new client of the user.
 
         Raises:
-            ResourceError: there are as many as there may be.
+            ResourceError: there are service.max_sessions already.
         """
         if len(self.sessions) >= self.config.service.max_sessions:
             raise ResourceError(
@@ -119,10 +119,10 @@ class Service:
         return session
 
     def session(self, key: str, user: User) -> Session:
-        """The session, whose client is there.
+        """Returns a session, and records that its client is alive.
 
         Raises:
-            NotFound: the user has none of this id.
+            NotFound: the user has no session of this id.
         """
         session = self.sessions.get(key)
         if session is None or not user.owns(session.owner):
@@ -133,13 +133,17 @@ class Service:
     def overdue_sessions(self) -> list[str]:
         """Returns the sessions whose clients were silent for too long."""
         now = time.monotonic()
-        return [one.id for one in self.sessions.values() if now - one.seen > self.config.service.session_timeout_s]
+        return [
+            session.id
+            for session in self.sessions.values()
+            if now - session.seen > self.config.service.session_timeout_s
+        ]
 
     async def end_session(self, key: str, *, is_overdue: bool = False) -> None:
-        """Ends its runs and samplers; what it saved under a name stays.
+        """Ends a session with its runs and samplers; what it saved under a name stays.
 
         Args:
-            is_overdue: its client has not said so itself, and may come back for what a start has saved for it.
+            is_overdue: as in `RunTable.end_session`.
         """
         if self.sessions.pop(key, None) is None:
             return
@@ -150,11 +154,11 @@ class Service:
     # ------------------------------------------------------------------ training
 
     def create_run(self, body: wire.CreateModel, user: User) -> tuple[str, Result]:
-        """A new run; asked for again, the same one.
+        """Makes a new run; a repeated request returns the same run.
 
         Raises:
-            ConfigError: it cannot be had here. NotFound: no such session, or the run has ended. StateError: it is of
-                an earlier start, there is no place for it beside another one, or its number is of another call.
+            ConfigError: this server cannot train it.
+            NotFound, StateError, ResourceError: as in `session` and `RunTable.make`.
         """
         self._check_base(body.base_model)
         lora = body.lora_config
@@ -168,18 +172,16 @@ class Service:
         return self._run_table.make("create_model", session, body.model_seq_id, rank, body.user_metadata, make)
 
     def unload(self, run: TrainingRun) -> Result:
-        """Ends a run."""
         return self._run_table.unload(run)
 
     def refuse_behind_lost(self) -> None:
-        """Fails requests that wait for lost ones; it is to be called every few seconds."""
         self._run_table.refuse_behind_lost()
 
     def run(self, key: str, user: User) -> TrainingRun:
-        """The run, whose client is there.
+        """Returns a run, and records that its client is alive.
 
         Raises:
-            NotFound: the user has none of this id.
+            NotFound: the user has no run of this id.
         """
         run = self.runs.get(key)
         if run is None or not user.owns(run.owner):
@@ -189,7 +191,7 @@ class Service:
         return run
 
     def forward_backward(self, message: Any, size: int, user: User) -> Result:
-        """A ForwardBackwardRequest of so many bytes, whichever of both it asks for."""
+        """Submits a ForwardBackwardRequest whose body has `size` bytes; it may ask for the forward pass only."""
         run = self.run(message.model_id, user)
 
         def do(calls: GroupCalls) -> Answer:
@@ -208,13 +210,13 @@ class Service:
         return run.submit(message.seq_id, kind, do, size)
 
     def optim_step(self, body: wire.OptimStep, user: User) -> Result:
-        """Takes one update of a run."""
-        run, asked = self.run(body.model_id, user), body.adam_params
+        """Submits one update of a run."""
+        run, params = self.run(body.model_id, user), body.adam_params
 
         def do(calls: GroupCalls) -> Answer:
             try:
-                metrics = calls.optimizer_step(_update_settings(asked))
-            except StateError:  # there were none, or too many in a row were not finite
+                metrics = calls.optimizer_step(_update_settings(params))
+            except StateError:  # there were no gradients, or too many updates in a row were not finite
                 run.has_gradients = False
                 raise
             run.has_gradients = False
@@ -230,7 +232,7 @@ class Service:
             if every is not None and run.updates % every == 0:
                 try:
                     run.save()
-                except CheckpointError as error:  # the update was made all the same, and the checkpoint before stands
+                except CheckpointError as error:  # the update itself succeeded, and the previous checkpoint is valid
                     print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
             return {"type": "optim_step", "metrics": metrics}
 
@@ -239,12 +241,12 @@ class Service:
     # ------------------------------------------------------------------ saving and loading
 
     def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
-        """A checkpoint under a name."""
+        """Submits the writing of a named checkpoint."""
         run = self.run(body.model_id, user)
         return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue), body.size)
 
     def save_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
-        """Weights to sample from, under a name, or for a sampling client that begins with them."""
+        """Submits the writing of weights to sample from, with a name or for a new sampling client."""
         run = self.run(body.model_id, user)
         if body.kind == "inflight":
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
@@ -254,17 +256,17 @@ class Service:
         def do(_: GroupCalls) -> dict[str, Any]:
             answer = save_for_sampler(run, body, self.weights, self.catalogue, self.samplers)
             if run.session not in self.sessions and body.path is None:
-                self.samplers.discard(answer["sampling_session_id"])  # which may have come behind the end of the others
+                self.samplers.discard(answer["sampling_session_id"])  # the session ended before this sampler existed
             return answer
 
         return run.submit(body.seq_id, "save_for_sampler", do, body.size)
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
-        """A checkpoint, into a run or a new one.
+        """Submits the loading of a checkpoint into a run, or makes a new run from it.
 
         Raises:
-            CheckpointError: there is none under the path. ConfigError: it cannot be loaded here. StateError: there is
-                no place for the new run beside another one.
+            CheckpointError: the user has no such checkpoint. ConfigError: it cannot be loaded here.
+            StateError: other runs leave no place for a new one.
         """
         saved = self.catalogue.get(body.path, user)
         if saved.kind != "weights":
@@ -296,11 +298,11 @@ class Service:
     # ------------------------------------------------------------------ sampling
 
     def create_sampler(self, body: wire.CreateSamplingSession, user: User) -> SamplerSession:
-        """A sampling client of saved weights, or of the base.
+        """Makes a sampling client of saved weights, or of the base model; a repeated request returns the same one.
 
         Raises:
             CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
-            StateError: its number is that of a client of other weights.
+            StateError: its number was used for other weights.
         """
         session = self.session(body.session_id, user)
         version = None
@@ -319,15 +321,15 @@ class Service:
         else:
             raise ConfigError("neither model_path nor base_model is given", field="base_model", hint="give one")
         key = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        made = SamplerSession(key, session.id, session.owner, version, body.model_path)
-        known = self.samplers.sessions.setdefault(key, made)
+        sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
+        known = self.samplers.sessions.setdefault(key, sampler)
         require_same_kind(
-            "sampling_session_seq_id", body.sampling_session_seq_id, _weights_of(known), _weights_of(made)
+            "sampling_session_seq_id", body.sampling_session_seq_id, _weights_of(known), _weights_of(sampler)
         )
         return known
 
     def keep_sampler(self, sampler: SamplerSession) -> None:
-        """Has a sampling client go on at the next start, unless its weights have no name; writes to the disk."""
+        """Records a sampling client for the next start, unless its weights have no name; writes to the disk."""
         session, version = self.sessions.get(sampler.session), sampler.version
         if session is None or (version is not None and version.is_ephemeral):
             return
@@ -337,9 +339,10 @@ class Service:
         )
 
     def sampler(self, key: str, user: User) -> SamplerSession:
-        """
+        """Returns a sampling client, and records that it is alive.
+
         Raises:
-            NotFound: the user has none of this id.
+            NotFound: the user has no sampling client of this id.
         """
         sampler = self.samplers.sessions.get(key)
         if sampler is None or not user.owns(sampler.owner):
@@ -349,10 +352,10 @@ class Service:
         return sampler
 
     def sample(self, body: wire.Sample, user: User) -> tuple[Result, Callable[[], Any] | None]:
-        """The result of a request, and what has to be awaited to have it; None where it was seen before.
+        """Returns the result of a sampling request, and the coroutine function that computes it; None if it is known.
 
         Raises:
-            BatchError: naming what cannot be served. NotFound: no such sampler.
+            BatchError: a value cannot be served; the message names it. NotFound: as in `sampler`.
         """
         sampler = self.sampler(body.sampling_session_id, user)
         if (known := sampler.answers.get(body.seq_id)) is not None:
@@ -387,7 +390,7 @@ class Service:
     # ------------------------------------------------------------------ the rest
 
     def close(self) -> None:
-        """Finishes what was taken, and saves every run for the next start."""
+        """Finishes all accepted requests, and saves every run for the next start."""
         self.is_ending = True
         self._run_table.close()
         self.log.close()
@@ -409,7 +412,7 @@ class Service:
 
 
 def _weights_of(sampler: SamplerSession) -> str:
-    """Returns which weights a sampling client was made for, in words."""
+    """Describes the weights that a sampling client was made for."""
     if sampler.path is None:
         return "sampler of the base" if sampler.version is None else "sampler of weights without a name"
     return f"sampler of {sampler.path}"
@@ -419,18 +422,18 @@ def _version_of(saved: Saved, catalogue: Catalogue) -> Version:
     return Version(f"{saved.path}@{saved.time}", catalogue.folder(saved), is_ephemeral=False)
 
 
-def _update_settings(asked: wire.AdamParams) -> UpdateSettings:
-    """Returns what a client asks an update for.
+def _update_settings(params: wire.AdamParams) -> UpdateSettings:
+    """Converts the client's settings of an update.
 
     Raises:
-        ConfigError: a value is not in its range, or makes weights infinite or NaN of usual gradients.
+        ConfigError: a value is out of range, or would make weights infinite or NaN with ordinary gradients.
     """
     bounds = {
-        "learning_rate": (asked.learning_rate, asked.learning_rate <= _MOST_LR, f"{_MOST_LR:g} at most"),
-        "eps": (asked.eps, asked.eps >= _LEAST_EPS, f"{_LEAST_EPS:g} at least"),
+        "learning_rate": (params.learning_rate, params.learning_rate <= _MOST_LR, f"{_MOST_LR:g} at most"),
+        "eps": (params.eps, params.eps >= _LEAST_EPS, f"{_LEAST_EPS:g} at least"),
         "weight_decay": (
-            asked.weight_decay,
-            asked.learning_rate * asked.weight_decay <= 1,
+            params.weight_decay,
+            params.learning_rate * params.weight_decay <= 1,
             "1 / learning_rate at most, which takes a whole weight off",
         ),
     }
@@ -438,17 +441,17 @@ def _update_settings(asked: wire.AdamParams) -> UpdateSettings:
         if not is_in_range:
             raise ConfigError(f"{name}={value:g}, and it may be {rule}", field=name, hint="choose another one")
     return UpdateSettings(
-        lr=asked.learning_rate,
-        betas=(asked.beta1, asked.beta2),
-        eps=asked.eps,
-        weight_decay=asked.weight_decay,
-        max_grad_norm=asked.grad_clip_norm,
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        max_grad_norm=params.grad_clip_norm,
     )
 
 
 def _log_probs(calls: GroupCalls, work: Work) -> Any:
-    """Returns the targets' log-probs, float32 [R], and adds their gradients unless the work is forward only."""
+    """Returns the log-probs of the targets, float32 [R]; adds their gradients unless the work is forward only."""
     if work.forward_only:
         return calls.compute_log_probs(work.batch).log_probs
-    found = calls.forward_backward(work.batch, work.loss, 1.0, settings=work.settings, with_log_probs=True)
-    return found.log_probs.log_probs
+    output = calls.forward_backward(work.batch, work.loss, 1.0, settings=work.settings, with_log_probs=True)
+    return output.log_probs.log_probs

@@ -1,4 +1,4 @@
-"""Clients of the service, for as long as they say that they are there."""
+"""Sessions of clients, which last as long as the clients send heartbeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.service.training_runs import TrainingRun
 
 
 class NotFound(Exception):
-    """Something that a client names is not there; answered as 404, or 410 where it was there once."""
+    """An id of a client is unknown; answered with 404, or with 410 if it was valid once."""
 
     def __init__(self, what: str, *, is_gone: bool = False) -> None:
         super().__init__(what)
@@ -19,19 +19,19 @@ class NotFound(Exception):
 
 
 class Made(NamedTuple):
-    """A run that was asked for."""
+    """A run and the request that made it."""
 
-    by: str  # the call
+    by: str  # the name of the request
     run: TrainingRun
     result: Result
 
 
 @dataclass(slots=True)
 class Session:
-    """A client, for as long as it says that it is there.
+    """A client's session, which lasts as long as the client sends heartbeats.
 
     Args:
-        owner: the id of its user.
+        owner: the id of the client's user.
     """
 
     id: str
@@ -39,4 +39,4 @@ class Session:
     sdk_version: str
     began: float = field(default_factory=time.time)
     seen: float = field(default_factory=time.monotonic)
-    made: dict[int, Made] = field(default_factory=dict)  # runs by their numbers
+    made: dict[int, Made] = field(default_factory=dict)  # runs by their numbers in the session

@@ -1,7 +1,7 @@
-"""The service's sampling engine, which is replaced when its process, or the server beside it, ends or hangs.
+"""The service's sampling engine, which is replaced when its process or its server ends or hangs.
 
-An engine that is lost takes its versions and its requests with it. Whoever waited for a request is told so
-(`EngineReplaced`) and asks the next engine again, which draws the same samples from the same seeds.
+A lost engine loses its versions and its requests. Those who wait for a request get `EngineReplaced` and send it to the
+next engine, which draws the same samples from the same seeds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
 
-_ANSWER_S = 2.0  # for an engine to say how much it does, before its last answer is taken
-_SLOW_S = 10.0  # without that answer for so long, it is said that the engine does not answer
+_ANSWER_S = 2.0  # how long `stats` waits for an engine; after that it returns the last known values
+_SLOW_S = 10.0  # an engine that does not answer for longer is reported as a problem
 _NOTHING = SamplingStats(0, 0, 0, 0, 0, {}, 0)
 
 
 class EngineReplaced(Exception):
-    """The engine was lost before it answered. Another one has taken its place, and holds no version yet.
+    """The engine was lost before it answered. Another one has taken its place, and has no versions yet.
 
     Args:
-        loss: why it was lost; None: that was before this call, of which the engine has seen nothing.
+        loss: why it was lost; None: it was lost before this call, and never got the request.
     """
 
     def __init__(self, loss: SlimeError | None) -> None:
@@ -42,24 +42,24 @@ class EngineReplaced(Exception):
 
 
 class SupervisedEngine:
-    """A sampling engine, and the next one when it is lost: at most cluster.max_restarts times, three times in a row.
+    """A sampling engine, replaced when it is lost: at most cluster.max_restarts times, and three times in a row.
 
-    All methods but `end` are for one event loop.
+    All methods except `end` must be called from one event loop.
 
     Args:
-        start: starts an engine and returns its handle when it answers; it may block.
+        start: starts an engine and returns its handle once it answers; it may block.
 
     Raises:
-        Exception: what `start` raises.
+        Exception: the errors of `start`.
     """
 
     def __init__(self, config: RunConfig, start: Callable[[], Any]) -> None:
         self._start, self._limits = start, Limits.of(config)
         self._restarts = Restarts(config.cluster.max_restarts, "sampling engines")
-        self._loss: SlimeError | None = None  # of the engine that is being replaced, or that could not be
-        self._replacing: asyncio.Task[None] | None = None  # a task that has failed stays: there is no engine any more
-        self._asking: asyncio.Task[None] | None = None  # an engine for its stats
-        self._asked = 0.0  # of time.monotonic, when that began
+        self._loss: SlimeError | None = None  # why an engine is being replaced, or could not be
+        self._replacing: asyncio.Task[None] | None = None  # stays set if it failed: there is no engine any more
+        self._asking: asyncio.Task[None] | None = None  # a pending request for the engine's stats
+        self._asked = 0.0  # when that began, by time.monotonic
         self._is_ended = False
         self.replacements = 0
         self._use(start())
@@ -68,11 +68,11 @@ class SupervisedEngine:
         self._engine, self._began, self._said = engine, time.monotonic(), _NOTHING
         self._watchdog = Watchdog([engine], self._limits, kind="sampling engine")
         self.versions: dict[str, float] = {}
-        """Those that the engine was told to load, and when each was last asked for; `Samplers` keeps it."""
+        """The versions that the engine was told to load, and when each was last used; `Samplers` maintains it."""
 
     @property
     def problem(self) -> str | None:
-        """Returns what is wrong with the engine; None: nothing is known to be."""
+        """Returns what is wrong with the engine; None if no problem is known."""
         if self._loss is not None:
             return self._loss.message
         silent_s = time.monotonic() - self._asked if self._asking is not None and not self._asking.done() else 0.0
@@ -80,25 +80,25 @@ class SupervisedEngine:
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is no engine any more, and will be none."""
+        """Returns whether the engine was lost and cannot be replaced."""
         return self._replacing is not None and self._replacing.done()
 
     async def load(self, version: str, folder: str) -> int:
         """Loads a version, as `SamplingEngine.load` does.
 
         Raises:
-            EngineReplaced: the engine was lost. WorkerDied, WorkerHung: it was, and could not be replaced.
+            EngineReplaced: the engine was lost. WorkerDied, WorkerHung: it was lost and could not be replaced.
             SlimeError: what the engine raises.
         """
         size: int = await self._call("load", version, folder)
         return size
 
     async def drop(self, version: str) -> None:
-        """Drops a version; raises as `load` does."""
+        """Drops a version; raises the errors of `load`."""
         await self._call("drop", version)
 
     async def sample(self, request: SampleRequest) -> SampleAnswer:
-        """Samples a request; raises as `load` does. A call that is cancelled frees its rows."""
+        """Samples a request; raises the errors of `load`. Cancelling the call frees its rows in the engine."""
         key = uuid.uuid4().hex
         try:
             answer: SampleAnswer = await self._call("sample", request, key)
@@ -110,13 +110,13 @@ class SupervisedEngine:
         return answer
 
     async def stats(self) -> SamplingStats:
-        """Returns how much is being sampled and held; of an engine that does not answer at once, what it said last."""
+        """Returns the engine's stats; the last known ones if it does not answer at once."""
         if self._replacing is None:
             await asyncio.wait([self._question()], timeout=_ANSWER_S)
         return self._said
 
     async def watch(self) -> None:
-        """Finds out whether the engine hangs or has ended; it is to be called about once a second."""
+        """Checks whether the engine hangs or has ended; it is to be called about once a second."""
         if self._replacing is not None:
             return
         self._question()
@@ -130,7 +130,7 @@ class SupervisedEngine:
         """Ends the engine for good.
 
         Raises:
-            RayError: it did not end by itself in this time, and was killed.
+            RayError: it did not end within `timeout_s`, and was killed.
         """
         import ray
 
@@ -142,23 +142,23 @@ class SupervisedEngine:
 
     # ------------------------------------------------------------------ inside
 
-    async def _call(self, method: str, *given: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         engine, loss = self._engine, None
         if self._replacing is None:
             try:
-                return await getattr(engine, method).remote(*given)
+                return await getattr(engine, method).remote(*arguments)
             except RayError as error:
                 cause = meaning_of(error, 0, method)
                 if not isinstance(cause, LOST):
                     raise cause from error
                 loss = cause
-                if not isinstance(error, RayTaskError):  # else the engine said itself that its server is lost
-                    said = next(iter(str(error).splitlines()), type(error).__name__)
+                if not isinstance(error, RayTaskError):  # otherwise the engine itself reported that its server is lost
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
                     hint = "look at its log, or the kernel's: memory may have run out"
-                    loss = WorkerDied(f"the sampling engine ended during {method}: {said}", hint=hint)
+                    loss = WorkerDied(f"the sampling engine ended during {method}: {reason}", hint=hint)
                 self._lost(engine, loss)
         if self._replacing is not None:
-            await asyncio.shield(self._replacing)  # whoever gives up waiting leaves it to the others
+            await asyncio.shield(self._replacing)  # shielded, since others may still wait when this caller gives up
         raise EngineReplaced(loss)
 
     def _question(self) -> asyncio.Task[None]:
@@ -171,7 +171,7 @@ class SupervisedEngine:
             self._said = await self._call("stats")
 
     def _lost(self, engine: Any, error: SlimeError) -> None:
-        """Begins to replace an engine, unless somebody has."""
+        """Starts the replacement of an engine, unless it was started already."""
         if self._engine is engine and self._replacing is None:
             self._loss, self._said = error, _NOTHING
             self._replacing = asyncio.create_task(self._replace(error))
@@ -180,8 +180,8 @@ class SupervisedEngine:
     async def _replace(self, error: SlimeError) -> None:
         try:
             engine = await asyncio.to_thread(self._another, error)
-        except Exception as found:
-            cause = typed(found)
+        except Exception as failed:
+            cause = typed(failed)
             self._loss = cause if isinstance(cause, SlimeError) else error
             raise cause from None
         self._use(engine)
@@ -195,10 +195,10 @@ class SupervisedEngine:
         def start() -> Any:
             if self._is_ended:
                 raise StateError("the server is ending", field="engine", hint="ask the next one")
-            engine = self._start()
-            if self._is_ended:  # meanwhile
-                end_processes([engine])
-                raise StateError("the server is ending", field="engine", hint="ask the next one")
-            return engine
-
-        return self._restarts.start_another(error, start)
+                if not isinstance(cause, LOST):
+                    raise cause from error
+                loss = cause
+                if not isinstance(error, RayTaskError):  # otherwise the engine itself reported that its server is lost
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
+                    hint = "look at its log, or the kernel's: memory may have run out"
+                    loss = WorkerDied(f"the sampling engine ended during {method}: {reason}", hint=hint)

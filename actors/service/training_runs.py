@@ -1,4 +1,4 @@
-"""A client's training run: its requests, done once each in the order of their numbers."""
+"""A client's training run, which performs each request once, in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import SlimeError, StateError
 
 RequestKind = Literal["forward", "forward_backward", "optim_step", "save", "save_for_sampler", "load"]
-_REMEMBERED = 4096  # answered numbers whose request, sent again, gets its answer again
-_GAP = 4096  # numbers that may be missing before one that was sent
-_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # all others are sent when those before them were
+_REMEMBERED = 4096  # answered requests that get the same answer when they are repeated
+_GAP = 4096  # numbers that may be missing before a request
+_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # clients send the others one after another
 
 
 def require_same_kind(field: str, number: int, known: str, asked: str) -> None:
-    """Refuses a request under the number of an earlier one, unless it may be that one, sent again.
+    """Refuses a request with the number of an earlier one, unless it can be a repetition of that one.
 
     Args:
-        field: that has the number.
-        known: what the earlier one asked for.
+        field: the field that has the number.
+        known: the kind of the earlier request.
 
     Raises:
-        StateError: this one asks for something else.
+        StateError: this request is of another kind.
     """
     if known != asked:
         problem = f"{field}={number} was the number of a {known}, and is now that of a {asked}"
@@ -47,23 +47,24 @@ class _Request:
 
 @dataclass(slots=True, eq=False)
 class TrainingRun:
-    """One run; its thread does what its client asks for.
+    """A training run; its thread performs the client's requests.
 
     Args:
-        id: as clients know it.
+        id: the run's id in the clients' API.
         owner: the id of the user whose client made it.
-        rank: of its adapter; 0: it trains all weights.
-        calls: of the group, for this run.
-        next_number: of the request that is to be taken next.
-        begun: number of the request that was begun last.
-        incomplete: why the gradients gathered so far are not what was asked for.
-        has_gradients: that no update was made of.
-        redone: since when, and from which request on, the run does again what it may have done in an earlier start.
-        resumed_at: after a start that went on from a checkpoint, and until it is known whether requests were lost:
-            that checkpoint's path.
-        is_ending: as soon as that is known; `close` may have to wait.
-        is_made: or it is known that it cannot be.
-        lost: the first and last number of requests that were, and that path, until the client loads a checkpoint.
+        rank: the rank of its adapter; 0: it trains all weights.
+        calls: the group's calls for this run.
+        next_number: the number of the next request to accept.
+        begun: the number of the request that was begun last.
+        incomplete: the error because of which the gradients so far are incomplete.
+        has_gradients: whether there are gradients that no update has used.
+        redone: (time, number) of a resumed run: requests from this number on may have been done before this time, in an
+            earlier start, and are done again.
+        resumed_at: the path of the checkpoint from which a start resumed the run, until it is known whether requests
+            were lost.
+        is_ending: is set as soon as the run is to end; `close` may have to wait.
+        is_made: is set once the run was made, or could not be.
+        lost: the first and last number of lost requests, and `resumed_at`, until the client loads a checkpoint.
     """
 
     id: str
@@ -86,7 +87,7 @@ class TrainingRun:
     is_ending: bool = False
     is_made: threading.Event = field(default_factory=threading.Event)
     _early: dict[int, _Request] = field(default_factory=dict)
-    _early_since: float = 0.0  # of time.monotonic: when the newest of them came
+    _early_since: float = 0.0  # when the newest of them came, by time.monotonic
     _by_number: OrderedDict[int, tuple[RequestKind, Result]] = field(default_factory=OrderedDict)
     _queue: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -95,16 +96,16 @@ class TrainingRun:
     _thread: threading.Thread | None = None
 
     def submit(self, number: int, kind: RequestKind, do: Callable[[GroupCalls], Answer], size: int = 0) -> Result:
-        """Takes a request; one whose number was seen before is the same request, and is not done again.
+        """Accepts a request; one with a known number is a repetition, and is not done again.
 
         Args:
-            number: of the request in the run, from 1; it waits for those before it.
-            do: what is done, with the run's calls.
+            number: the number of the request in the run, from 1; it waits for the requests before it.
+            do: performs the request with the run's calls.
             size: bytes of its body.
 
         Raises:
             StateError: the run has ended, or the number is too old, too far ahead, or that of another kind of request.
-            ResourceError: there is no room for it. A run that does nothing takes its next request in any case: those
+            ResourceError: there is no room for it. An idle run accepts its next request in any case, since the requests
                 that fill the room may be waiting for it.
         """
         with self._lock:
@@ -130,7 +131,7 @@ class TrainingRun:
         return result
 
     def resume(self, progress: Progress) -> None:
-        """Goes on behind a checkpoint, which is loaded."""
+        """Continues after a checkpoint that was just loaded."""
         self.next_number, self.begun = progress.next_number, progress.next_number - 1
         self.updates, self.tokens = progress.updates, progress.tokens
         self.redone = time.time(), progress.next_number
@@ -138,27 +139,27 @@ class TrainingRun:
             self.incomplete = StateError("the server was started anew", field="forward_backward")
 
     def was_lost(self, saved: Saved) -> bool:
-        """Whether the request that saved it was lost with an earlier start, so that it may come again."""
+        """Returns whether the request that saved it was lost with an earlier start, so that it may be repeated."""
         return self.redone is not None and saved.time < self.redone[0] and saved.request >= self.redone[1]
 
     def save(self, name: str | None = None, *, overwrite: bool = False) -> None:
-        """Writes a checkpoint, with how far the run is behind the request that was begun last.
+        """Writes a checkpoint with the run's progress up to the request that was begun last.
 
         Args:
-            name: keeps it beside those by step.
+            name: writes it under this name, besides those by step.
 
         Raises:
-            CheckpointError: there is one of this name, or it cannot be written.
+            CheckpointError: the name is taken, or it cannot be written.
         """
         has_gradients = self.has_gradients or self.incomplete is not None
         progress = Progress(self.id, self.begun + 1, self.updates, self.tokens, has_gradients)
         self.calls.save(self.updates, asdict(progress), name, overwrite)
 
     def refuse_behind_lost(self, after_s: float) -> None:
-        """Fails requests that wait for lost ones for too long; it is to be called every few seconds.
+        """Fails requests that wait too long for lost ones; it is to be called every few seconds.
 
-        A client sends the parts of a forward_backward at the same time, so that a part may come before those before it;
-        only after a start that went on from a checkpoint may these never come.
+        A client sends the parts of a forward_backward at the same time, so that a part may overtake earlier ones. The
+        earlier ones can only be missing for good after a start that resumed from a checkpoint.
         """
         with self._lock:
             if self.resumed_at is not None and self._early and time.monotonic() - self._early_since >= after_s:
@@ -166,10 +167,10 @@ class TrainingRun:
                 self._queue_ready()
 
     def _skip_lost(self, number: int) -> None:
-        """Goes on with a request behind which no earlier one comes any more; those that are missing were lost."""
+        """Continues with the request of this number; those that are missing before it were lost."""
         if number > self.next_number and self.resumed_at is not None:
             self.lost = (self.next_number, min(self._early, default=number) - 1, self.resumed_at)
-            for early in [one for one in self._early if one < number]:
+            for early in [waiting for waiting in self._early if waiting < number]:
                 self._early.pop(early).result.fail(self._of_lost(self.lost))
             self.next_number = number
         self.resumed_at = None
@@ -193,14 +194,14 @@ class TrainingRun:
 
     @property
     def waiting(self) -> int:
-        """Requests that are taken and not begun."""
+        """Returns the number of requests that were accepted and not begun."""
         return self._queue.qsize() + len(self._early)
 
     def close(self, *, finishes: bool = False) -> None:
-        """Takes no more requests, and returns when none is being done.
+        """Accepts no more requests, and returns when none is being done.
 
         Args:
-            finishes: what waits is done first, but for requests before which others are missing; else it fails.
+            finishes: performs waiting requests first, unless earlier ones are missing; otherwise they fail.
         """
         with self._lock:
             self._is_closed = True
@@ -223,11 +224,11 @@ class TrainingRun:
                 request.result.set(self._done(request))
             except SlimeError as error:
                 request.result.fail(error)
-            except Exception as error:  # a defect of ours: the client is told, and others go on
+            except Exception as error:  # a bug of ours: the client gets it, and the run goes on
                 print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
                 request.result.fail(error)
             self._is_busy = False
-            del request  # its body may be large, and the next one far
+            del request  # its body may be large, and the next request may come much later
 
     def _done(self, request: _Request) -> Answer:
         self.begun = request.number
@@ -249,6 +250,6 @@ class TrainingRun:
             raise
         if request.kind == "forward_backward":
             self.has_gradients = True
-        if request.kind == "load":  # which drops gradients
+        if request.kind == "load":  # a load drops gradients
             self.has_gradients, self.incomplete, self.lost = False, None, None
         return answer

@@ -1,5 +1,4 @@
-"""Whose requests these are: each key is a user, what the clients of one user make is no other user's, and none of them
-can take all the room that they share."""
+"""Separates the users of a server: each key is a user, who owns what their clients make and has a share of the room."""
 
 from __future__ import annotations
 
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Whoever has a key.
+    """A user: whoever has a certain key.
 
     Args:
-        id: a digest of the key, which what the user makes is marked with; empty where no key is asked for.
-        is_operator: the first key's, who also sees what the whole service does, and has what was made without a key.
-        is_alone: there is no other user, and all that is in the run's folder is this one's, whichever key made it.
+        id: a digest of the key, which marks what the user makes; empty if no key is needed.
+        is_operator: whether it is the first key, which may see the state of the service and owns what was made without
+            a key.
+        is_alone: whether there is no other user; then everything in the run's folder belongs to this one.
     """
 
     id: str
@@ -25,7 +25,7 @@ class User:
     is_alone: bool
 
     def owns(self, owner: str) -> bool:
-        """Whether what was made by the user of this id is this user's."""
+        """Returns whether this user owns what the user with the id `owner` has made."""
         return self.is_alone or owner == self.id or (not owner and self.is_operator)
 
 
@@ -33,7 +33,7 @@ class Users:
     """The users whose keys the server was started with.
 
     Args:
-        keys: the operator's first; none: nobody is asked for a key, and all clients are one user.
+        keys: the operator's key first; none: no key is needed, and all clients are one user.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -47,33 +47,33 @@ class Users:
 
     @property
     def have_keys(self) -> bool:
-        """Whether requests are asked for a key."""
+        """Returns whether requests need a key."""
         return bool(self._by_key)
 
     def of(self, key: str) -> User | None:
-        """The user who has this key; None: nobody has.
+        """Returns the user who has this key, or None.
 
         Args:
-            key: of a request's header, whose bytes are decoded as Latin-1; empty: it had none.
+            key: the value of a request's header, decoded as Latin-1; empty if there is no such header.
         """
         if not self._by_key:
             return self._nobody
-        given, found = _digest(key.encode("latin-1", "replace")), None
-        for digest, user in self._by_key:  # all of them, of one length: the time tells nothing about a key
-            if hmac.compare_digest(given, digest):
-                found = user
-        return found
+        wanted, owner = _digest(key.encode("latin-1", "replace")), None
+        for digest, user in self._by_key:  # compares with all digests, so that the time reveals nothing about a key
+            if hmac.compare_digest(wanted, digest):
+                owner = user
+        return owner
 
 
 _TIMES_FREE = 4
 
 
 class Shares:
-    """Room that users share. A user may take up to four times what stays free: one alone four fifths, two who both ask
-    for more than there is four ninths each. So there is always some left for another one. Not thread-safe.
+    """Room that users share. A user may take up to four times what stays free: four fifths if alone, and four ninths
+    each if two ask for more than there is. So some room is always left for another user. Not thread-safe.
 
     Args:
-        most: that all may take together, in any unit.
+        most: limit on what all users take together, in any unit.
     """
 
     def __init__(self, most: int) -> None:
@@ -82,19 +82,19 @@ class Shares:
 
     @property
     def taken(self) -> int:
-        """What all users have taken."""
+        """Returns what all users have taken."""
         return self._taken.total()
 
     def has_room(self, user: str, size: int) -> bool:
-        """Whether the user of this id may take so much more."""
+        """Returns whether the user may take this much more."""
         return self._taken[user] + size <= _TIMES_FREE * (self.most - self.taken - size)
 
     def take(self, user: str, size: int) -> None:
-        """Counts it, whether there is room or not."""
+        """Counts what a user takes, whether or not there is room."""
         self._taken[user] += size
 
     def give_back(self, user: str, size: int) -> None:
-        """Ends what `take` began."""
+        """Returns room that was taken with `take`."""
         self._taken[user] -= size
         if not self._taken[user]:
             del self._taken[user]

@@ -1,4 +1,4 @@
-"""The JSON bodies that clients send, checked before anything is done with them."""
+"""The JSON bodies of clients' requests, with the checks of their fields."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LONGEST_S = 10**9  # 30 years: dates beyond have no name
 
 
 def _is_json(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    json.dumps(value, allow_nan=False)  # ValueError of NaN and infinity, which no answer could list
+    json.dumps(value, allow_nan=False)  # raises ValueError for NaN and infinity, which JSON answers cannot have
     return value
 
 
 Metadata = Annotated[dict[str, Any] | None, AfterValidator(_is_json)]
-"""What a client wants to be told again of a run."""
+"""Data of a client that is returned to it unchanged."""
 
 
 class Body(BaseModel):
@@ -30,9 +30,10 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """
+        """Parses a body.
+
         Raises:
-            ValidationError: it is no such body.
+            ValidationError: a field is missing or invalid.
         """
         body = cls.model_validate_json(data or b"{}")
         body._size = len(data)
@@ -40,7 +41,7 @@ class Body(BaseModel):
 
     @property
     def size(self) -> int:
-        """Bytes, as it came."""
+        """Returns the bytes of the body as it was received."""
         return self._size
 
 
@@ -128,7 +129,7 @@ class SaveForSampler(OfRun):
 
 
 class LoadWeights(Body):
-    """POST load_weights: into a run, or into a new one."""
+    """POST load_weights: into an existing run, or into a new one."""
 
     path: str
     optimizer: bool
@@ -162,7 +163,7 @@ class Prompt(Body):
 
 
 class AskedParams(Body):
-    """How a client wants samples drawn."""
+    """A client's settings for drawing samples."""
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -189,27 +190,27 @@ class Sample(Body):
     record_stability_info: bool | None = None
 
     def params(self, end_token_ids: frozenset[int], most_tokens: int, random_seed: int) -> SamplingParams:
-        """Returns what the engine is asked for.
+        """Returns the engine's form of the settings.
 
         Args:
-            end_token_ids: of the model, where the client names no stop.
-            most_tokens: there is room for.
-            random_seed: where the client names none.
+            end_token_ids: the model's end tokens, used if the client names no stop.
+            most_tokens: the limit, used if the client names none.
+            random_seed: the seed, used if the client names none.
         """
-        asked = self.sampling_params
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-        ends = end_token_ids if stop is None else frozenset(one for one in stop if isinstance(one, int))
-        texts = tuple(one for one in stop or () if isinstance(one, str))
+        wanted = self.sampling_params
+        stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
+        ends = end_token_ids if stop is None else frozenset(item for item in stop if isinstance(item, int))
+        texts = tuple(item for item in stop or () if isinstance(item, str))
         return SamplingParams(
-            asked.max_tokens or most_tokens,
-            temperature=asked.temperature or 1.0,
-            greedy=asked.temperature == 0,
+            wanted.max_tokens or most_tokens,
+            temperature=wanted.temperature or 1.0,
+            greedy=wanted.temperature == 0,
             tempered=False,
             end_token_ids=ends,
             stop=texts,
-            seed=(asked.seed if asked.seed is not None else random_seed,),
-            top_k=asked.top_k if asked.top_k > 0 else None,
-            top_p=asked.top_p,
+            seed=(wanted.seed if wanted.seed is not None else random_seed,),
+            top_k=wanted.top_k if wanted.top_k > 0 else None,
+            top_p=wanted.top_p,
         )
 
 
