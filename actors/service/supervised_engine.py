@@ -195,10 +195,10 @@ class SupervisedEngine:
         def start() -> Any:
             if self._is_ended:
                 raise StateError("the server is ending", field="engine", hint="ask the next one")
-                if not isinstance(cause, LOST):
-                    raise cause from error
-                loss = cause
-                if not isinstance(error, RayTaskError):  # otherwise the engine itself reported that its server is lost
-                    reason = next(iter(str(error).splitlines()), type(error).__name__)
-                    hint = "look at its log, or the kernel's: memory may have run out"
-                    loss = WorkerDied(f"the sampling engine ended during {method}: {reason}", hint=hint)
+            engine = self._start()
+            if self._is_ended:  # it ended during the start
+                end_processes([engine])
+                raise StateError("the server is ending", field="engine", hint="ask the next one")
+            return engine
+
+        return self._restarts.start_another(error, start)
