@@ -3,7 +3,7 @@
     python benchmarks/sort_digits_algorithms.py --json benchmarks/results/sort_digits_algorithms.json \\
         --picture docs/images/sort_digits_algorithms.png
 
-Prints the Markdown table of docs/algorithms.md.
+Prints a Markdown table.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/stale_engines.py --json benchmarks/results/stale_engines.json \\
         --picture docs/images/stale_engines.png
 
-All runs begin with one warm-up. Prints the Markdown table of docs/algorithms.md.
+All runs begin with one warm-up. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def with_statistics(run: dict[str, Any], run_dir: Path) -> dict[str, Any]:
 
 
 def table(runs: dict[str, Any]) -> str:
-    """The rows of docs/algorithms.md."""
+    """Returns the rows of the Markdown table."""
     lines = ["| run | before | after | `rollout_k3` | `correction_weight` |", "|---|---|---|---|---|"]
     for name, run in runs.items():
         weight = run["means"].get("correction_weight")
