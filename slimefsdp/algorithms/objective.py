@@ -1,8 +1,8 @@
 """Computes one micro-batch's training loss: policy loss, KL and entropy terms under the update's token weights.
 
-The weights were decided for the whole update (`reduction.py`), so the loss of an update is the plain sum of its
-micro-batches' losses over all ranks, and gradients simply add. A pack holds whole samples, so that losses which look
-at whole sequences find all of their tokens here.
+Token weights are computed for the whole update (`reduction.py`), so the loss of an update is the sum of the losses of
+its micro-batches over all ranks, and gradients simply add. A pack holds whole samples, so that losses of whole
+sequences have all their tokens here.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from slimefsdp.algorithms.rollout_correction import (
 )
 from slimefsdp.batching.packing import on_device
 
-if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none
+if TYPE_CHECKING:  # losses must not import the code that reduces metrics over ranks
     from slimefsdp.training.metrics import MetricSums
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What the losses read of each token; all [tokens], None if nothing reads it."""
+    """Holds the losses' inputs of each token; every tensor is [tokens], and None if the loss does not read it."""
 
     weights: torch.Tensor
     sample_ids: torch.Tensor  # int64, below num_samples
     num_samples: int  # of the whole batch
     group_ids: torch.Tensor | None = None  # int64, below num_samples; for losses that compare pairs
     advantages: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None  # None: the current ones, detached
-    old_is_rollout: bool = False  # they are the engine's, whose mismatch shows in the current ones then
+    old_log_probs: torch.Tensor | None = None  # None: the current log-probs, detached
+    old_is_rollout: bool = False  # old_log_probs are the engine's; the current ones then measure the mismatch
     ref_log_probs: torch.Tensor | None = None
-    rollout_log_probs: torch.Tensor | None = None  # corrections and metrics
-    old_values: torch.Tensor | None = None  # a critic's before the step
-    returns: torch.Tensor | None = None  # what its values should be
+    rollout_log_probs: torch.Tensor | None = None  # for corrections and metrics
+    old_values: torch.Tensor | None = None  # the critic's values before the step
+    returns: torch.Tensor | None = None  # the targets of the critic's values
 
     def at(self, index: torch.Tensor) -> TokenInputs:
-        """Returns the tokens at `index` [pairs]."""
+        """Returns the inputs of the tokens at `index`, int64 [pairs]."""
         return self._each(lambda value: value[index])
 
     def to(self, device: torch.device) -> TokenInputs:
@@ -68,30 +68,30 @@ class TokenInputs:
 
     @property
     def sequences(self) -> Sequences:
-        """The sample that each token belongs to."""
+        """Returns the sample that each token belongs to."""
         return Sequences(self.sample_ids, self.num_samples)
 
     @property
     def groups(self) -> Sequences | None:
-        """The pair that each token belongs to."""
+        """Returns the pair that each token belongs to; None if no loss compares pairs."""
         return None if self.group_ids is None else Sequences(self.group_ids, self.num_samples)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenInputs:
-        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        changed: dict[str, Any] = {n: change(v) for n, v in given.items() if isinstance(v, torch.Tensor)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        changed: dict[str, Any] = {n: change(v) for n, v in values.items() if isinstance(v, torch.Tensor)}
         return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The terms of a policy's loss and their coefficients."""
+    """Computes a policy's loss from its terms and their coefficients."""
 
-    policy: PolicyLossFunction | None  # None: supervised, the cross-entropy of each token
+    policy: PolicyLossFunction | None  # None: supervised training on the cross-entropy of each token
     options: PolicyOptions = field(default_factory=PolicyOptions)
-    looks_at_sequences: bool = False  # the loss of a token may depend on others of its sequence
-    correction: str = "none"  # or a name in CORRECTIONS
+    looks_at_sequences: bool = False  # the loss of a token may depend on other tokens of its sequence
+    correction: str = "none"  # or a key of CORRECTIONS
     correction_options: CorrectionOptions = field(default_factory=CorrectionOptions)
-    kl_coefficient: float = 0.0  # of the term in the loss
+    kl_coefficient: float = 0.0  # of the KL term in the loss
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     entropy_coefficient: float = 0.0
@@ -101,9 +101,9 @@ class Objective:
         """Returns the 0-d loss of one pack.
 
         Args:
-            outputs: of the policy, [2 or 3, tokens]: log-probs and entropies, and the KL over the whole vocabulary
-                under kl_estimator "full". Differentiable in the log-probs, and in the others where a term reads them.
-            sums: where metrics are added.
+            outputs: [2 or 3, tokens], the policy's log-probs and entropies, and under kl_estimator "full" the KL over
+                the whole vocabulary. The log-probs carry a graph; the others do if a term of the loss reads them.
+            sums: receives the metrics.
         """
         log_probs, entropy = outputs[0], outputs[1]
         if self.policy is None:
@@ -127,7 +127,7 @@ class Objective:
         current = log_probs.detach()
         old = current if inputs.old_log_probs is None else inputs.old_log_probs
         weights = self._correction(current, old, inputs, sums)
-        # in place of what moves nothing, so that an infinite rho or ratio there leaves no 0 * inf = nan behind
+        # tokens without effect on the loss get weight 0 and ratio 1, because an infinite rho or ratio times 0 is nan
         has_no_advantage = inputs.advantages == 0
         weights = weights.masked_fill(has_no_advantage & weights.isinf(), 0.0)
         if self.looks_at_sequences:
@@ -136,23 +136,23 @@ class Objective:
             dropped = weights * (1 if self.trains_without_advantage else inputs.advantages) == 0
         counted = torch.where(dropped, old, log_probs)
         tokens = PolicyTokens(counted, old, inputs.advantages, sequences, inputs.groups, inputs.ref_log_probs)
-        found = policy(tokens, self.options)
-        per_token = found.loss * weights
+        policy_loss = policy(tokens, self.options)
+        per_token = policy_loss.loss * weights
         if inputs.ref_log_probs is not None or len(outputs) > 2:
             kl = self._kl(outputs, old, inputs.ref_log_probs)
             if self.kl_coefficient:
                 per_token = per_token + self.kl_coefficient * kl
         if sums is not None:
-            sums.add_mean("ratio", found.ratio)
-            sums.add_max("ratio_deviation_max", (found.ratio - 1).abs())
-            sums.add_mean("clip_fraction_low", found.clipped_low)
-            sums.add_mean("clip_fraction_high", found.clipped_high)
+            sums.add_mean("ratio", policy_loss.ratio)
+            sums.add_max("ratio_deviation_max", (policy_loss.ratio - 1).abs())
+            sums.add_mean("clip_fraction_low", policy_loss.clipped_low)
+            sums.add_mean("clip_fraction_high", policy_loss.clipped_high)
             sums.add_mean("kl_old", kl_estimate(old, current, "k3"))
             if inputs.ref_log_probs is not None or len(outputs) > 2:
                 sums.add_mean("kl_ref", kl)
             if inputs.groups is not None and inputs.ref_log_probs is not None:
-                of_pairs, occurs = pair_metrics(tokens, self.options.dpo_beta)
-                for name, values in of_pairs.items():
+                pair_values, occurs = pair_metrics(tokens, self.options.dpo_beta)
+                for name, values in pair_values.items():
                     sums.add_mean(name, values, occurs)
         return per_token
 
@@ -167,7 +167,7 @@ class Objective:
     def _correction(
         self, current: torch.Tensor, old: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
     ) -> torch.Tensor:
-        """Returns importance weights of the policy loss for the engine's probabilities, [tokens], without a graph."""
+        """Returns the importance weights that correct for the engine's probabilities, [tokens], without a graph."""
         assert inputs.advantages is not None
         sequences, options = inputs.sequences, self.correction_options
         nowhere = torch.zeros_like(current, dtype=torch.bool)

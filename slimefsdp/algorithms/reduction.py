@@ -1,7 +1,7 @@
-"""Decides how much each token counts. Nothing else normalises the loss.
+"""Computes how much each token counts in the loss; nothing else normalises it.
 
-The loss of an update is sum(weight * per-token loss) over all its tokens, wherever they are computed. The weight of a
-trained token (mask True) of sample i is 1 / (denominator * length_i):
+The loss of an update is sum(weight * per-token loss) over all its tokens on all ranks. The weight of a trained token
+(mask True) of sample i is 1 / (denominator * length_i):
 
 | reduction     | denominator     | length_i                     | source                                        |
 |---------------|-----------------|------------------------------|-----------------------------------------------|
@@ -10,8 +10,8 @@ trained token (mask True) of sample i is 1 / (denominator * length_i):
 | constant      | trained samples | constant_length, one for all | Dr.GRPO, arXiv 2503.20783, its unbiased loss  |
 | prompt_mean   | trained prompts | trained tokens of i's prompt | ScaleRL, arXiv 2510.13786, its prompt average |
 
-A sample, or a prompt, is trained if at least one of its tokens is; the samples of a prompt share a group id. Every
-other token weighs exactly 0.
+A sample or a prompt is trained if at least one of its tokens is. The samples of a prompt share a group id. Masked
+tokens have weight exactly 0.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Integers = npt.NDArray[np.int64]
 
 
 class Samples(NamedTuple):
-    """What the two columns of the table above are computed from, for the samples of one call."""
+    """Holds what the two columns of the table above are computed from, for the samples of one call."""
 
-    counts: Integers  # [samples] trained tokens of each
+    counts: Integers  # [samples] trained tokens of each sample
     group_ids: Integers | None
     constant_length: int | None = None
 
 
 class Reduction(NamedTuple):
-    """The two columns of the table above."""
+    """Holds the functions that compute the two columns of the table above."""
 
     denominator: Callable[[Samples], int]
     lengths: Callable[[Samples], npt.NDArray]  # -> [samples]
@@ -83,26 +83,26 @@ def token_weights(
 ) -> npt.NDArray[np.float64]:
     """Returns the weight of each response token of one update, so that the loss is sum(weight * per-token loss).
 
-    When one update is computed in several calls, give each of them the denominator of the whole
-    (`update_denominator` of all its tokens): their sums then add up to the whole. A sample's tokens must stay in one
-    call, because sequence_mean counts them there, and so must all samples of a prompt under prompt_mean.
+    To compute one update in several calls, pass each of them the denominator of the whole update
+    (`update_denominator` of all its tokens); the results then add up. All tokens of a sample must be in one call,
+    because sequence_mean counts them; under prompt_mean so must all samples of a prompt.
 
     Args:
-        mask: [tokens] bool, True where the policy chose the token and it is trained.
-        sample_of_token: [tokens] which sample a token belongs to, 0 <= value < num_samples, in any order.
+        mask: [tokens] bool, True at trained tokens.
+        sample_of_token: [tokens], the sample of each token, 0 <= value < num_samples, in any order.
         num_samples: samples of this call, trained or not.
         reduction: a key of REDUCTIONS.
-        group_ids: [num_samples] for "prompt_mean": the prompt each sample answers, any int64; others ignore it.
-        constant_length: for "constant", and only then: the length in tokens that every sample counts as having.
+        group_ids: [num_samples] int64, the prompt of each sample; read by "prompt_mean" only.
+        constant_length: for "constant" only: the length in tokens that every sample counts as having.
         denominator: replaces this call's own denominator (trained tokens, samples or prompts, see the table).
 
     Returns:
         [tokens] float64; all zeros if no token is trained, for every denominator.
 
     Raises:
-        ConfigError: constant_length is missing, not positive, or given to a reduction that has no use for it.
-        BatchError: the denominator is not a positive number, though there are tokens to train on; or group_ids is
-            missing under prompt_mean.
+        ConfigError: constant_length is missing or not positive, or is given to a reduction that does not use it.
+        BatchError: the denominator is not a positive number although there are trained tokens; or group_ids is missing
+            under prompt_mean.
     """
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)
     options = {"group_ids": group_ids, "constant_length": constant_length, "denominator": denominator}
@@ -123,9 +123,9 @@ def sample_weights(
     """Returns the weight of each trained token of a sample, float64 [samples]; 0 for a sample without trained tokens.
 
     Args:
-        counts: int64 [samples], trained tokens of each.
+        counts: int64 [samples], trained tokens of each sample.
 
-    Further arguments and errors as in `token_weights`.
+    The other arguments and the errors are those of `token_weights`.
     """
     _check_constant_length(reduction, constant_length)
     _check_group_ids(reduction, group_ids, counts.size)
@@ -135,7 +135,7 @@ def sample_weights(
         return weights
     if denominator is None:
         denominator = REDUCTIONS[reduction].denominator(samples)
-    if not 0 < denominator <= sys.float_info.max:  # whole numbers may be larger; NaN is neither
+    if not 0 < denominator <= sys.float_info.max:  # an int may exceed every float; NaN fails both comparisons
         raise BatchError(
             f"{denominator} cannot divide the loss of {counts.sum()} trained tokens",
             field="denominator",
@@ -156,8 +156,8 @@ def update_denominator(
 ) -> float:
     """Returns the denominator of these tokens: the number of trained tokens, samples or prompts (see the table).
 
-    Arguments and errors as in `token_weights`. Adds up over calls that hold different samples, under prompt_mean
-    different prompts; 0.0 if no token is trained.
+    Arguments and errors as in `token_weights`. Returns 0.0 if no token is trained. The results of several calls add up
+    if no sample is in two of them; under prompt_mean, if no prompt is.
     """
     _check_group_ids(reduction, group_ids, num_samples)
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)

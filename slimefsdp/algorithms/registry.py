@@ -1,7 +1,7 @@
-"""Lists the names of every table of functions, with a one-line description of each.
+"""Lists the names in every table of functions, with a one-line description of each.
 
-Settings, the command line and the documentation read this file, which costs no import; a test holds it equal to the
-tables themselves.
+Settings, the command line and the documentation read this module, because it imports nothing. A test checks that it
+agrees with the tables.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ REDUCTIONS: dict[str, str] = {
 }
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k")
-"""Estimators that compare the samples of a group, and give one alone no advantage."""
+"""Estimators that compare the samples of a group; a single sample gets no advantage."""
 TOKEN_ESTIMATORS = ("reinforce_pp", "remax", "gae")
 """Estimators that give each token its own advantage, where rewards or values differ inside a sample."""
 PER_SEQUENCE = ("gspo", "gmpo", "dpo")
 """Policy losses of whole sequences: the advantages of a sequence's tokens must be equal."""
 LOOKS_AT_SEQUENCES = (*PER_SEQUENCE, "gspo_token")
-"""Policy losses in which the loss of a token depends on others of its sequence."""
+"""Policy losses in which the loss of a token depends on other tokens of its sequence."""
 TRAINS_WITHOUT_ADVANTAGE = ("dro",)
 """Policy losses in which a token of advantage 0 has a gradient."""
 PAIRWISE = ("dpo",)

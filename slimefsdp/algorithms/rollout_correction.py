@@ -1,13 +1,13 @@
-"""Corrects for tokens that the rollout engine sampled with other probabilities than the trainer's.
+"""Corrects for the difference between the rollout engine's token probabilities and the trainer's.
 
-rho of a token is its probability under the trainer at the start of the step over that under the engine; log_rho is
-old_log_probs - rollout_log_probs, in nats. A correction is a weight of each token's policy loss. A dropped token weighs
-0 and stays in the denominators of `reduction.py`, which were decided before any rank saw a log-prob.
+rho of a token is its probability under the trainer at the start of the step / its probability under the engine;
+log_rho is old_log_probs - rollout_log_probs, in nats. A correction is a weight on each token's policy loss. A dropped
+token has weight 0 but stays in the denominators of `reduction.py`, which are computed before any log-prob is known.
 
-Weighting by rho and clipping the ratio to the old policy as before is decoupled PPO (arXiv 2110.00641; for stale data
-AReaL, arXiv 2505.24298): the old policy is the proximal one, the engine's the behaviour policy.
+Weighting by rho while clipping the ratio to the old policy is decoupled PPO (arXiv 2110.00641; for stale data AReaL,
+arXiv 2505.24298): the old policy is the proximal policy, the engine's the behaviour policy.
 
-Nothing here carries a graph; infinite rho, and packs without a token, are legal.
+Nothing here carries a graph. rho may be infinite, and a pack may have no tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slimefsdp.algorithms.policy_losses import Sequences
 
 @dataclass(frozen=True, slots=True)
 class CorrectionOptions:
-    """Bounds on rho, and what else drops a sequence; None: no bound."""
+    """Holds the bounds on rho and the other criteria that drop sequences; None: no bound."""
 
     low: float | None = None
     high: float | None = None
@@ -32,14 +32,14 @@ class CorrectionOptions:
 
 
 class Correction(NamedTuple):
-    """What a correction returns; every field is [tokens]."""
+    """Holds the result of a correction; every field is [tokens]."""
 
     weights: torch.Tensor
-    below: torch.Tensor  # bool, dropped because the rho that was judged is below `low`
-    above: torch.Tensor  # bool, truncated or dropped because it is above `high`
+    below: torch.Tensor  # bool, dropped because the rho of the token or of its sequence is below `low`
+    above: torch.Tensor  # bool, truncated or dropped because this rho is above `high`
 
     def dropping(self, dropped: torch.Tensor) -> Correction:
-        """Returns the same correction with weight 0 where `dropped` [tokens] bool."""
+        """Returns the same correction with weight 0 where `dropped`, [tokens] bool, is True."""
         return self._replace(weights=self.weights.masked_fill(dropped, 0.0))
 
 
@@ -49,7 +49,7 @@ def _truncated(rho: torch.Tensor, options: CorrectionOptions) -> Correction:
 
 
 def _masked(rho: torch.Tensor, judged: torch.Tensor, options: CorrectionOptions) -> Correction:
-    """Returns the weight rho where `judged` is within the bounds, else 0."""
+    """Returns the weight `rho` where `judged` is within the bounds, else 0."""
     nowhere = torch.zeros_like(judged, dtype=torch.bool)
     below = nowhere if options.low is None else judged < options.low
     above = nowhere if options.high is None else judged > options.high
@@ -87,7 +87,7 @@ CORRECTIONS: dict[str, Callable[[torch.Tensor, Sequences, CorrectionOptions], Co
     "sequence_mis": _sequence_mis,
     "geometric_mis": _geometric_mis,
 }
-"""Name in the settings -> function of (log_rho [tokens] without a graph, their sequences, bounds).
+"""Name in the settings -> function of (log_rho [tokens] without a graph, sequences of the tokens, bounds).
 
 | name          | weight             | outside the bounds                                        | source           |
 |---------------|--------------------|-----------------------------------------------------------|------------------|
@@ -105,9 +105,9 @@ https://fengyao.notion.site/off-policy-rl, rl-collapse https://richardli.xyz/rl-
 
 
 def kept_by_veto(log_rho: torch.Tensor, sequences: Sequences, veto_below: float) -> torch.Tensor:
-    """False for every token of a sequence in which any token's rho is below `veto_below`; [tokens] bool.
+    """Returns False for all tokens of sequences in which any token's rho is below `veto_below`; [tokens] bool.
 
-    One token that the trainer would all but never have sampled taints what follows it (rl-collapse, as above).
+    A token that the trainer would almost never have sampled spoils all that follows it (rl-collapse, as above).
     """
     vetoes = (log_rho.exp() < veto_below).to(log_rho.dtype)
     return sequences.spread(sequences.sum(vetoes) == 0)
@@ -120,25 +120,25 @@ def kept_by_opsm(
     sequences: Sequences,
     opsm_threshold: float,
 ) -> torch.Tensor:
-    """False for tokens of negative advantage in sequences that the policy has left; [tokens] bool.
+    """Returns False for tokens of negative advantage in sequences that are too far off-policy; [tokens] bool.
 
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a sequence is left where the mean over
-    its tokens of behaviour_log_probs - log_probs exceeds the threshold, in nats a token.
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556): a sequence is too far off-policy if the mean of
+    behaviour_log_probs - log_probs over its tokens exceeds the threshold, in nats a token.
 
     Args:
-        log_probs: [tokens] of the policy that is trained, without a graph.
-        behaviour_log_probs: [tokens]; the paper takes the engine's, so that mismatch and staleness both count.
+        log_probs: [tokens], log-probs of the policy in training, without a graph.
+        behaviour_log_probs: [tokens]; the paper uses the engine's, so that mismatch and staleness both count.
     """
     divergence = sequences.spread(sequences.mean(behaviour_log_probs - log_probs))
     return (advantages >= 0) | (divergence <= opsm_threshold)
 
 
 class Statistic(NamedTuple):
-    """A quantity of an update whose mean or maximum is reported."""
+    """Holds a quantity whose mean or maximum over the update is reported."""
 
     kind: Literal["mean", "max"]
-    values: torch.Tensor  # one a token, or one a sequence of `Sequences`
-    counted: torch.Tensor | None = None  # bool of each value, False at sequences without a token here; None: all
+    values: torch.Tensor  # one per token, or one per sequence of `Sequences`
+    counted: torch.Tensor | None = None  # bool per value, False for sequences without tokens in the pack; None: all
 
 
 Statistics = dict[str, Statistic]
@@ -147,7 +147,7 @@ Statistics = dict[str, Statistic]
 def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statistics:
     """Measures how far the engine's probabilities are from the trainer's, before any correction.
 
-    | name                     | values a token, or a sequence (s), whose mean or maximum is wanted                 |
+    | name                     | value per token, or per sequence (s), of which the mean or maximum is reported     |
     |--------------------------|------------------------------------------------------------------------------------|
     | rollout_k1, rollout_k3   | -log rho; rho - 1 - log rho: estimates of KL(engine, trainer), nats a token        |
     | rollout_rho              | rho; its mean is 1 where the engine samples what it says                           |
@@ -172,7 +172,7 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
 def correction_statistics(correction: Correction, sequences: Sequences) -> Statistics:
     """Measures the effect of a correction, whose weights a veto or OPSM may have zeroed further.
 
-    | name                         | values a token, or a sequence (s), whose mean is wanted                    |
+    | name                         | value per token, or per sequence (s), of which the mean is reported        |
     |------------------------------|----------------------------------------------------------------------------|
     | correction_weight            | the weight                                                                 |
     | correction_below             | 1 where dropped because rho, or the sequence's, is below `low`             |

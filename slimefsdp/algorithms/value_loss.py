@@ -8,35 +8,34 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:  # names for mypy only: metrics are reduced over ranks, and losses know none
+if TYPE_CHECKING:  # losses must not import the code that reduces metrics over ranks
     from slimefsdp.algorithms.objective import TokenInputs
     from slimefsdp.training.metrics import MetricSums
 
-# means that `value_metrics` makes variances of
+# names of the means from which `value_metrics` computes variances
 _SQUARES = ("return_square", "value_error", "value_error_square")
 
 
 class ValueLoss(NamedTuple):
-    """What a value loss returns; both are [tokens], and only `loss` carries a graph."""
+    """Holds the result of a value loss; both fields are [tokens], and only `loss` carries a graph."""
 
     loss: torch.Tensor
-    clipped: torch.Tensor  # bool, the clip stops this token's gradient
+    clipped: torch.Tensor  # bool, True where clipping stops the gradient
 
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Half the squared error, or the larger one of the clipped value: 0.5 max((v - R)^2, (v' - R)^2).
+    """Returns 0.5 max((v - R)^2, (v' - R)^2), where v' is v clipped to within `clip` of the value before the step.
 
-    v' is v, but no further than `clip` from the value before the step. So a value that has already moved that far
-    towards its return gets no gradient, while one that moved away does. As OpenAI's baselines (ppo2) compute it; the
-    squared error itself is equation 9 of PPO (arXiv 1707.06347).
+    A value that has already moved by `clip` towards its return gets no gradient; one that moved away does. This is the
+    value loss of OpenAI's baselines (ppo2); the squared error itself is in equation 9 of PPO (arXiv 1707.06347).
 
     Args:
         values: [tokens], with their graph.
-        old_values: [tokens], before the step, without a graph.
+        old_values: [tokens], the values before the step, without a graph.
         returns: [tokens], without a graph.
-        clip: in the unit of the returns; None: the squared error alone.
+        clip: in the unit of the returns; None: half the squared error without clipping.
     """
     error = (values - returns).square()
     if clip is None:
@@ -49,7 +48,7 @@ def clipped_value_loss(
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The critic's loss of a pack under the update's token weights; it is called like the policy's `Objective`."""
+    """Computes the critic's loss of a pack under the update's token weights; has the interface of `Objective`."""
 
     clip: float | None = 0.2
 
@@ -57,17 +56,17 @@ class ValueObjective:
         """Returns the 0-d loss of one pack.
 
         Args:
-            outputs: of the critic, [1, tokens]: values, with their graph.
-            sums: where metrics are added; `value_metrics` completes them once they are reduced.
+            outputs: [1, tokens], the critic's values, with their graph.
+            sums: receives the metrics; `value_metrics` completes them after the reduction.
         """
         values, returns = outputs[0], inputs.returns
         assert returns is not None and inputs.old_values is not None
-        found = clipped_value_loss(values, inputs.old_values, returns, self.clip)
-        loss = (inputs.weights * found.loss).sum()
+        value_loss = clipped_value_loss(values, inputs.old_values, returns, self.clip)
+        loss = (inputs.weights * value_loss.loss).sum()
         if sums is not None:
             error = (returns - values).detach().double()
             sums.add_total("loss", loss)
-            sums.add_mean("clip_fraction", found.clipped)
+            sums.add_mean("clip_fraction", value_loss.clipped)
             sums.add_mean("value", values)
             sums.add_mean("return", returns)
             for name, squares in zip(_SQUARES, (returns.double().square(), error, error.square()), strict=True):
@@ -77,18 +76,17 @@ class ValueObjective:
 
 
 def value_metrics(means: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics of an update from the sums that `ValueObjective` filled, with `explained_variance`.
+    """Returns the metrics of an update, adding `explained_variance`, 1 - Var(R - v) / Var(R).
 
-    It is 1 - Var(R - v) / Var(R): 1 where values are right, 0 where a constant would do as well; absent where returns
-    do not vary.
+    It is 1 if the values are exact, 0 if a constant would do as well, and absent if returns do not vary.
 
     Args:
-        means: what `MetricSums.reduce` returned.
+        means: the result of `MetricSums.reduce` for the sums of `ValueObjective`.
     """
     metrics = {name: value for name, value in means.items() if name not in _SQUARES}
     if "return" in means:
         squares, error, error_squares = (means[name] for name in _SQUARES)
         variance = squares - means["return"] ** 2
-        if variance > 1e-12 * squares:  # less is what rounding leaves of none
+        if variance > 1e-12 * squares:  # smaller values are rounding errors
             metrics["explained_variance"] = 1 - (error_squares - error**2) / variance
     return metrics

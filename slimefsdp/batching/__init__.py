@@ -1,1 +1,1 @@
-"""How a batch becomes packs: the plan, balancing over ranks, shared prefixes, packing, context-parallel sharding."""
+"""Turns a batch into packs: the plan, balancing over ranks, shared prefixes, packing, context-parallel sharding."""

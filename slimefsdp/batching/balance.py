@@ -1,18 +1,18 @@
-"""Places items of known tokens and costs in packs over ranks: no pack over the cap, work as even as possible.
+"""Distributes items over the packs of all ranks: no pack exceeds the cap, and the work is as even as possible.
 
-An item is what stays in one pack: a sample, a pair that a loss compares, or samples that share a prefix. It takes
-n log n steps:
+An item is one or more samples that stay in one pack: a single sample, a pair that a loss compares, or samples that
+share a prefix. Three passes, O(n log n) in total:
 
-1. first-fit decreasing finds how many packs suffice, and so, rounded up to a multiple of dp, how many each rank gets;
-   where bounds on it tell as much, it is not made;
-2. the same items are placed again, longest first, each on the rank with least work so far and there into the pack
-   with least work so far, among those with room for it: at first as if all had. This evens out ranks and, within a
-   rank, micro-batches;
-3. where that does not fit (long items, a tight cap), the packs of pass 1 are kept and dealt to ranks in tiers of
-   similar cost, the costliest of a tier to the rank with least so far.
+1. First-fit decreasing finds how many packs suffice. Rounded up to a multiple of dp, this is the number of packs of
+   all ranks. The pass is skipped if bounds on its result give the same number.
+2. The items are placed, longest first, on the rank with the least work, and there in the pack with the least work.
+   The first attempt ignores the cap; the second considers only packs that have room. This evens out the ranks and the
+   micro-batches of a rank.
+3. If pass 2 fails (long items, a tight cap), the packs of pass 1 are sorted by cost and dealt out in tiers of dp. The
+   costliest pack of a tier goes to the rank with the least work so far.
 
-A rank's costliest pack comes first: ranks that wait for each other in every collective hold similar work then, and a
-pack that is too much for the device's memory shows at once.
+Each rank's costliest pack comes first. Ranks wait for each other in every collective, so packs of similar cost should
+run at the same time; and a pack that does not fit the device's memory fails at once.
 """
 
 from __future__ import annotations
@@ -28,61 +28,61 @@ Packs = list[list[int]]  # positions in the order of descending length, pack by 
 
 
 def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packs items for every rank: equally many packs each, a rank's costliest first.
+    """Distributes items over packs: every rank gets equally many packs, its costliest first.
 
-    11/9 of the fewest possible packs at most, plus one and the rounding to dp (first-fit decreasing, Dosa 2007).
+    The number of packs is at most 11/9 of the optimum, plus one, plus the rounding to dp (first-fit decreasing, Dosa
+    2007).
 
     Args:
-        tokens: int64 [items], each in [1, cap]; at least one.
-        costs: float64 [items].
+        tokens: int64 [items], each in [1, cap]; at least one item.
+        costs: float64 [items], the estimated work of each item.
 
     Returns:
-        The items, int64 [items], and how many of them each pack has, int64 [dp, packs of a rank].
+        The item indices, pack by pack, int64 [items]; and the number of items in each pack, int64 [dp, packs of a
+        rank].
     """
-    longest_first = np.argsort(-tokens, kind="stable")  # ties in the order given
+    longest_first = np.argsort(-tokens, kind="stable")  # ties keep the order of the arguments
     tokens, costs = tokens[longest_first], costs[longest_first]
-    tight: Packs | None = None
-    micro_batches, most = (-(-packs // dp) for packs in _bounds_of_packs(tokens, cap))
-    if micro_batches < most:
-        tight = _fewest_packs(tokens.tolist(), cap)
-        micro_batches = -(-len(tight) // dp)
+    fewest: Packs | None = None
+    micro_batches, upper = (-(-packs // dp) for packs in _bounds_of_packs(tokens, cap))
+    if micro_batches < upper:
+        fewest = _fewest_packs(tokens.tolist(), cap)
+        micro_batches = -(-len(fewest) // dp)
     num_packs = dp * micro_batches
-    # Work counts in 2^-20 of the costliest item, at least 1 so that an empty pack always comes first.
+    # Work in units of 2^-20 of the costliest item, at least 1, so that an empty pack always has the least work.
     work = np.maximum(np.rint(costs * (2**20 / costs.max())), 1).astype(np.int64)
     pack_of = _freely_balanced_packs(work, dp, micro_batches)
     if np.bincount(pack_of, tokens).max() > cap:
-        held = _balanced_packs(tokens.tolist(), work, dp, micro_batches, cap)
-        if held is None:
-            tight = _fewest_packs(tokens.tolist(), cap) if tight is None else tight
-            held = _dealt(_split_costliest(tight, costs, num_packs), costs, dp)
-        pack_of = held
+        capped = _balanced_packs(tokens.tolist(), work, dp, micro_batches, cap)
+        if capped is None:
+            fewest = _fewest_packs(tokens.tolist(), cap) if fewest is None else fewest
+            capped = _dealt(_split_costliest(fewest, costs, num_packs), costs, dp)
+        pack_of = capped
     pack_tokens = np.bincount(pack_of, tokens, num_packs)
     assert len(pack_of) == len(tokens) and pack_tokens.max() <= cap
     pack_costs = np.bincount(pack_of, costs, num_packs).reshape(dp, micro_batches)
-    place = np.empty_like(pack_costs, dtype=np.int64)  # of every pack among its rank's, the costliest first
-    np.put_along_axis(place, np.argsort(-pack_costs, axis=1, kind="stable"), np.arange(micro_batches)[None], axis=1)
-    pack_of = (np.arange(dp)[:, None] * micro_batches + place).ravel()[pack_of]
+    position = np.empty_like(pack_costs, dtype=np.int64)  # of every pack within its rank, the costliest first
+    np.put_along_axis(position, np.argsort(-pack_costs, axis=1, kind="stable"), np.arange(micro_batches)[None], axis=1)
+    pack_of = (np.arange(dp)[:, None] * micro_batches + position).ravel()[pack_of]
     sizes = np.bincount(pack_of, minlength=num_packs)
     return longest_first[np.argsort(pack_of, kind="stable")], sizes.reshape(dp, micro_batches)
 
 
 def _bounds_of_packs(tokens: np.ndarray, cap: int) -> tuple[int, int]:
-    """Returns the least and the most packs that first-fit decreasing can make.
+    """Returns a lower and an upper bound on the number of packs of first-fit decreasing.
 
-    It opens a pack for an item only where no other has room for it: all of those hold more than the cap less the
-    longest item.
+    First-fit decreasing opens a pack only if no other has room for the item. All other packs then hold more than the
+    cap minus the longest item.
     """
     total, longest = int(tokens.sum()), int(tokens[0])
     return -(-total // cap), (total - 1) // (cap - longest + 1) + 1
 
 
 def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
-    """Packs by first-fit decreasing, pack by pack: a pack takes the longest remaining item that fits
-    until none does.
-    """
+    """Packs by first-fit decreasing: each pack in turn takes the longest remaining item that fits, until none does."""
     ascending = [-length for length in tokens]
     num_items = len(tokens)
-    next_left = list(range(num_items + 1))  # union-find: leads to the first item left at or after a position
+    next_left = list(range(num_items + 1))  # union-find: leads to the first unpacked item at or after a position
 
     def first_left(position: int) -> int:
         while next_left[position] != position:
@@ -103,7 +103,10 @@ def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
 
 
 def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.ndarray:
-    """Balances without a cap. If no pack of the result exceeds the cap, it is the result of `_balanced_packs`."""
+    """Returns the pack of every item, int64 [items], ignoring the cap.
+
+    If no pack of the result exceeds the cap, `_balanced_packs` would return the same.
+    """
     rank_of = _least_loaded(work, dp)
     if micro_batches == 1:
         return rank_of
@@ -114,27 +117,28 @@ def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.
     return pack_of
 
 
-def _least_loaded(work: np.ndarray, places: int) -> np.ndarray:
-    """Assigns each item in turn to the bin with the least work, the first of equal ones; int64 [items]."""
-    keys = list(range(places))
-    taken = [heapreplace(keys, keys[0] + added) for added in (work * places).tolist()]
-    return np.array(taken, dtype=np.int64) % places
+def _least_loaded(work: np.ndarray, bins: int) -> np.ndarray:
+    """Assigns each item in turn to the bin with the least work, the first of equal ones; returns int64 [items]."""
+    keys = list(range(bins))  # work x bins + index of the bin
+    chosen = [heapreplace(keys, keys[0] + added) for added in (work * bins).tolist()]
+    return np.array(chosen, dtype=np.int64) % bins
 
 
 def _balanced_packs(
     tokens: Sequence[int], work: np.ndarray, dp: int, micro_batches: int, cap: int
 ) -> np.ndarray | None:
-    """Returns the pack of every item, int64, numbered rank by rank: longest item first, to the rank and pack with the
-    least work.
+    """Places each item, longest first, in the pack with the least work of the rank with the least work.
 
-    Returns None if an item finds no room. Items only get shorter, so a pack without room for the present one is
-    parked and reopened once it has room, and so is a rank without an open pack: a few heap operations per item,
-    however tight the cap.
+    Items only get shorter. A pack without room for the current item is therefore parked until an item fits, and so is
+    a rank without an open pack. This takes a few heap operations per item, however tight the cap.
+
+    Returns:
+        The pack of every item, int64 [items], numbered rank by rank; None if an item finds no room.
     """
     num_packs = dp * micro_batches
     pack_of: list[int] = []
     room = [cap] * num_packs
-    # A key is work x num_packs + index. One int compares several times faster than a tuple, and adding to it adds work.
+    # A key is work x num_packs + index: one int compares several times faster than a tuple, and adding to it adds work.
     added = (work * num_packs).tolist()
     open_packs = [list(range(rank * micro_batches, (rank + 1) * micro_batches)) for rank in range(dp)]
     parked_packs: list[list[tuple[int, int]]] = [[] for _ in range(dp)]  # (-room, key)
@@ -172,7 +176,7 @@ def _reopen(parked: list[tuple[int, int]], is_open: list[int], length: int) -> N
 
 
 def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
-    """Halves the costliest pack that can be halved until there are enough packs; adds empty ones if none can."""
+    """Halves the costliest pack of two items or more until there are enough packs; adds empty packs if none is left."""
     packs = list(packs)
     splittable = [
         (-cost, index) for index, cost in enumerate(_costs_of(packs, costs).tolist()) if len(packs[index]) > 1
@@ -189,25 +193,27 @@ def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
 
 
 def _dealt(packs: Packs, costs: np.ndarray, dp: int) -> np.ndarray:
-    """Returns the pack of every item, rank by rank: of every dp packs of similar cost, the costliest goes to the least
-    loaded rank.
+    """Deals packs to ranks in tiers of dp packs of similar cost; a tier's costliest goes to the least loaded rank.
+
+    Returns:
+        The pack of every item, int64 [items], numbered rank by rank.
     """
     pack_costs = _costs_of(packs, costs)
     tiers = np.argsort(-pack_costs, kind="stable").reshape(-1, dp)  # [micro_batches, dp]
-    number = np.empty(len(packs), dtype=np.int64)  # of every pack, rank by rank
+    number = np.empty(len(packs), dtype=np.int64)  # of every pack, counted rank by rank
     work = np.zeros(dp)
     for micro_batch, tier in enumerate(tiers):
         ranks = np.argsort(work, kind="stable")
         number[tier] = ranks * len(tiers) + micro_batch
         work[ranks] += pack_costs[tier]
     positions, pack_of = _flat(packs)
-    found = np.empty_like(positions)
-    found[positions] = number[pack_of]
-    return found
+    pack_of_item = np.empty_like(positions)
+    pack_of_item[positions] = number[pack_of]
+    return pack_of_item
 
 
 def _flat(packs: Packs) -> tuple[np.ndarray, np.ndarray]:
-    """Returns concatenated positions and the pack of each; int64 [samples] both."""
+    """Returns the positions of all packs, concatenated, and the pack of each; both int64 [items]."""
     positions = np.fromiter(chain.from_iterable(packs), np.int64)
     return positions, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
 

@@ -1,8 +1,8 @@
-"""What a sample is estimated to cost: the one idea of work that packs, ranks and layouts are balanced by.
+"""Estimates the cost of a sample. Packs, ranks and context-parallel layouts are all balanced by this estimate.
 
-Units cancel: 1 is the forward pass of one token through all matrices. Work adds up: a run of tokens from a to b of a
-sequence costs cost(b) - cost(a), because a token's attention reaches back to the sequence's start (or a window's).
-Backward takes the same multiple of everything, near enough, and is left out.
+The unit is the forward pass of one token through all weight matrices. Costs add up: tokens a to b of a sequence cost
+cost(b) - cost(a), because a token attends to all tokens before it (or to those in its window). The backward pass takes
+about the same multiple of every part, so it is left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ STRATEGIES: tuple[Strategy, ...] = ("ring", "ulysses", "all_gather")
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
-# FLOPs that a device does while it sends a byte: 400 TFLOP/s in bfloat16 against 400 GB/s inside a node. Between nodes
-# a byte costs more and on CPUs less; what depends on it is only which sequences of a pack are cut.
+# FLOPs that a device does while it sends a byte: 400 TFLOP/s in bfloat16 against 400 GB/s inside a node. A byte costs
+# more between nodes and less on CPUs. Only the choice of the sequences that a layout cuts depends on this number.
 FLOPS_PER_BYTE = 1000.0
 
 
@@ -35,35 +35,32 @@ class CostModel:
 
     linear: float = 1.0
     quadratic: float = 1 / (12 * 2048)
-    windowed: float = 0.0  # as quadratic, of the layers in which a token sees `window` tokens only
+    windowed: float = 0.0  # like `quadratic`, for the layers in which a token attends to at most `window` tokens
     window: int = 0
-    comm: float = 0.054  # sending what attention needs of one token (K, V, their gradients) to one more cp rank
-    splits_heads: bool = False  # Ulysses: attention is even over the cp ranks, independent of the owners of tokens
+    comm: float = 0.054  # sending one token's K and V, and receiving their gradients, for each further cp rank
+    splits_heads: bool = False  # Ulysses: cp ranks share attention evenly, whichever of them owns the tokens
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the costs, float64, in the shape of lengths."""
+        """Returns the cost of samples of these lengths, float64 in the shape of `lengths`."""
         tokens = lengths.astype(np.float64)
         work = tokens * (self.linear + self.quadratic * tokens)
         if self.windowed:
-            seen = np.minimum(tokens, self.window)
-            work += self.windowed * seen * (2 * tokens - seen)  # twice the pairs, as n^2 is
+            span = np.minimum(tokens, self.window)
+            work += self.windowed * span * (2 * tokens - span)  # twice the number of pairs, like n^2 above
         return work
 
     def cost_after_split(self, lengths: np.ndarray, *, cp: int, is_cut: np.ndarray) -> np.ndarray:
-        """Returns the estimated time of samples, or of prefixes, on cp ranks that share their work evenly.
+        """Returns the estimated time of samples on `cp` ranks that share their work evenly, float64.
 
         Args:
-            lengths: tokens, from the beginning of each sample.
-            is_cut: bool, of each sample whether its tokens travel.
-
-        Returns:
-            float64 in the shape of lengths.
+            lengths: tokens of each sample, or of a prefix of it.
+            is_cut: bool in the shape of `lengths`, True where the keys and values of a sample are sent between ranks.
         """
         sent = np.where(is_cut, self.comm * (cp - 1), 0.0) * lengths
         return (self.cost(lengths) + sent) / cp
 
     def of_owner(self) -> CostModel:
-        """Returns the part of the work that falls to the rank that owns a token."""
+        """Returns a model of the work that is done by the rank that owns a token."""
         return CostModel(linear=self.linear, quadratic=0.0, comm=0.0) if self.splits_heads else self
 
     @classmethod
@@ -76,28 +73,30 @@ class CostModel:
         flops_per_byte: float = FLOPS_PER_BYTE,
         attention_slowdown: float = 1.0,
     ) -> CostModel:
-        """Returns the costs of a model's tokens: all matrices that a token runs through, the head included.
+        """Returns the cost model of a transformer, counting all matrices that a token passes through and the head.
 
         Args:
             strategy: how cp ranks exchange keys and values.
-            bytes_per_element: of keys and values sent between ranks; their gradients take 4, or 8 with float64.
-            flops_per_byte: FLOPs that a device does in the time that it sends a byte to another cp rank.
-            attention_slowdown: FLOPs that it does in matrices in the time of one in attention.
+            bytes_per_element: bytes of an element of the keys and values sent between ranks. An element of their
+                gradients takes 4 bytes, or 8 with float64.
+            flops_per_byte: FLOPs that a device does in the time in which it sends a byte to another cp rank.
+            attention_slowdown: FLOPs that a device does in matrix products in the time of one FLOP in attention.
         """
         per_layer = model_spec.attention_parameters + model_spec.active_experts * model_spec.expert_parameters
         per_token = 2.0 * (model_spec.layers * per_layer + model_spec.embedding_parameters)  # FLOPs forward
-        of_pairs = 2.0 * model_spec.heads * model_spec.head_dim / per_token * attention_slowdown  # 4 FLOPs a pair
+        per_pair = 2.0 * model_spec.heads * model_spec.head_dim / per_token * attention_slowdown  # 4 FLOPs a pair
         keys_and_values = 2 * model_spec.kv_heads * model_spec.head_dim * model_spec.layers
         gradient_bytes = max(4, bytes_per_element)
-        # ring sends keys and values again in backward, all_gather keeps them; a step computes three forwards' worth
+        # ring sends keys and values again in backward, all_gather keeps them; backward costs two forward passes, so
+        # that what a step sends is divided by the FLOPs of three
         sent = {
             "ring": 2 * bytes_per_element + gradient_bytes,
             "all_gather": bytes_per_element + gradient_bytes,
-            "ulysses": 0,  # every token travels, however the pack is laid out
+            "ulysses": 0,  # every token is sent whatever the layout, so this cost decides nothing
         }[strategy]
         return cls(
-            quadratic=of_pairs * (model_spec.layers - model_spec.windowed_layers),
-            windowed=of_pairs * model_spec.windowed_layers,
+            quadratic=per_pair * (model_spec.layers - model_spec.windowed_layers),
+            windowed=per_pair * model_spec.windowed_layers,
             window=model_spec.window,
             comm=keys_and_values * sent * flops_per_byte / (3 * per_token),
             splits_heads=strategy == "ulysses",

@@ -1,12 +1,12 @@
-"""Which context-parallel rank owns which token ranges of a pack.
+"""Decides which context-parallel rank owns which tokens of a pack.
 
-A sequence that is cut is cut zig-zag: r's chunk counted from the start and r's chunk counted from the end have the same
-size, so that a rank's share of the causal work equals its share of the tokens, whatever those sizes are. Any length
-will do and nothing is padded. A sequence that stays whole sends nothing. With cp == 1 the one rank owns all of them.
+A sequence is either kept whole on one rank or cut zig-zag: each rank gets one chunk counted from the start and one of
+the same size counted from the end. A rank's share of the causal attention then equals its share of the tokens, whatever
+the sizes of its chunks, so sequences of any length need no padding. Keys and values of whole sequences are not sent.
 
-Where samples share prompts, the sequences of a pack are the nodes of a forest. What reaches back to a node's beginning
-reaches back over the nodes above it, too, and a node travels where one below it is on another rank: so a whole tree
-stays on a rank, or its root is cut and what hangs from it stays whole, and so on down.
+If samples share prefixes, the sequences of a pack are the nodes of a forest. A token attends to its own node and to
+all ancestors of it, so a node must be sent if a descendant is on another rank. Therefore a tree is kept whole on one
+rank, or its root is cut and each subtree below the root is kept whole, and so on downwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, CostModel
 from slimefsdp.batching.prefix_tree import Forest
 
-MAX_IMBALANCE = 1.05  # work of the busiest cp rank over the mean; whole sequences must not cost more than that
+MAX_IMBALANCE = 1.05  # work of the busiest cp rank / mean work, at most, in a layout that keeps sequences whole
 
 
 class Piece(NamedTuple):
@@ -37,8 +37,9 @@ Layout = list[list[Piece]]  # the pieces of every cp rank, each rank's in ascend
 
 
 def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
-    """Cuts every sequence into 2*cp chunks of nearly equal size; a shorter sequence stays whole, on the rank with the
-    fewest tokens.
+    """Cuts every sequence into 2*cp chunks of nearly equal size.
+
+    A sequence of fewer than 2*cp tokens stays whole, on the rank with the fewest tokens.
 
     Args:
         cu_seqlens: [sequences + 1] offsets of the sequences in the pack, first 0.
@@ -59,7 +60,7 @@ def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
             shares = [2 * base] * cp
             poorest = [(tokens, rank) for rank, tokens in enumerate(load)]
             heapify(poorest)
-            for _ in range(remainder):  # at most one more in each of a rank's two chunks
+            for _ in range(remainder):  # at most one more token in each of a rank's two chunks
                 tokens, rank = poorest[0]
                 shares[rank] += 1
                 if shares[rank] < 2 * base + 2:
@@ -67,27 +68,27 @@ def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
                 else:
                     heappop(poorest)
         _give(owned, sequence, shares)
-        load = [held + share for held, share in zip(load, shares, strict=True)]
+        load = [total + share for total, share in zip(load, shares, strict=True)]
     return [_joined(sorted(pieces)) for pieces in owned]
 
 
 def hybrid_layout(
     cu_seqlens: Sequence[int], cp: int, cost: CostModel = DEFAULT_COST_MODEL, forest: Forest | None = None
 ) -> Layout:
-    """Cuts the longest sequences and keeps the others whole; the number to cut is the one with the least estimated
-    time.
+    """Cuts the longest sequences and keeps the others whole, choosing the number to cut by the least estimated time.
 
-    No rank holds more than its even share of the tokens, rounded up, so a pack of at most cp times a rank's cap keeps
-    every rank below it. Never slower by the estimate (`layout_time`) than `zigzag_layout` where that keeps this too.
-    Whole sequences go, longest first, to the rank where they stick out least; cut ones, shortest first, fill ranks up
-    to equally many tokens. Work is even within 5 %, or everything is cut.
+    No rank gets more than its even share of the tokens, rounded up, so a pack of at most cp times a rank's cap keeps
+    every rank within the cap. If `zigzag_layout` also satisfies this and is faster by the estimate (`layout_time`), its
+    result is returned. Whole sequences are assigned longest first, each to the rank that is least full with it. Cut
+    sequences, shortest first, then fill all ranks up to the same number of tokens. Unless all sequences are cut, the
+    work of the ranks is even within MAX_IMBALANCE.
 
     Args:
         cu_seqlens: [sequences + 1] offsets of the sequences in the pack, first 0.
         cp: number of context-parallel ranks.
-        cost: what a token costs, also sent between ranks. Equal on all ranks, or they disagree on who owns what.
-        forest: how the sequences hang together, where they are nodes; a tree then counts as a sequence until its root
-            is cut, and after that what hangs from the root.
+        cost: the cost model, which must be equal on all ranks, or they compute different layouts.
+        forest: the tree structure of the sequences, if samples share prefixes. A tree then counts as one sequence
+            until its root is cut; after that each subtree below the root does.
     """
     if cp == 1:
         return [_whole(cu_seqlens)]
@@ -95,13 +96,13 @@ def hybrid_layout(
     best: _Placement | None = None
     for num_cut in _numbers_to_cut(len(pack.nodes)):
         if best is not None and pack.least_time(num_cut) >= best.time:
-            break  # the more is cut, the more is sent
+            break  # cutting more only sends more
         placement = pack.placed(num_cut)
         if placement is None or (placement.imbalance > MAX_IMBALANCE and num_cut < len(pack.nodes)):
             continue
         if best is None or placement.time < best.time:
             best = placement
-    assert best is not None  # with everything cut all ranks are even
+    assert best is not None  # if all sequences are cut, all ranks are even
     layout = pack.layout(best)
     time = layout_time(layout, cu_seqlens, cost, forest)
     if time > pack.least_time_of_zigzag():
@@ -116,15 +117,15 @@ def tokens_of(layout: Layout) -> list[int]:
 
 
 def sent_pieces(layout: Sequence[Sequence[Piece]], parents: Sequence[int | None] | None = None) -> Layout:
-    """Returns the pieces of every rank whose keys and values other ranks need; only these are sent.
+    """Returns the pieces of every rank whose keys and values must be sent because other ranks attend to them.
 
-    A piece is needed where another rank has a later piece of its node, or a piece of a node below it.
+    Another rank attends to a piece if it owns a later piece of the same node, or a piece of a descendant.
 
     Args:
-        parents: of every node, where nodes share prompts; None: no node has one.
+        parents: the parent of every node of the forest; None: no node has a parent.
     """
-    last_starts: dict[int, list[tuple[int, int]]] = {}  # of each node: (start of a rank's last piece, rank)
-    needed_by: dict[int, set[int]] = {}  # of each node above others: the ranks with pieces below it
+    last_starts: dict[int, list[tuple[int, int]]] = {}  # node -> (start of a rank's last piece, rank)
+    needed_by: dict[int, set[int]] = {}  # node -> the ranks that own pieces of its descendants
     for rank, pieces in enumerate(layout):
         for node, start in {piece.node: piece.start for piece in pieces}.items():
             last_starts.setdefault(node, []).append((start, rank))
@@ -143,7 +144,7 @@ def sent_pieces(layout: Sequence[Sequence[Piece]], parents: Sequence[int | None]
 
 
 def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
-    """Returns the nodes above a node, root first."""
+    """Returns the ancestors of a node, root first."""
     above: list[int] = []
     parent = None if parents is None else parents[node]
     while parents is not None and parent is not None:
@@ -153,28 +154,27 @@ def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
 
 
 def sent_rows(layout: Layout, parents: Sequence[int | None] | None = None) -> list[int]:
-    """Returns how many tokens of every rank other ranks need as keys and values, [cp]; arguments as for
-    `sent_pieces`.
-    """
+    """Returns the number of tokens of every rank whose keys and values are sent, [cp]; arguments of `sent_pieces`."""
     return tokens_of(sent_pieces(layout, parents))
 
 
 def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: Forest | None = None) -> np.ndarray:
-    """Returns the estimated work of the tokens that every rank owns, attention included; float64 [cp]."""
+    """Returns the estimated work of every rank for the tokens that it owns, attention included; float64 [cp]."""
     pieces = [piece for owned in layout for piece in owned]
     nodes, starts, ends = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
     beginnings = np.asarray(cu_seqlens, dtype=np.int64)
     if forest is not None:
-        beginnings = beginnings[:-1] - forest.depths  # where the samples of a node would begin
+        beginnings = beginnings[:-1] - forest.depths  # where a sample through this node would begin
     origins = beginnings[nodes]
     ranks = np.repeat(np.arange(len(layout)), [len(owned) for owned in layout])
     return np.bincount(ranks, cost.cost(ends - origins) - cost.cost(starts - origins), len(layout))
 
 
 def layout_time(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: Forest | None = None) -> float:
-    """Returns the estimated time of a pack. Ranks meet in every layer's attention. So what precedes it takes as long as
-    on the rank with the most tokens, and attention as long as on the rank with the most pairs to compute and rows to
-    send.
+    """Returns the estimated time of a pack.
+
+    Ranks wait for each other in the attention of every layer. The matrix products therefore take as long as on the rank
+    with the most tokens, and attention as long as on the rank with the most pairs to compute and rows to send.
     """
     local = cost.of_owner()
     tokens = np.array(tokens_of(layout)) * local.linear
@@ -186,13 +186,13 @@ def layout_time(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, fore
 
 class _Placement(NamedTuple):
     time: float
-    imbalance: float  # of work, most over mean
-    whole: list[tuple[int, int]]  # (node at the top of what stays whole, rank)
-    cut: list[tuple[int, list[int]]]  # (node, tokens for every rank)
+    imbalance: float  # work of the busiest rank / mean work
+    whole: list[tuple[int, int]]  # (root of a subtree that stays whole, rank)
+    cut: list[tuple[int, list[int]]]  # (node, tokens of every rank)
 
 
 class _Pack:
-    """What all candidate layouts of a pack share: its nodes, in the order in which they are cut."""
+    """A pack whose candidate layouts are compared; holds its nodes, their costs and the order of cutting them."""
 
     def __init__(self, cu_seqlens: Sequence[int], cp: int, cost: CostModel, forest: Forest | None) -> None:
         self.nodes = _whole(cu_seqlens)
@@ -201,7 +201,7 @@ class _Pack:
         depths = np.zeros(len(self.nodes)) if forest is None else np.array(forest.depths)
         work: list[float] = (cost.cost(depths + self.lengths) - cost.cost(depths)).tolist()
         self.attention = [of_all - length * cost.linear for of_all, length in zip(work, self.lengths, strict=True)]
-        # of a node and all below it, which stay whole with it
+        # of each subtree, which stays whole if its root does
         self.whole_tokens, self.whole_attention = list(self.lengths), list(self.attention)
         children: dict[int | None, list[int]] = {}
         for node in reversed(range(len(self.nodes))):
@@ -218,36 +218,35 @@ class _Pack:
             self.cut_order.append(node)
             for child in children.get(node, ()):
                 heappush(wholes, (-self.whole_tokens[child], child))
-        self.cut_place = {node: place for place, node in enumerate(self.cut_order)}
+        self.cut_position = {node: position for position, node in enumerate(self.cut_order)}
         self.has_children = children.keys()
         self.cp = cp
         self.linear = cost.linear
-        self.sending = cost.comm * (cp - 1)  # of one token that travels
+        self.sending = cost.comm * (cp - 1)  # cost of sending one token to all other ranks
         self.cut_tokens = [0, *accumulate(self.lengths[node] for node in self.cut_order)]
         self.max_tokens = -(-self.cut_tokens[-1] // cp)
         self.total_work = sum(work)
-        self.per_token = cp / self.cut_tokens[-1]  # makes the mean over ranks 1
+        self.per_token = cp / self.cut_tokens[-1]  # scales tokens so that their mean over ranks is 1
         self.per_attention = cp / total if (total := sum(self.attention)) > 0 else 0.0
 
     def least_time(self, num_cut: int) -> float:
-        """Returns a lower bound, up to rounding, on the time of every layout with this many nodes cut."""
+        """Returns a lower bound, up to rounding, on the time of every layout that cuts `num_cut` nodes."""
         return (self.total_work + self.sending * self.cut_tokens[num_cut]) / self.cp
 
     def least_time_of_zigzag(self) -> float:
         chunks = 2 * self.cp
-        sent = sum(length - (length // chunks + 1) for length in self.lengths if length >= chunks)  # all but the last
+        # all chunks of a sequence but the last are sent
+        sent = sum(length - (length // chunks + 1) for length in self.lengths if length >= chunks)
         return (self.total_work + self.sending * sent) / self.cp
 
     def placed(self, num_cut: int) -> _Placement | None:
-        """Returns the layout with the first `num_cut` nodes cut and the others whole; None if a whole one
-        does not fit.
-        """
+        """Places all nodes, the first `num_cut` of them cut; returns None if a whole one does not fit on any rank."""
         tokens = [0] * self.cp
         attention = [0.0] * self.cp
         whole: list[tuple[int, int]] = []
         for node in self.largest_first:
             parent = self.parents[node]
-            if self.cut_place[node] < num_cut or not (parent is None or self.cut_place[parent] < num_cut):
+            if self.cut_position[node] < num_cut or not (parent is None or self.cut_position[parent] < num_cut):
                 continue
             length, pairs = self.whole_tokens[node], self.whole_attention[node]
             rank = self._best_rank(tokens, attention, length, pairs)
@@ -261,29 +260,30 @@ class _Pack:
         for node in sorted(self.cut_order[:num_cut], key=lambda node: (self.lengths[node], -node)):
             length = self.lengths[node]
             shares = _filled_up(tokens, length)
-            per_token = self.attention[node] / length  # cut zig-zag: a rank's share of it is that of the tokens
-            travels = max(shares) < length or node in self.has_children
+            # cut zig-zag, a rank's share of the attention equals its share of the tokens
+            per_token = self.attention[node] / length
+            is_sent = max(shares) < length or node in self.has_children
             for rank, share in enumerate(shares):
                 tokens[rank] += share
                 attention[rank] += share * per_token
-                sent[rank] += share * self.sending * travels
+                sent[rank] += share * self.sending * is_sent
             cut.append((node, shares))
-        work = max(held * self.linear + pairs for held, pairs in zip(tokens, attention, strict=True))
+        work = max(count * self.linear + pairs for count, pairs in zip(tokens, attention, strict=True))
         time = max(tokens) * self.linear + max(pairs + comm for pairs, comm in zip(attention, sent, strict=True))
         return _Placement(time, work * self.cp / self.total_work, whole, cut)
 
     def _best_rank(self, tokens: list[int], attention: list[float], length: int, pairs: float) -> int | None:
-        """Returns the rank with room that would be least full, by tokens or attention, whichever is larger relative to
-        the mean.
+        """Returns the rank that would be least full with this node; None if none has room.
 
-        Balancing their sum would let a rank with one long sequence wait for another with many short ones.
+        The fullness of a rank is the larger of its tokens and its attention, each relative to the mean. Balancing their
+        sum would let a rank with one long sequence wait for another with many short ones.
         """
         best, least = None, (inf, inf)
         for rank in range(self.cp):
-            held = tokens[rank] + length
-            if held > self.max_tokens:
+            total = tokens[rank] + length
+            if total > self.max_tokens:
                 continue
-            by_tokens, by_attention = held * self.per_token, (attention[rank] + pairs) * self.per_attention
+            by_tokens, by_attention = total * self.per_token, (attention[rank] + pairs) * self.per_attention
             fullness = (max(by_tokens, by_attention), by_tokens + by_attention)
             if fullness < least:
                 best, least = rank, fullness
@@ -304,7 +304,7 @@ class _Pack:
 
 
 def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
-    """Yields how many nodes to cut: none, one, two, ..., then in growing strides, at last all."""
+    """Yields the numbers of nodes to try to cut: 0, 1, 2, ..., then in growing strides, and finally all."""
     number = 0
     while number < num_sequences:
         yield number
@@ -313,14 +313,14 @@ def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
 
 
 def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
-    """Distributes `amount` more tokens so that ranks become as even as possible, [cp]."""
+    """Distributes `amount` more tokens so that ranks become as even as possible; returns the tokens of each, [cp]."""
     ranks = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))
-    held = 0
+    total = 0
     for count, rank in enumerate(ranks, start=1):
-        held += tokens[rank]
-        if count == len(ranks) or held + amount <= count * tokens[ranks[count]]:
-            break  # the others have more than what these are filled up to
-    level, remainder = divmod(held + amount, count)
+        total += tokens[rank]
+        if count == len(ranks) or total + amount <= count * tokens[ranks[count]]:
+            break  # the other ranks already have more than the level of these
+    level, remainder = divmod(total + amount, count)
     shares = [0] * len(tokens)
     for position, rank in enumerate(ranks[:count]):
         shares[rank] = level + (position < remainder) - tokens[rank]
@@ -328,7 +328,7 @@ def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
 
 
 def _give(owned: Layout, sequence: Piece, shares: Sequence[int]) -> None:
-    """Cuts a sequence so that rank r gets shares[r] tokens: half from the front, and half equally far from the back."""
+    """Cuts a sequence zig-zag so that rank r gets shares[r] tokens: half from the front and half from the back."""
     start, end = sequence.start, sequence.end
     for rank, share in enumerate(shares):
         front, back = share - share // 2, share // 2

@@ -1,9 +1,9 @@
 """Plans which samples each dp rank trains on, micro-batch by micro-batch, in every update of a step.
 
-It is made once, from lengths and shared prefixes, and is equal on every machine that makes it, so ranks never
-negotiate: all of them see the same number of micro-batches in an update, and no pack is longer than the cap. This
-module cuts updates and decides whether samples that begin alike share what they have in common: where that saves time
-by the estimate, though prefix groups are harder to even out than samples. `slimefsdp.batching.balance` places them.
+A plan depends only on lengths and shared prefixes and is equal on every machine that computes it, so ranks need not
+communicate. In an update all ranks have the same number of micro-batches, and no pack exceeds the cap. This module
+cuts the batch into updates, and decides by the estimated time whether packs compute shared prefixes once: this saves
+work, but prefix groups are harder to balance than single samples. `slimefsdp.batching.balance` assigns items to packs.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from slimefsdp.batching.groups import Groups, PrefixGroups, SampleCosts, groups,
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.errors import BatchError
 
-MIN_GAIN = 0.05  # sharing that saves less of the estimated time is not worth its further attention calls
+MIN_GAIN = 0.05  # if sharing saves a smaller part of the estimated time, its additional attention calls cost more
 
 Update = tuple[tuple[np.ndarray, ...], ...]  # [dp_rank][micro_batch] -> ascending sample indices
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """updates[u][dp_rank][micro_batch] -> ascending int64 sample indices (empty: a zero-weight dummy).
+    """Holds the packs of a step: updates[u][dp_rank][micro_batch] -> ascending int64 sample indices.
 
-    Within an update every dp rank has equally many micro-batches, its costliest first; only a rank that has fewer
-    samples than micro-batches has dummies, and they come last.
+    Within an update every dp rank has equally many micro-batches, its costliest first. A rank with fewer samples than
+    micro-batches has dummies at the end: packs without samples, of weight zero.
     """
 
     updates: tuple[Update, ...]
-    num_dropped: int  # samples of the batch left out because nothing in them trains, counted once for all epochs
-    num_skipped_updates: int  # updates with nothing left to train on, over all epochs; they are not in `updates`
-    num_first_epoch_updates: int  # updates[:this] are the first epoch
+    num_dropped: int  # samples of the batch left out because none of their tokens trains, counted once for all epochs
+    num_skipped_updates: int  # updates in which no sample trains, over all epochs; they are not in `updates`
+    num_first_epoch_updates: int  # number of updates of the first epoch
     max_pack_tokens: int
-    shared: SharedPrefixes | None = None  # what samples have in common is in a pack once; None: every sample is whole
-    # [u] -> ascending int64 indices of the samples in the denominators of an update, those that are not computed, too;
-    # None: those that are
+    shared: SharedPrefixes | None = None  # prefixes that packs compute once; None: every sample is whole
+    # [u] -> ascending int64 indices of the samples in the denominators of an update, including samples that are not
+    # computed; None: exactly the computed samples
     counted: tuple[np.ndarray, ...] | None = None
 
     def digest(self) -> str:
-        """Returns the sha256 over the whole content as hex; equal on every rank that made the same plan."""
+        """Returns the sha256 of the plan's content as hex."""
         counts = (self.num_dropped, self.num_skipped_updates, self.num_first_epoch_updates, self.max_pack_tokens)
-        # every count precedes what it counts, so no two plans write the same numbers
+        # every list is preceded by its length, so that different plans give different numbers
         parts = [np.array([*counts, len(self.updates)])]
         for update in self.updates:
             packs = [pack for micro_batches in update for pack in micro_batches]
             parts += [np.array([len(update), *map(len, update)]), np.array([len(pack) for pack in packs]), *packs]
         if self.shared is not None:
             parts += [self.shared.place, self.shared.shared]
-        if self.counted is not None:  # no place of a sample is negative
+        if self.counted is not None:  # -1 marks this part: nothing else is negative
             parts += [np.array([-1, *map(len, self.counted)]), *self.counted]
         return hashlib.sha256(np.concatenate(parts).astype("<i8").tobytes()).hexdigest()
 
@@ -62,18 +62,17 @@ class Plan:
         return np.sort(np.concatenate([pack for packs in self.updates[update] for pack in packs]))
 
     def counted_of(self, update: int) -> np.ndarray:
-        """Returns the samples that one update's loss is divided by, ascending, `samples_of` included; int64
-        [samples].
-        """
+        """Returns the samples in the denominator of one update's loss, ascending; int64, a superset of `samples_of`."""
         return self.samples_of(update) if self.counted is None else self.counted[update]
 
     def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL, cp: int = 1) -> float:
-        """Returns the busiest dp rank's cost over the mean, summed over updates because ranks meet after each; 1 is
-        ideal.
+        """Returns the cost of the busiest dp rank / the mean cost; 1 is ideal.
+
+        Both are summed over updates, because ranks wait for each other after each update.
 
         Args:
             lengths: int64 [B], tokens per sample of the batch that was planned.
-            cp: ranks that share each pack, as when it was planned.
+            cp: context-parallel ranks that the batch was planned for.
         """
         costs = SampleCosts(lengths, cost_model, cp, self.max_pack_tokens, self.shared)
         if not self.updates:
@@ -88,9 +87,7 @@ class Plan:
         return sum(int(whole.tokens_each(samples, sizes.ravel()).sum()) for samples, sizes in packs)
 
     def packs_of(self, update: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the samples of one update rank by rank and pack by pack, int64, and the sizes of the packs, [dp,
-        packs].
-        """
+        """Returns the samples of one update, pack by pack and rank by rank, int64; and the pack sizes, [dp, packs]."""
         packs = [pack for of_rank in self.updates[update] for pack in of_rank]
         sizes = np.array([len(pack) for pack in packs], dtype=np.int64)
         return np.concatenate([*packs, np.zeros(0, dtype=np.int64)]), sizes.reshape(len(self.updates[update]), -1)
@@ -98,37 +95,37 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PackLimits:
-    """The ranks that a plan is for, and what their packs may hold."""
+    """Holds the ranks that a plan is made for, and the limits of their packs."""
 
     dp: int  # data-parallel ranks, each of which gets packs of its own
     max_pack_tokens: int  # hard cap on the tokens of a pack: batch.max_tokens_per_rank x mesh.cp
     cp: int = 1  # context-parallel ranks that share each pack; a sample's cost is its time on all of them
-    cost_model: CostModel = DEFAULT_COST_MODEL  # what packs and ranks are balanced by
+    cost_model: CostModel = DEFAULT_COST_MODEL  # estimates the work that packs and ranks are balanced by
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class UpdateCut:
-    """How a batch of B samples is cut into the updates of a step."""
+    """Describes how a batch of B samples is cut into the updates of a step."""
 
-    # counted before samples are dropped; the last update of an epoch takes what is left over. None: all in one update
+    # counted before samples are dropped; the last update of an epoch takes the rest. None: one update of all samples
     samples_per_update: int | None = None
     epochs: int = 1  # how often every sample is used
     seed: int | None = None  # shuffles each epoch, by a generator seeded with (seed, epoch); None: the batch's order
-    # bool [B], False where nothing in a sample trains (zero advantage, all masked). These are dropped after updates
-    # are cut, so that an update's content does not depend on what else is dropped; an update in which nothing trains
-    # is skipped. None: all train
+    # bool [B], False for samples in which no token trains (zero advantage, all masked). They are dropped after updates
+    # are cut, so that the samples of an update do not depend on which others are dropped; an update in which no sample
+    # trains is skipped. None: all samples train
     trains: np.ndarray | None = None
-    counts: np.ndarray | None = None  # bool [B], the samples in the denominators of their update; None: as `trains`
-    drop: bool = True  # whether samples that count and do not train are left out of the packs
+    counts: np.ndarray | None = None  # bool [B], the samples in the denominators of their update; None: `trains`
+    drop: bool = True  # leave samples that count but do not train out of the packs
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PrefixSharing:
-    """The prefixes that samples may share in a pack, and when sharing them is worth it."""
+    """Holds the prefixes that samples may share in a pack, and the gain from which sharing is used."""
 
     shared: SharedPrefixes
-    # int64 [B], predictions that each sample makes, where those of shared tokens are not shared: a pack has no more of
-    # them than it may have tokens, unless samples stay together. None: predictions are shared as tokens are
+    # int64 [B], predictions of each sample, if predictions of shared tokens are not shared: a pack has at most as many
+    # predictions as it may have tokens, unless samples must stay together. None: predictions are shared like tokens
     pairs: np.ndarray | None = None
     min_gain: float = MIN_GAIN  # share only if this part of the estimated time is saved; minus infinity: always share
 
@@ -145,10 +142,10 @@ def plan_batch(
 
     Args:
         lengths: int64 [B], tokens per sample.
-        cut: None: one update of all samples.
-        together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
-            holds as many of these groups as fill `samples_per_update`, at least one. None: no samples stay together.
-        sharing: None: every sample is computed whole.
+        cut: how to cut the batch into updates; None: one update of all samples.
+        together: int64 [B], samples with equal numbers stay in one pack, for losses that compare them. An update then
+            has as many of these groups as fit in `samples_per_update`, at least one. None: no samples stay together.
+        sharing: prefixes that packs may share; None: every sample is computed whole.
 
     Raises:
         BatchError: a sample that trains, or a group that stays together, is longer than the cap.
@@ -169,7 +166,7 @@ def plan_batch(
 
     def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
         costs = SampleCosts(lengths, limits.cost_model, limits.cp, cap, shared, pairs)
-        _refuse_over_the_cap(costs, planned_samples, together)  # all updates, before any is planned
+        _refuse_over_the_cap(costs, planned_samples, together)  # checks all updates before any is planned
         packs = tuple(plan_update(costs, samples, dp=limits.dp, together=together) for samples in updates.contents)
         num_dropped = len(lengths) - len(planned_samples)
         plan = Plan(packs, num_dropped, updates.num_skipped, updates.num_first_epoch, cap, shared, counted)
@@ -179,7 +176,7 @@ def plan_batch(
         return planned(None)[0]
     with_sharing, time = planned(sharing.shared)
     whole = SampleCosts(lengths, limits.cost_model, limits.cp, cap)
-    # the least time without sharing: all work spread evenly
+    # a lower bound on the time without sharing: all work spread evenly
     least = sum(float(whole.each[samples].sum()) for samples in updates.contents) / limits.dp
     if time <= (1 - sharing.min_gain) * least * (1 - 1e-9):
         return with_sharing
@@ -193,12 +190,12 @@ def plan_batch(
 def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: np.ndarray | None = None) -> Update:
     """Plans one update as [dp_rank][micro_batch] -> ascending sample indices, each rank's costliest micro-batch first.
 
-    Depends on which samples there are, not on their order.
+    The result does not depend on the order of `samples`.
 
     Args:
-        costs: of the batch's samples.
-        samples: int64 [n], the distinct indices of those to plan; at least one.
-        together: int64 [B], samples of equal number stay in one pack; None: every sample by itself.
+        costs: the costs of the batch's samples.
+        samples: int64 [n], distinct indices of the samples to plan; at least one.
+        together: int64 [B], samples with equal numbers stay in one pack; None: no samples stay together.
 
     Raises:
         BatchError: a sample, or a group, is longer than the cap.
@@ -211,7 +208,7 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
         return _placed(groups(costs, samples, together), costs, dp).update()
     if costs.shared is None:
         return _placed(singles(costs, samples), costs, dp).update()
-    # larger prefix groups share more and are harder to even out: whatever takes the least time by the estimate
+    # larger prefix groups save more work and are harder to balance: take the size of the least estimated time
     prefix_groups = PrefixGroups(costs, samples)
     best, least_time = None, float("inf")
     longest, limit = int(costs.lengths[samples].max()), costs.max_pack_tokens
@@ -221,31 +218,31 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
         time = _time_of(*placed, costs)
         if time < least_time:
             best, least_time = placed, time
-        # what prefix groups have beyond the longest sample is halved: below that hardly anything is left to share
+        # halve the distance between the largest group and the longest sample: smaller groups would hardly share
         largest = int(items.tokens.max())
         limit = (largest + longest) // 2 if largest > longest + 1 else longest - 1
     return best.update()
 
 
 class _Updates(NamedTuple):
-    """The updates of a step in which something trains."""
+    """Holds the updates of a step in which at least one sample trains."""
 
-    contents: list[np.ndarray]  # the samples to compute in each
-    counted: list[np.ndarray]  # the samples in the denominators of each, ascending
-    num_skipped: int  # updates in which nothing trains
-    num_first_epoch: int
+    contents: list[np.ndarray]  # the samples to compute in each update
+    counted: list[np.ndarray]  # the samples in the denominators of each update, ascending
+    num_skipped: int  # updates in which no sample trains
+    num_first_epoch: int  # updates of the first epoch
 
 
 def _cut_updates(cut: UpdateCut, computed: np.ndarray, together: np.ndarray | None) -> _Updates:
-    """Cuts all samples into updates, and leaves out of these what is not `computed`, bool [B].
+    """Cuts all samples into updates, and then leaves out the samples that are not `computed`, bool [B].
 
     Args:
-        cut: its `trains` and `counts` are given.
+        cut: `trains` and `counts` must be set.
     """
     trains, counts, epochs, seed = cut.trains, cut.counts, cut.epochs, cut.seed
     assert trains is not None and counts is not None
     samples_per_update = cut.samples_per_update
-    # units are cut and shuffled as one: samples, or groups of them
+    # a unit is never cut: a sample, or a group of samples that stay together
     unit_of = np.arange(len(trains)) if together is None else np.unique(together, return_inverse=True)[1]
     sizes = np.bincount(unit_of)
     members = np.split(np.argsort(unit_of, kind="stable"), np.cumsum(sizes)[:-1]) if together is not None else None
@@ -272,14 +269,15 @@ def _cut_updates(cut: UpdateCut, computed: np.ndarray, together: np.ndarray | No
             counted.append(np.sort(samples[counts[samples] | computed_unit[unit_of[samples]]]))
         if epoch == 0:
             num_first_epoch = len(contents)
-            # what was in skipped updates alone has no log-probs of before the step, and trains in no other either
+            # old log-probs are computed over the first epoch's updates only, so samples of its skipped updates have
+            # none and cannot train in a later epoch either
             first = np.concatenate(contents) if contents else np.zeros(0, dtype=np.int64)
             computed_unit &= np.bincount(unit_of[first], minlength=num_units) > 0
     return _Updates(contents, counted, num_skipped, num_first_epoch)
 
 
 class _Placed(NamedTuple):
-    """An update's samples, pack by pack and rank by rank."""
+    """Holds an update's samples, pack by pack and rank by rank."""
 
     samples: np.ndarray  # int64 [samples], ascending in every pack
     sizes: np.ndarray  # int64 [dp, micro_batches], samples of each pack
@@ -297,7 +295,7 @@ class _Placed(NamedTuple):
 def _placed(items: Groups, costs: SampleCosts, dp: int) -> _Placed:
     placed, items_of_pack = balanced_packs(items.tokens, items.costs, dp=dp, cap=costs.max_pack_tokens)
     pack_of_item = np.repeat(np.arange(items_of_pack.size), items_of_pack.ravel())
-    pack_of_given = np.empty_like(pack_of_item)  # by item as given
+    pack_of_given = np.empty_like(pack_of_item)  # in the order of `items`
     pack_of_given[placed] = pack_of_item
     num_samples = len(costs.lengths)
     by_pack = np.sort(np.repeat(pack_of_given, items.sizes) * num_samples + items.samples)
@@ -306,9 +304,7 @@ def _placed(items: Groups, costs: SampleCosts, dp: int) -> _Placed:
 
 
 def _time_of(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> float:
-    """Returns the time of the rank with the most work, for which the others wait. Arguments as the fields
-    of `_Placed`.
-    """
+    """Returns the estimated work of the busiest rank; arguments as the fields of `_Placed`."""
     ends = np.cumsum(sizes.sum(axis=1))
     ranks = costs.roughly(samples, sizes.ravel()).reshape(sizes.shape).sum(axis=1)
     busiest = np.flatnonzero(ranks >= ranks.max() * (1 - 1e-6))  # rounding moves a sum by far less
@@ -319,7 +315,7 @@ def _time_of(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> floa
 def _loads(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> np.ndarray:
     """Returns the work of every rank, float64 [dp]; arguments as the fields of `_Placed`."""
     works = costs.works(samples, sizes.ravel()).reshape(sizes.shape)
-    # one after another, as a sum of Python's: a sum of numpy's would depend on its blocks
+    # summed one after another like Python's sum: np.sum would round depending on its block sizes
     return np.cumsum(works, axis=1)[:, -1] if sizes.shape[1] else np.zeros(len(sizes))
 
 
@@ -331,7 +327,7 @@ def _refuse_over_the_cap(costs: SampleCosts, samples: np.ndarray, together: np.n
     if len(samples) == 0:
         return
     items = singles(costs, samples) if together is None else groups(costs, samples, together)
-    longest = int(np.argmax(items.tokens))  # naming the longest, one raise of the setting is enough
+    longest = int(np.argmax(items.tokens))  # the error names the longest, so that the setting is raised only once
     length = int(items.tokens[longest])
     if length > costs.max_pack_tokens:
         of = f"sample {samples[longest]}" if together is None else f"group {np.unique(together[samples])[longest]}"

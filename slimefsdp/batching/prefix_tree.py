@@ -1,9 +1,9 @@
 """Finds common prefixes of samples, so that a pack computes them once.
 
-Responses to one prompt, turns of one conversation and forks of one response begin alike. Sorted by their tokens,
-samples stand next to those they share most with, and one number per sample says it all: how many tokens it has in
-common with the one before. From these numbers follow how many tokens any choice of samples takes, what it costs, and
-the forest of nodes that a pack of them is. It is found by comparing tokens: nobody says which samples belong together.
+Responses to one prompt, turns of one conversation and forks of one response share prefixes. Prefixes are found by
+comparing tokens, not from group ids. Samples are sorted by their tokens, so that each one is next to those it shares
+most with, and for each sample the length of the prefix that it shares with its predecessor is kept. These numbers
+determine the number of tokens of any selection of samples, its cost, and the forest of its nodes in a pack.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_SHARED_TOKENS = 16  # a node of fewer tokens costs more in further attention calls than it saves
+MIN_SHARED_TOKENS = 16  # a shorter node costs more in additional attention calls than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """The nodes of a pack: runs of tokens, each of which continues another node or begins a sample."""
+    """Holds the nodes of a pack: runs of tokens, each of which continues its parent or begins a sample."""
 
-    parents: tuple[int | None, ...]  # of every node, the one it goes on from; parents come before children
-    depths: tuple[int, ...]  # tokens above every node in its samples
+    parents: tuple[int | None, ...]  # the parent of every node, which comes before its children; None: a root
+    depths: tuple[int, ...]  # number of tokens above every node in its samples
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SharedPrefixes:
-    """Samples in the order of their tokens, and how many tokens each shares with the one before.
+    """Holds the sorted order of samples, and the length of the prefix that each shares with its predecessor.
 
-    What is shared ends at the same few depths for all samples, so what two of them have in common is the least of the
-    numbers between their places.
+    Two samples share as many tokens as the smallest of the numbers between their places in this order.
     """
 
-    place: np.ndarray  # int64 [B], of every sample in that order
-    shared: np.ndarray  # int64 [B], by place: tokens in common with the place before; 0 at the first
+    place: np.ndarray  # int64 [B], position of every sample in the sorted order
+    shared: np.ndarray  # int64 [B], by position: tokens shared with the sample before; 0 at the first
 
     def among(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns some samples in the order of their tokens, and how many tokens each shares with the one before, int64
-        [n].
+        """Sorts a selection of samples, and returns it with the number of tokens that each shares with the one before.
+
+        Both are int64 [n].
         """
         samples = samples[np.argsort(self.place[samples])]
         places = self.place[samples]
@@ -46,20 +46,25 @@ class SharedPrefixes:
         return samples, shared
 
     def among_each(self, samples: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Applies `among` to several concatenated selections, `sizes` of each; the first sample of each shares 0."""
+        """Applies `among` to several selections at once.
+
+        Args:
+            samples: int64, the selections, concatenated.
+            sizes: int64, number of samples in each selection. The first sample of each shares 0 tokens.
+        """
         num_samples = len(self.place)
-        at = np.empty(num_samples, dtype=np.int64)
-        at[self.place] = np.arange(num_samples)
-        choice, places = np.divmod(
+        sample_at = np.empty(num_samples, dtype=np.int64)
+        sample_at[self.place] = np.arange(num_samples)
+        selection, places = np.divmod(
             np.sort(np.repeat(np.arange(len(sizes)), sizes) * num_samples + self.place[samples]), num_samples
         )
         shared = np.zeros(len(places), dtype=np.int64)
-        follows = np.flatnonzero(choice[1:] == choice[:-1]) + 1
+        follows = np.flatnonzero(selection[1:] == selection[:-1]) + 1
         shared[follows] = _least_of_ranges(self.shared, places[follows - 1] + 1, places[follows] + 1)
-        return at[places], shared
+        return sample_at[places], shared
 
     def tokens(self, lengths: np.ndarray, samples: np.ndarray) -> int:
-        """Returns the tokens to compute for these samples together.
+        """Returns the number of tokens that a pack of these samples computes.
 
         Args:
             lengths: int64 [B], tokens per sample of the batch.
@@ -67,7 +72,12 @@ class SharedPrefixes:
         return int(lengths[samples].sum() - self.among(samples)[1].sum())
 
     def fit(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
-        """Returns whether these samples really share these prefixes."""
+        """Returns whether the samples of a batch really share these prefixes.
+
+        Args:
+            tokens: int64 [T], all samples, concatenated.
+            lengths: int64 [B], tokens per sample.
+        """
         num_samples = len(lengths)
         if not len(self.place) == len(self.shared) == num_samples:
             return False
@@ -81,10 +91,10 @@ class SharedPrefixes:
         following = np.flatnonzero(self.shared)
         return all(
             np.array_equal(
-                tokens[starts[at] : starts[at] + self.shared[at]],
-                tokens[starts[at - 1] : starts[at - 1] + self.shared[at]],
+                tokens[starts[position] : starts[position] + self.shared[position]],
+                tokens[starts[position - 1] : starts[position - 1] + self.shared[position]],
             )
-            for at in following.tolist()
+            for position in following.tolist()
         )
 
 
@@ -92,9 +102,9 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHAR
     """Returns the prefixes that a batch's samples share; None if there are none.
 
     Args:
-        tokens: int64 [T], all samples end to end.
+        tokens: int64 [T], all samples, concatenated.
         lengths: int64 [B], tokens per sample.
-        least: a run of tokens is a node of its own from this length on.
+        least: the smallest number of tokens of a shared node.
     """
     starts = np.cumsum(lengths) - lengths
     related = _begin_alike(tokens, starts, lengths, least)
@@ -111,21 +121,22 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHAR
 
 
 def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the nodes of a pack, in the order of their tokens in it.
+    """Builds the forest of a pack's samples.
 
     Args:
         lengths, shared: int64 [n], of the pack's samples in the order of `SharedPrefixes.among`.
 
     Returns:
-        The forest; of every node the sample (0 to n - 1) that its tokens are read from, and its length; of every
-        sample the node that it ends in.
+        The forest; for every node the sample (0 to n - 1) to read its tokens from; the length of every node; and for
+        every sample its last node. Nodes are in the order of their tokens in the pack.
     """
-    first: list[int] = []  # of every node: the sample that made it, where it begins in it and ends, its parent
+    # of every node: the first sample that contains it, where it starts and ends in that sample, and its parent
+    first: list[int] = []
     start: list[int] = []
     end: list[int] = []
     parent: list[int | None] = []
     last_node: list[int] = []
-    path: list[int] = []  # of the sample before, root first
+    path: list[int] = []  # nodes of the previous sample, root first
 
     def add(sample: int, begin: int, until: int, above: int | None) -> int:
         first.append(sample)
@@ -137,7 +148,7 @@ def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarr
     for sample, (length, common) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
         while path and start[path[-1]] >= common:
             path.pop()
-        if path and end[path[-1]] > common:  # the samples part within this node: its upper half becomes their parent
+        if path and end[path[-1]] > common:  # the samples diverge within this node: its upper part becomes a new node
             lower = path.pop()
             upper = add(first[lower], start[lower], common, parent[lower])
             start[lower], parent[lower] = common, upper
@@ -146,21 +157,21 @@ def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarr
             path.append(add(sample, common, length, path[-1] if path else None))
         last_node.append(path[-1])
     order = sorted(range(len(first)), key=lambda node: (first[node], start[node]))  # a parent comes before its children
-    number = {node: at for at, node in enumerate(order)}
+    number = {node: position for position, node in enumerate(order)}
     parents = [parent[node] for node in order]
     forest = Forest(
         parents=tuple(None if above is None else number[above] for above in parents),
         depths=tuple(start[node] for node in order),
     )
-    made_by = np.array([first[node] for node in order])
+    source_sample = np.array([first[node] for node in order])
     sizes = np.array([end[node] - start[node] for node in order])
-    return forest, made_by, sizes, np.array([number[node] for node in last_node])
+    return forest, source_sample, sizes, np.array([number[node] for node in last_node])
 
 
 def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, least: int) -> np.ndarray:
-    """Returns the samples whose first `least` tokens another sample has, too; ascending indices."""
+    """Returns the samples whose first `least` tokens equal those of another sample; ascending indices."""
     long_enough = np.flatnonzero(lengths >= least)
-    # by a hash: two that have it in common by chance are told apart when they are compared
+    # compared by a hash; collisions are harmless, because tokens are compared later
     factors = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, least + 1, dtype=np.uint64)
     hashes = np.zeros(len(long_enough), dtype=np.uint64)
     for offset, factor in enumerate(factors):
@@ -172,39 +183,41 @@ def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, le
 def _sorted_by_tokens(
     tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns samples in the order of their tokens, stable for equal ones, and the common prefix of each with the one
-    before.
+    """Sorts samples by their tokens, stably, and returns them with the length of the prefix shared with the one before.
 
-    Samples that are alike so far are a block. All blocks are looked at together, a few tokens further in every round:
-    where its samples part, a block is sorted by that token and falls into smaller ones; a sample alone is in its place.
+    A block is a run of samples that are equal so far. Every round looks a few tokens further in all blocks at once. A
+    block is sorted by the first token in which its samples differ, and splits into smaller blocks. A block of one
+    sample is finished.
     """
     ordered, common = samples.copy(), np.zeros(len(samples), dtype=np.int64)
-    at = np.arange(len(samples))  # places whose sample is not known yet, block by block
-    sizes, depth = np.array([len(samples)]), np.zeros(1, dtype=np.int64)  # of every block, and tokens that it shares
-    while len(at):
+    positions = np.arange(len(samples))  # positions in unfinished blocks, block by block
+    # of every block: its number of samples, and the tokens in which they are known to be equal
+    sizes, depth = np.array([len(samples)]), np.zeros(1, dtype=np.int64)
+    while len(positions):
         block = np.repeat(np.arange(len(sizes)), sizes)
-        one = ordered[at]
-        ahead = _window(tokens, starts[one] + depth[block], lengths[one] - depth[block])
+        samples_at = ordered[positions]
+        ahead = _window(tokens, starts[samples_at] + depth[block], lengths[samples_at] - depth[block])
         follows = np.concatenate([[False], block[1:] == block[:-1]])
-        column = np.full(len(at), _WINDOW - 1)  # where a sample parts from the one before, or the window ends
+        # where each sample first differs from the one before, or the end of the window
+        column = np.full(len(positions), _WINDOW - 1)
         differs = ahead[1:] != ahead[:-1]
-        parts = np.flatnonzero(follows[1:] & differs.any(axis=1))
-        column[parts + 1] = differs[parts].argmax(axis=1)
+        differing = np.flatnonzero(follows[1:] & differs.any(axis=1))
+        column[differing + 1] = differs[differing].argmax(axis=1)
         column = np.minimum.reduceat(column, np.cumsum(sizes) - sizes)
-        token = ahead[np.arange(len(at)), column[block]]
+        token = ahead[np.arange(len(positions)), column[block]]
         order = np.lexsort((token, block))
-        ordered[at], token = one[order], token[order]  # sorting moves samples within their block alone
+        ordered[positions], token = samples_at[order], token[order]  # samples move within their block only
         depth = depth + column
         begins = ~follows | np.concatenate([[True], token[1:] != token[:-1]])
-        parts = np.flatnonzero(begins & follows)
-        common[at[parts]] = depth[block[parts]]
-        ends = ~begins & (token < 0)  # equal to the last token
-        common[at[ends]] = lengths[ordered[at[ends]]]
+        differing = np.flatnonzero(begins & follows)
+        common[positions[differing]] = depth[block[differing]]
+        ends = ~begins & (token < 0)  # equal to the sample before up to the last token
+        common[positions[ends]] = lengths[ordered[positions[ends]]]
         new_block = np.cumsum(begins) - 1
-        goes_on = (np.bincount(new_block) > 1) & (token[begins] >= 0)
-        depth = depth[block[begins]][goes_on] + 1
-        at = at[goes_on[new_block]]
-        sizes = np.bincount(new_block)[goes_on]
+        is_unfinished = (np.bincount(new_block) > 1) & (token[begins] >= 0)
+        depth = depth[block[begins]][is_unfinished] + 1
+        positions = positions[is_unfinished[new_block]]
+        sizes = np.bincount(new_block)[is_unfinished]
     return ordered, common
 
 
@@ -215,7 +228,7 @@ def _window(tokens: np.ndarray, starts: np.ndarray, left: np.ndarray) -> np.ndar
     """Returns the next tokens of samples, and -1 after their ends; int64 [samples, window].
 
     Args:
-        left: of each sample, its tokens from its start on.
+        left: number of tokens of each sample from its start on.
     """
     columns = np.arange(_WINDOW)
     ahead = np.take(tokens, starts[:, None] + columns, mode="clip")
@@ -225,44 +238,44 @@ def _window(tokens: np.ndarray, starts: np.ndarray, left: np.ndarray) -> np.ndar
 
 
 def _least_of_ranges(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Returns the minimum of values[low:high] for many non-empty ranges.
+    """Returns the minimum of values[low:high] for many non-empty ranges, in O(n log n).
 
-    From the least of every run of 1, 2, 4... values: two runs that overlap make a range. n log n whatever the ranges.
+    Computes the minimum of every run of 1, 2, 4, ... values (a sparse table); a range is the union of two runs.
     """
-    found = np.empty(len(low), dtype=values.dtype)
-    level = np.frexp(high - low)[1] - 1  # of the longest run that fits: 2**level <= high - low
+    minima = np.empty(len(low), dtype=values.dtype)
+    level = np.frexp(high - low)[1] - 1  # the longest run that fits: 2**level <= high - low
     runs = values
     for exponent in range(int(level.max(initial=-1)) + 1):
-        here = np.flatnonzero(level == exponent)
-        found[here] = np.minimum(runs[low[here]], runs[high[here] - 2**exponent])
+        ranges = np.flatnonzero(level == exponent)
+        minima[ranges] = np.minimum(runs[low[ranges]], runs[high[ranges] - 2**exponent])
         runs = np.minimum(runs[: -(2**exponent)], runs[2**exponent :])
-    return found
+    return minima
 
 
 def _thinned(common: np.ndarray, least: int) -> np.ndarray:
     """Shortens shared prefixes so that no shared node has fewer than `least` tokens.
 
     Args:
-        common: int64 [n], tokens that each of the sorted samples has in common with the one before; 0 at the first.
+        common: int64 [n], tokens that each of the sorted samples shares with the one before; 0 at the first.
     """
-    # The least number of a range parts its samples first: those parts lie below it, and so on (a Cartesian tree).
+    # A Cartesian tree: the smallest number of a range splits its samples, and is the parent of the parts' numbers.
     numbers = common.tolist()
     above: list[int] = [-1] * len(numbers)
-    open_: list[int] = []
-    for at in range(1, len(numbers)):
+    open_nodes: list[int] = []
+    for position in range(1, len(numbers)):
         below = -1
-        while open_ and numbers[open_[-1]] > numbers[at]:
-            below = open_.pop()
+        while open_nodes and numbers[open_nodes[-1]] > numbers[position]:
+            below = open_nodes.pop()
         if below >= 0:
-            above[below] = at
-        if open_:
-            above[at] = open_[-1]
-        open_.append(at)
+            above[below] = position
+        if open_nodes:
+            above[position] = open_nodes[-1]
+        open_nodes.append(position)
     thinned = [0] * len(numbers)
-    # a number below another is no smaller, and among equal ones the earlier is above
-    for at in np.argsort(common, kind="stable").tolist():
-        if at == 0:
+    # a child's number is not smaller than its parent's, and among equal numbers the earlier is the parent
+    for position in np.argsort(common, kind="stable").tolist():
+        if position == 0:
             continue
-        depth = thinned[above[at]] if above[at] >= 0 else 0
-        thinned[at] = numbers[at] if numbers[at] - depth >= least else depth
+        depth = thinned[above[position]] if above[position] >= 0 else 0
+        thinned[position] = numbers[position] if numbers[position] - depth >= least else depth
     return np.array(thinned, dtype=common.dtype)

@@ -1,8 +1,9 @@
-"""Trains several adapters of one base in turn: one is in the model, and the others wait on device or host.
+"""Trains several adapters of one base model in turn.
 
-An adapter has its matrices, moments, gradients gathered so far, counters, KL coefficient and checkpoints. The model has
-room for one, of `lora.rank`. Another one takes it by copying bits, so each trains as it would alone. One of a smaller
-rank has rows of A and columns of B that are 0: their gradients are 0, and so they stay.
+An adapter consists of its matrices, optimiser moments, accumulated gradients, counters, KL coefficient and checkpoints.
+The model has matrices for one adapter, of rank `lora.rank`; the other adapters are parked on the device or the host.
+Adapters are exchanged by copying bits, so each trains exactly as it would alone. An adapter of a smaller rank has
+additional rows of A and columns of B that are 0 and stay 0, because their gradients are 0.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from slimefsdp.training.checkpointing import Checkpoints
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """One adapter, apart from its matrices and moments.
+    """Holds one adapter, except its matrices and moments.
 
     Args:
-        updater: over the model's parameters, with counters of its own.
+        updater: optimiser step over the model's parameters, with this adapter's counters.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """The factor on B A x."""
+        """Returns the factor on B A x."""
         return self.alpha / self.rank
 
 
 class Parked:
-    """Copies of an adapter's matrices, moments and gradients while another adapter is in the model.
+    """Holds copies of an adapter's matrices, moments and gradients while another adapter is in the model.
 
     Args:
         pin_memory: page-lock the host memory.
@@ -58,7 +59,7 @@ class Parked:
 
     def __init__(self, model: DecoderModel, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
         self._tensors = [tensor.clone() for tensor in _live_tensors(model, optimizer)]
-        # the very objects: the model's place for them is empty until others are gathered
+        # not copied: the model gets new gradient tensors from its next backward pass
         self._gradients = [parameter.grad for _, parameter in model.trained_weights()]
         self._offloader = StorageOffloader(pin_memory=pin_memory)
 
@@ -80,9 +81,9 @@ class Parked:
 
     @torch.no_grad()
     def put_back(self, model: DecoderModel, optimizer: torch.optim.Optimizer) -> None:
-        """Copies everything into the model, bit for bit; the copies are on the device."""
-        for live, kept in zip(_live_tensors(model, optimizer), self._tensors, strict=True):
-            live.copy_(kept)
+        """Copies everything back into the model, bit for bit; the copies must be on the device."""
+        for live, copy in zip(_live_tensors(model, optimizer), self._tensors, strict=True):
+            live.copy_(copy)
         for (_, parameter), gradient in zip(model.trained_weights(), self._gradients, strict=True):
             parameter.grad = gradient
 
@@ -96,7 +97,7 @@ class Parked:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait for an update."""
+        """Returns whether there are gradients that no update has used."""
         return any(gradient is not None for gradient in self._gradients)
 
     def _all(self) -> list[torch.Tensor]:
@@ -104,12 +105,12 @@ class Parked:
 
 
 class Adapters:
-    """The adapters of one rank; every rank makes the same calls.
+    """Holds the adapters of one rank; every rank must make the same calls.
 
     Args:
-        first: that is in the model now.
-        make: collective; an adapter at its beginning, from its name, rank and alpha.
-        resident: so many of those that wait may stay on the device; the others, longest unused first, are on the host.
+        first: the adapter that is in the model now.
+        make: collective; makes a new adapter from its name, rank and alpha.
+        resident: number of parked adapters that may stay on the device; the least recently used ones go to the host.
         pin_memory: page-lock host memory.
     """
 
@@ -128,17 +129,17 @@ class Adapters:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._make, self._resident, self._pin_memory = make, resident, pin_memory
         self._adapters = {first.name: first}
-        self._parked: OrderedDict[str, Parked] = OrderedDict()  # the one used last comes last
+        self._parked: OrderedDict[str, Parked] = OrderedDict()  # least recently used first
 
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
 
     def create(self, name: str, rank: int, alpha: float, seed: int) -> None:
-        """Collective: draws a new adapter from `seed` and puts it into the model.
+        """Collective: initialises a new adapter from `seed` and puts it into the model.
 
         Raises:
-            StateError: there is one of this name. ResourceError: there is no memory for what was in the model, which
-                is there still.
+            StateError: an adapter of this name exists.
+            ResourceError: there is no memory to park the current adapter, which stays in the model.
         """
         if name in self._adapters:
             raise StateError(
@@ -146,39 +147,40 @@ class Adapters:
             )
         self._park_current()
         try:
-            self._keep_residents()  # first: where there is no memory for them, nothing has changed
-            made = self._make(name, rank, alpha)
+            self._keep_residents()  # may fail for lack of memory, so it runs before anything else changes
+            adapter = self._make(name, rank, alpha)
         except BaseException:
-            self._parked.pop(self.current.name).to_device()  # gradients among it are the model's own
+            self._parked.pop(self.current.name).to_device()  # the model still uses its gradient tensors
             raise
-        self._adapters[name] = self.current = made
+        self._adapters[name] = self.current = adapter
         self.current.updater.begin_anew()
         draw_adapters(self._model, seed, rank=rank)
-        set_scale(self._model, made.scale)
+        set_scale(self._model, adapter.scale)
 
     def select(self, name: str) -> None:
-        """Collective: puts an adapter into the model; does nothing if it is there.
+        """Collective: puts an adapter into the model, unless it is the current one.
 
         Raises:
-            StateError: there is none of this name. ResourceError: there is no memory for both at once.
+            StateError: there is no adapter of this name.
+            ResourceError: there is no memory for both adapters at once.
         """
         self.require(name)
         if name == self.current.name:
             return
-        coming = self._parked[name]
-        run_together(coming.to_device, self._mesh.group)
+        selected = self._parked[name]
+        run_together(selected.to_device, self._mesh.group)
         self._park_current()
-        coming.put_back(self._model, self._optimizer)
+        selected.put_back(self._model, self._optimizer)
         del self._parked[name]
         self.current = self._adapters[name]
         set_scale(self._model, self.current.scale)
         self._keep_residents()
 
     def delete(self, name: str) -> None:
-        """Collective: forgets an adapter, except for its files; if it is in the model, the run's own replaces it.
+        """Collective: removes an adapter, but not its files; the run's own adapter replaces it if it is current.
 
         Raises:
-            StateError: there is none of this name, or it is the run's own.
+            StateError: there is no adapter of this name, or it is the run's own.
         """
         self.require(name)
         if name == DEFAULT_ADAPTER:
@@ -188,16 +190,16 @@ class Adapters:
         del self._adapters[name], self._parked[name]
 
     def to_host(self) -> None:
-        """Collective: moves all waiting adapters to the host.
+        """Collective: moves all parked adapters to the host.
 
         Raises:
-            ResourceError: a host has no memory for them.
+            ResourceError: a host has not enough memory.
         """
         for parked in self._parked.values():
             run_together(parked.to_host, self._mesh.group)
 
     def require(self, name: object) -> None:
-        """Checks that there is such an adapter.
+        """Checks that an adapter of this name exists.
 
         Raises:
             StateError: there is none.
@@ -210,32 +212,32 @@ class Adapters:
         """Returns all adapters, in the order of their creation."""
         return [
             AdapterInfo(
-                name=one.name,
-                rank=one.rank,
-                alpha=one.alpha,
-                updates_taken=one.updater.updates_taken,
-                has_gradients=one.updater.has_gradients
-                if one is self.current
-                else self._parked[one.name].has_gradients,
-                is_on_device=one is self.current or not self._parked[one.name].is_on_host,
+                name=adapter.name,
+                rank=adapter.rank,
+                alpha=adapter.alpha,
+                updates_taken=adapter.updater.updates_taken,
+                has_gradients=adapter.updater.has_gradients
+                if adapter is self.current
+                else self._parked[adapter.name].has_gradients,
+                is_on_device=adapter is self.current or not self._parked[adapter.name].is_on_host,
             )
-            for one in self._adapters.values()
+            for adapter in self._adapters.values()
         ]
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory of the waiting adapters; safe in any thread."""
+        """Returns the bytes of host memory of the parked adapters; safe in any thread."""
         return sum(parked.host_bytes for parked in list(self._parked.values()))
 
     def _park_current(self) -> None:
-        """Copies the adapter in the model; the model keeps its values until they are overwritten."""
+        """Copies the current adapter; the model keeps its values until another adapter overwrites them."""
         self.current.checkpoints.wait_for_copy()
         reshard(self._model)
-        found: list[Parked] = []
+        parked: list[Parked] = []
         run_together(
-            lambda: found.append(Parked(self._model, self._optimizer, pin_memory=self._pin_memory)), self._mesh.group
+            lambda: parked.append(Parked(self._model, self._optimizer, pin_memory=self._pin_memory)), self._mesh.group
         )
-        self._parked[self.current.name] = found[0]
+        self._parked[self.current.name] = parked[0]
 
     def _keep_residents(self) -> None:
         on_device = [parked for parked in self._parked.values() if not parked.is_on_host]
@@ -254,7 +256,7 @@ def make_adapters(
     """Returns the adapters of a rank, with the run's own in the model.
 
     Args:
-        updater, checkpoints, kl_coefficient: of the run's own.
+        updater, checkpoints, kl_coefficient: the state of the run's own adapter.
     """
     settings = config.lora
     assert settings.rank is not None
@@ -276,9 +278,9 @@ def make_adapters(
 
 
 def _live_tensors(model: DecoderModel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns this rank's rows of the matrices in the model and of their optimiser state."""
-    found: list[torch.Tensor] = []
+    """Returns this rank's shards of the adapter matrices in the model and of their optimiser state."""
+    tensors: list[torch.Tensor] = []
     for _, parameter in model.trained_weights():
-        found.append(local_shard(parameter).detach())
-        found += [local_shard(value) for value in optimizer.state[parameter].values()]
-    return found
+        tensors.append(local_shard(parameter).detach())
+        tensors += [local_shard(value) for value in optimizer.state[parameter].values()]
+    return tensors

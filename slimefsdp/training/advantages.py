@@ -1,8 +1,7 @@
 """Computes the advantages of a policy and the value targets of a critic from a batch's rewards and the settings.
 
-The formulas are in slimefsdp/algorithms/advantages.py.
-
-Numpy only and float64; the functions of the settings are found here, and what they read is checked.
+This module looks up the functions that the settings name and checks that the batch has what they read. The formulas
+are in slimefsdp/algorithms/advantages.py. All of it is numpy in float64.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from slimefsdp.errors import BatchError, SlimeError
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports the user's own functions that the settings of advantages and loss name.
+    """Imports the user's own functions that advantage.estimator and loss.policy name.
 
     Raises:
-        ConfigError: one cannot be imported.
+        ConfigError: a function cannot be imported.
     """
     estimator_of(config)
     if ":" in config.loss.policy:
@@ -44,7 +43,7 @@ def estimator_of(config: RunConfig) -> Estimator:
     """Returns the advantage estimator of the settings.
 
     Raises:
-        ConfigError: it is a function of the user's own that cannot be imported.
+        ConfigError: it is a user's own function and cannot be imported.
     """
     name = config.estimator
     if name in ESTIMATORS:
@@ -69,50 +68,51 @@ def estimator_of(config: RunConfig) -> Estimator:
 
 
 def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
-    """Returns advantages per response token, float64 [R]: the caller's own, or those of `advantage.estimator`.
+    """Returns the advantage of every response token, float64 [R]: the batch's own, or those of `advantage.estimator`.
 
     Args:
-        kl_penalty: [R] float64, what the KL takes off each token's reward.
+        kl_penalty: [R] float64, subtracted from each token's reward.
 
     Raises:
-        BatchError: what the estimator reads is missing, groups are too small for it, or a loss of whole sequences would
-            meet advantages that differ inside one.
+        BatchError: the estimator's inputs are missing, groups are too small for it, or advantages differ inside a
+            sequence although loss.policy is a loss of whole sequences.
     """
     estimator, whiten = estimator_of(config), config.advantage.whiten
     if batch.advantages is not None:
-        found = batch.advantages.astype(np.float64)
-        found = whitened(found, batch.mask) if whiten else found
+        result = batch.advantages.astype(np.float64)
+        result = whitened(result, batch.mask) if whiten else result
     else:
         whiten = estimator.whitens if whiten is None else whiten
         inputs = _advantage_inputs(config, batch, estimator.reads, kl_penalty)
-        found = advantages(inputs, estimator, _advantage_options(config), whiten=whiten)
+        result = advantages(inputs, estimator, _advantage_options(config), whiten=whiten)
     if config.loss.policy in PER_SEQUENCE:
-        _check_equal_inside_sequences(config, batch, found)
-    return found
+        _check_equal_inside_sequences(config, batch, result)
+    return result
 
 
 def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> np.ndarray:
-    """Returns False for samples of groups in which no trained token has an advantage; bool [B].
+    """Returns False for samples of groups in which every trained token has advantage 0; bool [B].
 
-    Only advantages that compare a group's samples, or the caller's own, say so by being zero: elsewhere a zero is a
-    number like any other, and leaving it out of an update's denominators would change the others' weight.
+    This holds only for estimators that compare the samples of a group, and for the batch's own advantages. For other
+    estimators all samples are True: a zero is an ordinary value, and dropping it would change the weights of the other
+    samples.
 
     Args:
-        advantages: [R], where they are known already; None: computed here.
+        advantages: [R]; None: computed here.
     """
     compares = batch.advantages is not None or estimator_of(config).compares_groups
     if batch.group_ids is None or not compares:
         return np.ones(batch.num_samples, dtype=bool)
     _, group_of = np.unique(batch.group_ids, return_inverse=True)
-    found = response_advantages(config, batch) if advantages is None else advantages
-    moves = batch.any_token(batch.mask & (found != 0))
+    values = response_advantages(config, batch) if advantages is None else advantages
+    moves = batch.any_token(batch.mask & (values != 0))
     return np.bincount(group_of, moves)[group_of] > 0
 
 
 def value_targets(
     config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None, gae_lambda: float | None = None
 ) -> np.ndarray:
-    """Returns a critic's targets, float64 [R]: the caller's `returns`, or lambda-returns.
+    """Returns a critic's targets, float64 [R]: the batch's `returns`, or lambda-returns.
 
     Args:
         kl_penalty: as in `response_advantages`.
@@ -151,7 +151,7 @@ def _advantage_inputs(
     if kl_penalty is not None:
         earned -= np.where(batch.mask, kl_penalty, 0.0)
     sample_ids, mask = batch.sample_ids, batch.mask
-    rewarded = np.flatnonzero(earned)  # where rewards are of whole samples, few of all tokens
+    rewarded = np.flatnonzero(earned)  # usually few tokens: one per sample
     return AdvantageInputs(
         scores=np.bincount(sample_ids[rewarded], earned[rewarded], batch.num_samples).astype(np.float64),
         token_rewards=_at_trained_tokens(earned, rewarded, mask, sample_ids),
@@ -168,22 +168,22 @@ def _at_trained_tokens(
 ) -> np.ndarray:
     """Moves rewards at untrained tokens to the trained token before them, [R].
 
-    What an environment answers rewards what was said before it. Ahead of a sample's first trained token they move to
-    that one; a sample without any loses them here, and not in its score.
+    A reward on an environment's answer is for the policy's tokens before it. Rewards before the first trained token of
+    a sample move to that token. A sample without trained tokens loses its token rewards, but keeps its score.
 
     Args:
-        rewarded: where `earned`, [R], is not 0.
+        rewarded: indices where `earned`, [R], is not 0.
     """
     if mask[rewarded].all():
         return earned
     trained = np.flatnonzero(mask)
     if not trained.size:
         return np.zeros_like(earned)
-    places = np.searchsorted(trained, rewarded, side="right") - 1
-    before, behind = trained[np.maximum(places, 0)], trained[np.minimum(places + 1, trained.size - 1)]
-    is_before = (places >= 0) & (sample_ids[before] == sample_ids[rewarded])
-    is_kept = is_before | (sample_ids[behind] == sample_ids[rewarded])
-    owner = np.where(is_before, before, behind)
+    positions = np.searchsorted(trained, rewarded, side="right") - 1
+    before, after = trained[np.maximum(positions, 0)], trained[np.minimum(positions + 1, trained.size - 1)]
+    is_before = (positions >= 0) & (sample_ids[before] == sample_ids[rewarded])
+    is_kept = is_before | (sample_ids[after] == sample_ids[rewarded])
+    owner = np.where(is_before, before, after)
     return np.bincount(owner[is_kept], earned[rewarded[is_kept]], earned.size)
 
 
@@ -195,7 +195,7 @@ def scores_of(batch: RolloutBatch) -> np.ndarray:
 
 
 def _earned(batch: RolloutBatch) -> np.ndarray:
-    """Returns the reward at each response token, float64 [R]; a sample's own reward is at its last token."""
+    """Returns the reward at each response token, float64 [R]; a sample's scalar reward is at its last token."""
     earned = np.zeros(batch.num_response_tokens)
     if batch.token_rewards is not None:
         earned += batch.token_rewards
@@ -208,10 +208,10 @@ def _float64(values: np.ndarray | None) -> np.ndarray | None:
     return None if values is None else values.astype(np.float64)
 
 
-def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, found: np.ndarray) -> None:
+def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray) -> None:
     trained = np.flatnonzero(batch.mask)
     samples = batch.sample_ids[trained]
-    differs = (found[trained][1:] != found[trained][:-1]) & (samples[1:] == samples[:-1])
+    differs = (advantages[trained][1:] != advantages[trained][:-1]) & (samples[1:] == samples[:-1])
     if differs.any():
         raise BatchError(
             f"advantages differ inside sample {samples[1:][differs][0]}, and loss.policy={config.loss.policy} has one "
@@ -222,21 +222,22 @@ def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, found:
 
 
 def check_pairs(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> None:
-    """Checks that a batch holds preference pairs: groups of two that fit a pack, one of positive and one of negative
-    advantage.
+    """Checks that a batch holds preference pairs.
+
+    A pair is a group of two samples that fit in a pack, one of positive and one of negative advantage.
 
     Args:
-        advantages: as for `has_variance`.
+        advantages: see `has_variance`.
 
     Raises:
-        BatchError: naming the first group that is none.
+        BatchError: a group is not a pair.
     """
     require(batch, "group_ids", f"loss.policy={config.loss.policy} compares the two samples of a group", "choose ppo")
     assert batch.group_ids is not None
     trained = np.flatnonzero(batch.mask)
     signs = np.zeros(batch.num_samples)
-    found = response_advantages(config, batch) if advantages is None else advantages
-    signs[batch.sample_ids[trained]] = np.sign(found[trained])
+    values = response_advantages(config, batch) if advantages is None else advantages
+    signs[batch.sample_ids[trained]] = np.sign(values[trained])
     groups, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
     are_not_two = sizes != 2
     are_no_opposites = (np.bincount(group_of, signs) != 0) | (np.bincount(group_of, np.abs(signs)) != 2)
@@ -260,11 +261,11 @@ def check_pairs(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray |
 
 
 def require(batch: RolloutBatch, name: str, reader: str, way_out: str) -> None:
-    """Refuses a batch without the field `name`.
+    """Checks that a batch has the field `name`.
 
     Args:
-        reader: who reads it, in words.
-        way_out: what to do instead of giving it.
+        reader: the end of the error's sentence, which says what reads the field.
+        way_out: the end of the hint, an alternative to giving the field.
 
     Raises:
         BatchError: it is missing.

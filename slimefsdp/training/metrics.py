@@ -1,8 +1,8 @@
 """Sums the metrics of an update over micro-batches and ranks, and measures throughput.
 
-Nothing here synchronises with the host before `reduce`. Of the context-parallel ranks, which all hold a
-pack's values, one is counted. Throughput is prompt and response tokens and model FLOPs a second, and the
-latter's share of the devices' rate.
+Nothing here synchronises with the host before `reduce`. All context-parallel ranks hold the values of a pack, and only
+one of them is counted. Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and
+as the latter's share of the devices' peak (MFU).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from slimefsdp.models.lora import adapted_matrices
 
 
 class MetricSums:
-    """Running totals of one update on one rank. Every rank adds the same names, so that all join the reduction.
+    """Accumulates the metrics of one update on one rank. Every rank must add the same names.
 
     Args:
-        counted: whether this rank's values enter; False adds zeros.
+        counted: whether this rank's values count; if False, zeros are added in their place.
     """
 
     def __init__(self, device: torch.device, *, counted: bool = True) -> None:
@@ -39,14 +39,14 @@ class MetricSums:
         self._maxima: dict[str, torch.Tensor] = {}
 
     def add_total(self, name: str, value: torch.Tensor) -> None:
-        """Adds to a quantity that is summed over micro-batches and ranks, such as a weighted loss; 0-d."""
+        """Adds a 0-d value to a total over micro-batches and ranks, such as a weighted loss."""
         self._accumulate(self._sums, name, value.detach().double())
 
     def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Adds values whose mean over the update is reported; [n], possibly none.
+        """Adds values [n], possibly none, to a mean over the update.
 
         Args:
-            counted: [n] bool, where values count; None: everywhere.
+            counted: [n] bool, which values count; None: all.
         """
         values = values.detach().double()
         if counted is None:
@@ -57,7 +57,7 @@ class MetricSums:
         self._accumulate(self._counts, name, count)
 
     def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Adds values >= 0 whose maximum is reported; arguments as for `add_mean`."""
+        """Adds values >= 0 to a maximum over the update; arguments as for `add_mean`."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
         values = values.detach().double()
         if counted is not None:
@@ -66,15 +66,15 @@ class MetricSums:
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Returns the update's metrics, the same on every rank; a mean over nothing is left out."""
+        """Returns the update's metrics, equal on every rank; a mean over no values is left out."""
         names = [*self._sums, *self._maxima]
         if not names:
             return {}
         sums = torch.stack([*self._sums.values(), *self._counts.values()]) if self._sums else torch.zeros(0)
         dist.all_reduce(sums, group=group)
-        found = sums.tolist()
-        totals = dict(zip(self._sums, found, strict=False))
-        counts = dict(zip(self._counts, found[len(self._sums) :], strict=True))
+        reduced = sums.tolist()
+        totals = dict(zip(self._sums, reduced, strict=False))
+        counts = dict(zip(self._counts, reduced[len(self._sums) :], strict=True))
         result = {
             name: total / counts[name] if name in counts else total
             for name, total in totals.items()
@@ -92,7 +92,7 @@ class MetricSums:
 
 
 def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Returns one dict for a step of several updates: means of the metrics, and maxima of those named `*_max`."""
+    """Returns the metrics of a step from those of its updates: means, and maxima for names that end in `_max`."""
     merged: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():
@@ -104,16 +104,16 @@ def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Computes tokens and operations per second of a group's steps.
+    """Computes tokens and FLOPs per second of a group's steps.
 
-    Counted is what the updates need: one forward and backward pass over their samples, what these share once. What is
-    computed again to save memory, and log-probs computed before the updates, take time and are not counted.
+    It counts one forward and backward pass over the samples of the updates, with shared prefixes once. Recomputed
+    activations, and log-probs computed before the updates, take time but are not counted.
     """
 
     ranks: int
-    model_spec: ModelSpec | None  # None: they are not known
-    trained_share: float = 1.0  # of the weights
-    adapter_parameters: int = 0  # not among the weights
+    model_spec: ModelSpec | None  # None: the model's sizes are not known
+    trained_share: float = 1.0  # trained weights / all weights
+    adapter_parameters: int = 0  # parameters of adapters, which are not among the weights
     has_vocabulary_head: bool = True
     peak_tflops: float | None = None  # of one rank's device; None: not known
 
@@ -133,16 +133,16 @@ class Throughput:
         return metrics
 
     def _flops(self, model_spec: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
-        """Returns the operations of one update of the plan, by all ranks together."""
+        """Returns the FLOPs of one update of the plan, of all ranks together."""
         samples = plan.samples_of(update)
-        depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that a sample of a pack has from the one before
+        depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that each sample shares with the one before
         if plan.shared is not None:
             of_packs, sizes = plan.packs_of(update)
             ordered, shared = plan.shared.among_each(of_packs, sizes.ravel())
             depths[ordered] = shared
         counted = 0
         if self.has_vocabulary_head:
-            # tokens that another sample of the pack computes are no rows here
+            # the head skips shared response tokens, which another sample of the pack computes
             prompts = batch.lengths - batch.response_lengths
             counted = int(batch.trained_tokens(np.maximum(depths - prompts, 0))[samples].sum())
         return training_flops(
@@ -163,11 +163,11 @@ def throughput_for(
     compute_dtype: torch.dtype,
     stated_tflops: float | None,
 ) -> Throughput:
-    """Returns what the seconds of a model's steps are measured by.
+    """Returns the throughput calculation for a model.
 
     Args:
-        model_spec: None: its sizes are not known.
-        stated_tflops: rate of a rank's device; None: the maker's, which is known for half precision on some GPUs.
+        model_spec: the model's sizes; None: not known.
+        stated_tflops: peak rate of a rank's device; None: the vendor's figure, known for half precision on some GPUs.
     """
     peak = stated_tflops
     if peak is None and mesh.device.type == "cuda" and compute_dtype.itemsize == 2:

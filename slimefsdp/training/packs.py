@@ -1,6 +1,6 @@
 """Computes one rank's packs: a model's outputs for their tokens, and the gradients of one update's micro-batches.
 
-Functions here take values, not settings; only `objective_for` and `check_policy_loss` read the settings of the loss.
+Only `objective_for` and `check_policy_loss` read settings; the other functions take values.
 """
 
 from __future__ import annotations
@@ -43,38 +43,38 @@ from slimefsdp.models.lora import adapters_off
 from slimefsdp.monitoring.profiler import phase
 from slimefsdp.training.metrics import MetricSums
 
-if TYPE_CHECKING:  # a name for mypy only: the step alone runs where pydantic is not installed
+if TYPE_CHECKING:  # a train step must be able to run without pydantic
     from slimefsdp.config import RunConfig
 
 TOKENS = "micro_batch_tokens"
-"""Attribute of an out-of-memory error: this rank's tokens of the micro-batch that it came from."""
+"""Attribute of an out-of-memory error: this rank's tokens of the micro-batch that raised it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankPacks:
-    """The packs that one rank computes of a batch, one for each micro-batch."""
+    """Holds the packs of a batch that one rank computes, one for each micro-batch."""
 
     batch: RolloutBatch
     samples: Sequence[np.ndarray]  # int64 sample indices of each pack
-    shared: SharedPrefixes | None = None  # of the plan that the packs are from; None: no prefix is shared
+    shared: SharedPrefixes | None = None  # the plan's shared prefixes; None: no prefix is shared
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PassOptions:
-    """How the forward and backward passes of an update run."""
+    """Holds options of the forward and backward passes of an update."""
 
-    temperature: float = 1.0  # of a policy: divides its logits
-    entropy_grad: bool = False  # of a policy: gradients flow through the entropy
-    # adds the KL to this policy over the whole vocabulary to the model's outputs. It is on the device and of the
-    # model's architecture, or the model itself, whose adapters are then switched off
+    temperature: float = 1.0  # divides the logits of a policy
+    entropy_grad: bool = False  # gradients flow through the entropy of a policy
+    # adds the KL to this reference, over the whole vocabulary, to the policy's outputs. The reference is on the device
+    # and has the policy's architecture; or it is the policy itself, evaluated with its adapters off
     reference: DecoderModel | None = None
     loss_scale: float = 1.0  # multiplies the gradients, for float16; metrics are not scaled
-    sum_once: bool = False  # sums gradients over the ranks at the last micro-batch only; see `gradients_summed_once`
+    sum_once: bool = False  # sum gradients over the ranks at the last micro-batch only; see `gradients_summed_once`
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A pack, this rank's share of it on the device, and the attention over it."""
+    """Holds a pack, this rank's share of it on the device, and the attention over it."""
 
     packed: PackedBatch
     share: LocalShare
@@ -85,7 +85,7 @@ def micro_batches(packs: RankPacks, attention: Attention, mesh: Mesh, *, trained
     """Yields this rank's packs one after the other.
 
     Args:
-        attention: of the model that will compute them.
+        attention: the attention of the model that computes the packs.
         trained_only: predict only the tokens under the loss mask.
     """
     for samples in packs.samples:
@@ -135,12 +135,12 @@ def outputs_of_packs(
 ) -> torch.Tensor:
     """Collective: returns the model's outputs for the response tokens, [outputs, R] on the CPU, equal on every rank.
 
-    They are 0 for samples in no rank's packs.
+    Outputs of samples that are in no rank's packs are 0.
 
     Args:
-        packs: disjoint over the data ranks.
+        packs: the packs of this rank; no sample may be in the packs of two data ranks.
         trained_only: compute only the tokens under the loss mask; the others are 0.
-        temperature: of a policy: divides its logits.
+        temperature: divides the logits of a policy.
     """
     result: torch.Tensor | None = None
     for micro_batch in micro_batches(packs, model.attention, mesh, trained_only=trained_only):
@@ -150,7 +150,7 @@ def outputs_of_packs(
             result = values.new_zeros(len(values), packs.batch.num_response_tokens)
         result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
     assert result is not None
-    # the root stays unsharded after a forward without a backward, and the shards may change next
+    # FSDP leaves the root unsharded after a forward without a backward, which would be stale once the shards change
     reshard(model)
     if mesh.cp_rank != 0:
         result.zero_()  # cp ranks hold the same values: they are summed once
@@ -170,16 +170,16 @@ def accumulate_gradients(
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
     Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes. After an
-    error no gradient is left, also none of earlier calls: half an update must not be trained on as if it were whole.
+    error all gradients are dropped, including those of earlier calls, so that half an update is never trained on.
 
     Args:
-        inputs: per response token of the batch, [R], on the CPU.
+        inputs: inputs of every response token of the batch, [R], on the CPU.
         objective: computes the loss of a pack from the model's outputs and the inputs of their tokens.
-        outputs: zeros [2, R] of the model outputs' dtype, on the device. The first cp rank fills them with log-probs
-            and entropies of its packs' trained tokens, from the passes that are differentiated. None: not wanted.
+        outputs: zeros [2, R] in the dtype of the model's outputs, on the device. The first cp rank writes the log-probs
+            and entropies of the trained tokens of its packs there. None: they are not kept.
 
     Returns:
-        The metrics of this rank, to be reduced.
+        The metrics of this rank, before the reduction over ranks.
     """
     sums = MetricSums(mesh.device, counted=mesh.cp_rank == 0)
     reference_inputs: HeadInputs | None = None
@@ -235,10 +235,10 @@ def tokens_noted_on_out_of_memory(tokens: int) -> Iterator[None]:
 
 
 def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
-    """Returns the loss of a micro-batch.
+    """Returns the function that computes the loss of a micro-batch.
 
     Args:
-        kl_coefficient: its present value, which moves under loss.kl_target.
+        kl_coefficient: the current value, which moves under loss.kl_target.
 
     Raises:
         ConfigError: loss.policy names a function that cannot be imported.
@@ -271,10 +271,10 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
 
 
 def check_policy_loss(config: RunConfig) -> None:
-    """Calls the user's own policy loss, if loss.policy names one, on no tokens, as on a rank without samples.
+    """Calls the user's own policy loss, if loss.policy names one, without tokens, as on a rank without samples.
 
     Raises:
-        ConfigError: it cannot be imported, fails, or does not return a loss per token.
+        ConfigError: the function cannot be imported, raises, or does not return a loss per token.
     """
     name = config.loss.policy
     if ":" not in name:
@@ -299,7 +299,7 @@ def _policy_loss(name: str) -> PolicyLossFunction:
     function = load_function(name, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
 
     def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
-        # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
+        # RuntimeError, because a typed error states that all ranks raised it, and other ranks have other tokens
         try:
             result: object = function(tokens, options)
         except (Exception, SystemExit) as error:

@@ -1,6 +1,6 @@
 """Plans a training step from settings and a batch, and computes the metrics that need no rank.
 
-Numpy only, so that the driver plans once, without torch, and ships the plan.
+All of it is numpy, so that the driver can plan once without torch and send the plan to the ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def plan_training(
     loss: LossName | None = None,
     advantages: np.ndarray | None = None,
 ) -> Plan:
-    """Plans a step's updates. Samples in which nothing trains are left out of the packs, not of the denominators.
+    """Plans the updates of a step.
+
+    Samples in which no token trains are left out of the packs, but not of the denominators. The shuffle is seeded by
+    `run.seed` and the batch's tokens, so a recorded batch is replayed in the same order.
 
     Args:
-        cost: what packs and ranks are balanced by, as `cost_model_of` the model.
-        loss: the loss that the step trains; None: the actor's under this algorithm.
-        advantages: [R], those that `checked_advantages` found; None: computed here where they are needed.
-
-    The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
+        cost: the cost model that packs and ranks are balanced by; see `cost_model_of`.
+        loss: the loss that the step trains; None: the actor's loss under this algorithm.
+        advantages: [R], the result of `checked_advantages`; None: computed here if needed.
     """
     loss = loss or config.loss_name
     counts = batch.any_token(batch.mask)
@@ -75,7 +76,7 @@ def plan_training(
 
 
 def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
-    """Returns the model's sizes from its config.json; None if it does not state them."""
+    """Returns the sizes of a model from the content of its config.json; None if they are not stated there."""
     try:
         return ModelSpec.from_config(model_config or {})
     except ModelError:
@@ -83,12 +84,13 @@ def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
 
 
 def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> CostModel:
-    """Returns the cost of a model's tokens under these settings; the default if its sizes are not known.
+    """Returns the cost model of a model under these settings; the default if its sizes are not known.
 
-    An estimate that only balance depends on, but plans and layouts follow from it: ranks must use the same.
+    The estimate only affects the balance of work. But plans and layouts are computed from it, so it must be equal on
+    all ranks.
 
     Args:
-        model_config: what its config.json holds.
+        model_config: content of the model's config.json.
 
     Raises:
         ConfigError: `attention.strategy` cannot serve the model on this mesh, or `batch.cost_model` is no calibration.
@@ -117,8 +119,8 @@ def plan_everything(
     """Plans one update of every sample, for log-probs and for the primitives of custom loops.
 
     Args:
-        data_ranks: of this group; a reference group may have others than the actor's.
-        loss: that the packs are for; None: they are for log-probs or values.
+        data_ranks: data-parallel ranks of this group; a reference group may have a different number than the actor's.
+        loss: the loss that the packs are for; None: log-probs or values.
     """
     return plan_batch(
         batch.lengths,
@@ -134,7 +136,7 @@ def _limits(config: RunConfig, data_ranks: int, cost: CostModel) -> PackLimits:
 
 def may_share(config: RunConfig) -> bool:
     """Returns whether common prefixes of samples may be computed once."""
-    # the package's calls know no sample that goes on from another
+    # the ring_flash_attn package cannot express a sequence that continues another one
     packages_cannot = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
     return config.batch.share_prefixes != "never" and not packages_cannot
 
@@ -151,19 +153,21 @@ def _sharing(config: RunConfig, batch: RolloutBatch) -> PrefixSharing | None:
 
 
 def samples_together(config: RunConfig, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
-    """Returns the number of each sample's pair, [B], if the loss compares the samples of a pair; else None."""
+    """Returns the pair of each sample, int64 [B], if the loss compares the samples of a pair; else None."""
     return batch.group_ids if loss == "policy" and config.loss.policy in PAIRWISE else None
 
 
 def loss_weights(
     config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
 ) -> np.ndarray:
-    """Returns the loss weight of every response token in an update of `samples`; float64 [R], 0 outside of it.
+    """Returns the loss weight of every response token in an update of `samples`; float64 [R], 0 for other samples.
 
-    The reduction's, times the batch's own where it has any: those are in no denominator.
+    This is the weight of `loss.reduction`, times the batch's `loss_weights` if it has any. The latter do not enter
+    denominators.
 
     Args:
-        samples: all that count in the update (`Plan.counted_of`), computed or not.
+        samples: all samples in the denominator of the update (`Plan.counted_of`), computed or not.
+        denominator: divides the loss in place of the update's own denominator.
     """
     if denominator is not None and not isinstance(denominator, int | float):
         raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
@@ -193,7 +197,7 @@ def batch_metrics(
     """Returns metrics that need no rank: updates, dropped samples, balance by `cost`, lengths, advantages.
 
     Args:
-        advantages: [R], where the loss has them: of the trained tokens mean, standard deviation and largest size.
+        advantages: [R], adds their mean, standard deviation and maximum magnitude over the trained tokens.
     """
     trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
     metrics = {

@@ -1,8 +1,8 @@
 """Prepares a batch before any rank works: checks it, computes its advantages and plans it.
 
-The driver of a Ray group decides it once, without torch, and ships it: ranks neither check nor plan again. Under
-torchrun every rank decides it for itself, and all of them compare what came out, in one exchange. A batch is checked
-where the call is made; what then plans it may run later, in another thread.
+The driver of a Ray group prepares a batch once, without torch, and sends the result to the ranks, which neither check
+nor plan again. Under torchrun every rank prepares the batch itself, and all ranks compare the results in one exchange.
+The check runs in the caller; the planning may run later, in another thread.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from slimefsdp.training.plan import plan_everything, plan_training, samples_toge
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedBatch:
-    """A checked batch with its plan and all else that ranks need for a call; `BatchPlanner` makes it."""
+    """Holds a checked batch, its plan and everything else that ranks need for a call; made by `BatchPlanner`."""
 
     batch: RolloutBatch
     plan: Plan
-    loss: LossName | None = None  # None: a forward alone
-    # of a policy, float64 [R]; None: another loss, or a KL in the reward enters them, which ranks compute first
+    loss: LossName | None = None  # None: a forward pass only
+    # of a policy, float64 [R]; None for other losses, and if they depend on a KL that the ranks have yet to compute
     advantages: np.ndarray | None = None
-    gae_lambda: float | None = None  # of a critic's targets; None: advantage.gae_lambda
-    kl_coefficient: float | None = None  # of the KL in a critic's targets; None: its own
-    denominator: float | None = None  # of the loss; None: what the samples of an update count
-    loss_settings: dict[str, Any] | None = None  # as of `RunConfig.with_loss`; None: the loss of the settings
+    gae_lambda: float | None = None  # for a critic's targets; None: advantage.gae_lambda
+    kl_coefficient: float | None = None  # of the KL in a critic's targets; None: the coefficient of the rank's state
+    denominator: float | None = None  # divides the loss; None: the denominator of each update's samples
+    loss_settings: dict[str, Any] | None = None  # arguments of `RunConfig.with_loss`; None: the settings' own loss
 
     def under(self, config: RunConfig) -> RunConfig:
         """Returns the settings of a group as they apply to this batch."""
@@ -54,7 +54,7 @@ class PreparedBatch:
 
 
 Planning = Callable[[], PreparedBatch]
-"""Called, it plans a batch that was checked; errors of the batch were raised by the check."""
+"""Plans a batch that has been checked; all errors of the batch were raised by the check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class BatchPlanner:
     """Checks and plans the batches of one group.
 
     Args:
-        vocab_size: of the group's model.
-        max_sample_tokens: positions that the model learned; None: it has no such limit.
-        cost: what plans are balanced by, as `slimefsdp.training.plan.cost_model_of` the model.
+        vocab_size: vocabulary size of the group's model.
+        max_sample_tokens: number of positions that the model learned; None: it has no such limit.
+        cost: the cost model that plans are balanced by; see `slimefsdp.training.plan.cost_model_of`.
     """
 
     config: RunConfig
@@ -72,18 +72,18 @@ class BatchPlanner:
     vocab_size: int
     max_sample_tokens: int | None
     cost: CostModel
-    loss_settings: dict[str, Any] | None = None  # of one call, which `config` has in it
+    loss_settings: dict[str, Any] | None = None  # loss settings of a single call, which `config` already includes
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that get packs of their own."""
+        """Returns the number of ranks that get packs of their own."""
         return math.prod(self.config.mesh_of(self.role))
 
     def for_forward(self, batch: RolloutBatch, model: str = "actor") -> Planning:
-        """Prepares log-probs or values of every response token.
+        """Prepares the computation of log-probs or values of every response token.
 
         Args:
-            model: `actor` or `ref`, which log-probs may be of.
+            model: the model that computes log-probs, `actor` or `ref`.
 
         Raises:
             BatchError: the batch does not fit the settings. ConfigError: the group has no such model.
@@ -140,7 +140,7 @@ class BatchPlanner:
 
         Raises:
             BatchError: the batch does not fit the settings, or the plan not the batch.
-            ConfigError: a critic's options are given to another role, or are no numbers in range.
+            ConfigError: a critic's options are given to another role, or are out of range.
         """
         config = self.config
         loss: LossName = "value" if self.role == "critic" else config.loss_name
@@ -152,10 +152,10 @@ class BatchPlanner:
             check_plan(plan, batch, dp=self.data_ranks, **limits)
 
         def planned() -> PreparedBatch:
-            found = plan
-            if found is None:
-                found = plan_training(config, batch, self.cost, loss=loss, advantages=advantages)
-            return PreparedBatch(batch, found, loss, advantages, gae_lambda, kl_coefficient)
+            training_plan = plan
+            if training_plan is None:
+                training_plan = plan_training(config, batch, self.cost, loss=loss, advantages=advantages)
+            return PreparedBatch(batch, training_plan, loss, advantages, gae_lambda, kl_coefficient)
 
         return planned
 
@@ -182,7 +182,7 @@ def _check_value_options(loss: LossName, gae_lambda: object, kl_coefficient: obj
 
 
 def batch_digest(batch: RolloutBatch) -> str:
-    """Returns the sha256 over every field as hex; equal on every rank that holds the same batch."""
+    """Returns the sha256 of all fields as hex, which is equal on ranks that hold the same batch."""
     digest = hashlib.sha256()
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
@@ -192,7 +192,7 @@ def batch_digest(batch: RolloutBatch) -> str:
 
 
 def require_batch(batch: object) -> None:
-    """Checks that a call was given a batch.
+    """Checks that an argument is a batch.
 
     Raises:
         BatchError: it is something else.
@@ -215,19 +215,19 @@ def checked_advantages(
 ) -> np.ndarray | None:
     """Checks a batch against the settings, and returns a policy's advantages, float64 [R].
 
-    An estimator of the user's own may answer otherwise when asked twice, so nobody computes them again. The batch's own
-    consistency was checked when it was made.
+    The batch's internal consistency was checked when it was made. The advantages are not computed again later, because
+    a user's own estimator might return different ones.
 
     Args:
-        vocab_size: of the model.
-        loss: what this loss reads (rewards, groups, log-probs, values) is checked, too; None: just the tokens.
-        max_sample_tokens: positions that the model learned; None: it has no such limit.
+        vocab_size: vocabulary size of the model.
+        loss: also check what this loss reads (rewards, groups, log-probs, values); None: check only the tokens.
+        max_sample_tokens: number of positions that the model learned; None: it has no such limit.
 
     Returns:
-        None of another loss, and where a KL in the reward enters them, and log-probs with it.
+        The advantages; None for another loss, and if they depend on a KL in the reward, which needs log-probs first.
 
     Raises:
-        BatchError: naming field, sample, value and the way out.
+        BatchError: the batch does not fit the settings or the model.
     """
     batch.check_token_ids(vocab_size)
     budget = config.max_pack_tokens
@@ -262,8 +262,8 @@ def checked_advantages(
 def _policy_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray | None:
     lacks_kl = config.has_kl_in_reward and batch.advantages is None
     advantages = None
-    if not (lacks_kl and ":" in config.estimator):  # which is asked once a step, when the KL is known
-        advantages = response_advantages(config, batch)  # raises what is wrong with rewards, values and groups
+    if not (lacks_kl and ":" in config.estimator):  # a user's estimator is called once a step, when the KL is known
+        advantages = response_advantages(config, batch)  # also checks rewards, values and groups
     if config.loss.old_log_probs == "rollout" and batch.old_log_probs is None:
         require(batch, "rollout_log_probs", "loss.old_log_probs=rollout reads it", "set loss.old_log_probs=recompute")
     if config.correction.reads_rollout_log_probs:
@@ -291,10 +291,10 @@ def check_plan(
     """Checks that a caller's plan fits this batch and this group.
 
     Args:
-        together: as `samples_together`.
+        together: the result of `samples_together`.
 
     Raises:
-        BatchError: naming what does not fit.
+        BatchError: the plan does not fit; the message says why.
     """
     if not isinstance(plan, Plan):
         fault = f"is a {type(plan).__name__}, not a Plan"
@@ -341,10 +341,10 @@ def _is_well_formed(plan: Plan) -> bool:
         return False
     try:
         packs = [(len(of_rank), all(map(is_indices, of_rank))) for update in plan.updates for of_rank in update]
-        # a plan cut short may name, and count, more updates
+        # a plan from which updates were removed may still list the samples of more updates
         counts = plan.counted is None or (len(plan.counted) >= len(plan.updates) and all(map(is_indices, plan.counted)))
         return all(count and good for count, good in packs) and first >= 0 and counts
-    except TypeError:  # something is no sequence, or no number
+    except TypeError:  # a field is not a sequence, or not a number
         return False
 
 
@@ -365,7 +365,7 @@ def _pack_tokens(plan: Plan, batch: RolloutBatch, update: int) -> np.ndarray:
 
 
 def _splits_groups(together: np.ndarray, packs: Sequence[np.ndarray]) -> bool:
-    """Returns whether a pack lacks a sample of a group that it has another sample of; no pack has a sample twice."""
+    """Returns whether any pack has some but not all samples of a group; a pack must not have a sample twice."""
     _, groups, sizes = np.unique(together, return_inverse=True, return_counts=True)
     return any(sizes[np.unique(groups[pack])].sum() != len(pack) for pack in packs)
 

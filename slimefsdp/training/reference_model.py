@@ -1,7 +1,7 @@
-"""Holds the frozen reference model in the actor's own processes; it is loaded at its first use and moved to the host
-between uses.
+"""Holds the frozen reference model in the actor's processes.
 
-Under adapters it is the policy itself, with them off.
+The reference is loaded at its first use and may be moved to the host between uses. If adapters are trained, the
+reference is the policy itself with its adapters off.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class Reference(Protocol):
 
 
 class PolicyWithoutAdapters:
-    """The policy with its adapters off, as the reference: it has no weights of its own.
+    """Uses the policy with its adapters off as the reference, which has no weights of its own.
 
     Args:
-        memory_manager: of the rank; its tag `parameters` stands for the policy.
+        memory_manager: the rank's memory manager; its tag `parameters` is the policy.
     """
 
     def __init__(self, policy: PolicyModel, memory_manager: MemoryManager) -> None:
-        self.model: PolicyModel | None = None  # none of its own
+        self.model: PolicyModel | None = None  # there is no separate model
         self.follows = False
         self._policy = policy
         self._memory_manager = memory_manager
 
     def load(self) -> None:
-        """It is there."""
+        """Does nothing: the policy is already loaded."""
 
     @contextmanager
     def awake(self) -> Iterator[PolicyModel]:
-        """Collective: yields the policy on the device, its adapters off inside."""
+        """Collective: yields the policy on the device; its adapters are off within the block."""
         self._memory_manager.wake_up(("parameters",))
         with adapters_off(self._policy):
             yield self._policy
@@ -64,13 +64,13 @@ class PolicyWithoutAdapters:
         return nullcontext()
 
     def rest(self) -> None:
-        """Nothing has to be put to rest."""
+        """Does nothing."""
 
     def follow(self, policy: PolicyModel) -> None:
-        """Refuses to follow the policy.
+        """Refuses to take the policy's weights.
 
         Raises:
-            StateError: the reference is the base of the adapters.
+            StateError: always, because the reference is the base of the adapters.
         """
         raise StateError(
             "update_ref() on a reference that is the policy without its adapters",
@@ -82,36 +82,37 @@ class PolicyWithoutAdapters:
         return []
 
     def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
-        """None: a checkpoint whose reference followed is of a run without adapters, which is refused before."""
+        """Returns no weights. A checkpoint with a reference's weights is of a run without adapters, refused earlier."""
         assert not follows
         return []
 
     def loaded(self, follows: bool) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
 
 class ColocatedReference:
-    """One rank's part of a reference model with weights of its own.
+    """Holds one rank's part of a reference model that has its own weights.
 
     Args:
-        load: collective; makes the model with the weights of its folder.
-        memory_manager: of the rank; its tag `reference` stands for this model.
-        sleeps: the shards go to the host between uses.
+        load: collective; builds the model with the weights of its folder.
+        memory_manager: the rank's memory manager; its tag `reference` is this model.
+        sleeps: whether the shards are moved to the host between uses.
     """
 
     def __init__(self, load: Callable[[], PolicyModel], memory_manager: MemoryManager, *, sleeps: bool) -> None:
         self.model: PolicyModel | None = None
-        self.follows = False  # since an update its weights are no folder's: checkpoints hold them
-        self._next: PolicyModel | None = None  # what takes its place when a checkpoint is loaded
+        self.follows = False  # True after `follow`: the weights are not those of the folder, so checkpoints save them
+        self._next: PolicyModel | None = None  # replaces the model when the load of a checkpoint completes
         self._load = load
         self._memory_manager = memory_manager
         self._sleeps = sleeps
 
     def load(self) -> None:
-        """Collective: makes the model, unless it is there.
+        """Collective: loads the model, unless it is loaded.
 
         Raises:
-            ConfigError: the reference is a group of its own. ModelError: it cannot be loaded.
+            ConfigError: the reference is a separate group.
+            ModelError: the model cannot be loaded.
         """
         if self.model is None:
             self.model = self._memory_manager.models["reference"] = self._load()
@@ -119,7 +120,7 @@ class ColocatedReference:
 
     @contextmanager
     def awake(self) -> Iterator[PolicyModel]:
-        """Collective: yields the model on the device, for as long as it is used.
+        """Collective: loads the model if needed, and yields it on the device.
 
         Raises:
             ConfigError, ModelError: as `load`.
@@ -132,16 +133,16 @@ class ColocatedReference:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Collective: moves the model to its resting place at the end of the block."""
+        """Collective: calls `rest` at the end of the block."""
         try:
             yield
-        except SlimeError:  # raised by all ranks alike; after any other error the group is lost
+        except SlimeError:  # raised by all ranks; after any other error the group is lost
             self.rest()
             raise
         self.rest()
 
     def rest(self) -> None:
-        """Collective: ends a use and frees everything that was gathered for it."""
+        """Collective: frees gathered weights, and moves the shards to the host if the reference sleeps between uses."""
         if self.model is None:
             return
         reshard(self.model)
@@ -149,10 +150,13 @@ class ColocatedReference:
             self._memory_manager.sleep(("reference",))
 
     def follow(self, policy: PolicyModel) -> None:
-        """Collective: takes the weights of a policy that is on the device, shard by shard, merged with its adapters.
+        """Collective: copies the policy's weights, merged with its adapters, shard by shard.
+
+        Args:
+            policy: must be on the device.
 
         Raises:
-            StateError: there is no model yet, or it is of another architecture.
+            StateError: there is no model yet, or it has another architecture.
         """
         if self.model is None:
             raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
@@ -167,19 +171,21 @@ class ColocatedReference:
             weights = zip(reference.named_weights(), policy.named_weights(), strict=True)
             for (name, frozen), (_, trained) in weights:
                 assert isinstance(frozen, DTensor) and isinstance(trained, DTensor)
-                # sharded alike, wherever the shards lie
+                # both are sharded the same way, so local shards correspond
                 frozen.to_local().copy_(merged[name]() if name in merged else trained.to_local())
         self.follows = True
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Collective: returns what a checkpoint holds of the reference, on the device; nothing, unless it followed."""
+        """Collective: returns the weights that a checkpoint saves, on the device; none unless `follows`."""
         return self._awake_weights() if self.follows else []
 
     def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
-        """Collective: returns what a checkpoint fills, on the device. Until `loaded` the load can still be abandoned.
+        """Collective: returns the weights to load from a checkpoint, on the device.
+
+        Until `loaded` is called, the load can still be abandoned.
 
         Args:
-            follows: as it was when the checkpoint was written; where not, it will have the weights of its folder again.
+            follows: `follows` when the checkpoint was written. If False, the folder's weights are loaded again.
 
         Raises:
             ConfigError, ModelError: as `load`.
@@ -193,7 +199,7 @@ class ColocatedReference:
         return []
 
     def loaded(self, follows: bool) -> None:
-        """Completes a load after the `weights_to_load` were filled."""
+        """Completes a load after all `weights_to_load` have their values."""
         if self._next is not None:
             self._memory_manager.drop("reference")
             self.model = self._memory_manager.models["reference"] = self._next

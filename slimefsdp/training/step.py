@@ -1,6 +1,6 @@
-"""Takes one rank's train step, from a prepared batch to optimiser updates; `train_step` is the way through this file.
+"""Takes one rank's train step, from a prepared batch to optimiser updates. Start reading at `train_step`.
 
-Everything here is collective: every rank of a group makes the same call with the same prepared batch.
+All functions are collective: every rank of a group makes the same call with the same prepared batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from slimefsdp.training.reference_model import Reference
 
 @dataclass(slots=True)
 class RankState:
-    """The state of one rank of a group; the functions of this module work on it."""
+    """Holds the state of one rank of a group."""
 
     config: RunConfig
     role: Role
@@ -56,14 +56,14 @@ class RankState:
     memory_manager: MemoryManager
     reference: Reference
     kl_coefficient: float  # moves under loss.kl_target
-    updater: OptimizerStep = field(init=False)  # this and what follows: of a role that trains
+    updater: OptimizerStep = field(init=False)  # this and the following fields: only for roles that train
     checkpoints: Checkpoints = field(init=False)
     throughput: Throughput = field(init=False)
     profiler: UpdateProfiler = field(init=False)
 
     @contextmanager
     def exchanging(self, adapters: Adapters) -> Iterator[None]:
-        """Saves the state of the adapter in the model, and takes that of the adapter there at the end of the block."""
+        """Stores the state of the current adapter, and loads that of the adapter that the block makes current."""
         adapters.current.kl_coefficient = self.kl_coefficient
         try:
             yield
@@ -76,21 +76,21 @@ class RankState:
 
 
 def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str, float]:
-    """Takes all updates of the plan; returns metrics averaged over them.
+    """Takes all updates of the plan, and returns the metrics of the step.
 
-    After an error on the way, or an end by loss.max_kl, there are no gradients.
+    If an error occurs or loss.max_kl ends the step early, the gradients of the unfinished update are dropped.
 
     Args:
-        began: of `time.perf_counter`, from when on the step's seconds count.
+        began: value of `time.perf_counter` at the beginning of the step.
 
     Raises:
-        StateError: too many non-finite gradient norms in a row; or ranks computed different advantages, where a KL
-            enters them.
+        StateError: too many gradient norms in a row were not finite; or the advantages depend on a KL, and ranks
+            computed different ones.
     """
-    if state.role == "actor":  # a critic in the same process trains after it, in the same step
+    if state.role == "actor":  # a critic in the same process trains after the actor, and shares its peak memory
         forget_peak_memory(state.mesh.device)
     state.memory_manager.wake_up(("parameters",))
-    if state.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
+    if state.config.run.deterministic:  # a step's random numbers depend on its first update only, not on its past
         seed_generators(state.config.run.seed, state.updater.updates_taken, state.mesh.data_rank)
     inputs = token_inputs(state, work)
     reports: list[dict[str, float]] = []
@@ -105,17 +105,17 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
                         break
                     reports.append(metrics | optimizer_step(state))
     finally:
-        drop_gradients(state)  # of an update that did not come to its end
+        drop_gradients(state)  # of an unfinished update
     metrics = step_metrics(state, work, inputs, reports, time.perf_counter() - began, kl_old_stopped)
     follow_kl_target(state, metrics, work.batch.num_samples)
     return metrics
 
 
 def seed_generators(seed: int, update: int, data_rank: int) -> None:
-    """Seeds the global generators of this process: torch's on host and device, Python's and numpy's.
+    """Seeds the global random generators of this process: torch's on host and device, Python's and numpy's.
 
     Args:
-        data_rank: not the rank: cp ranks evaluate the loss of one pack together, and must draw the same numbers.
+        data_rank: the data-parallel rank. cp ranks evaluate the loss of a pack together and must draw the same numbers.
     """
     states = np.random.SeedSequence([seed, update, data_rank]).generate_state(3)
     torch.manual_seed(int(states[0]))
@@ -124,8 +124,9 @@ def seed_generators(seed: int, update: int, data_rank: int) -> None:
 
 
 def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
-    """Returns what the losses read of each response token, [R], and computes what the batch lacks. Weights are set per
-    update.
+    """Returns the losses' inputs of each response token, [R], and computes those that the batch lacks.
+
+    The weights are zeros, which each update replaces.
     """
     config, batch, loss = work.under(state.config), work.batch, work.loss
     inputs = TokenInputs(
@@ -142,12 +143,12 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
         penalty = _kl_penalty(config, old, reference, coefficient) if batch.returns is None else None
         targets = torch.from_numpy(value_targets(config, batch, penalty, work.gae_lambda))
         return replace(inputs, old_values=_tensor(batch.values), returns=targets)
-    how = config.loss.old_log_probs
+    source = config.loss.old_log_probs
     needs_old = len(work.plan.updates) > 1 or (config.has_kl_in_reward and batch.advantages is None)
-    is_rollout = old is None and how == "rollout"
+    is_rollout = old is None and source == "rollout"
     if is_rollout:
         old = _tensor(batch.rollout_log_probs)
-    elif old is None and (how == "recompute" or needs_old):
+    elif old is None and (source == "recompute" or needs_old):
         with heartbeat.during("old_log_probs"), phase("old_log_probs"):
             old = token_outputs(state, state.model, work, trained_only=True)[0]
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
@@ -172,10 +173,12 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
 def forward_backward(
     state: RankState, work: PreparedBatch, update: int, inputs: TokenInputs, outputs: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """Adds the gradients of one update of the plan, within `reference_on_device`; returns its metrics.
+    """Adds the gradients of one update of the plan, and returns its metrics.
+
+    Must be called within `reference_on_device`.
 
     Args:
-        outputs: as of `accumulate_gradients`.
+        outputs: see `accumulate_gradients`.
     """
     config, loss, plan = work.under(state.config), work.loss, work.plan
     assert loss is not None
@@ -200,7 +203,7 @@ def forward_backward(
 
 
 def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, inputs: TokenInputs) -> ForwardBackward:
-    """Runs `forward_backward` of a plan's only update, and returns the log-probs of the differentiated pass, too."""
+    """Runs `forward_backward` for a plan's only update; also returns the log-probs and entropies of its passes."""
     tokens, dtype = work.batch.num_response_tokens, master_dtype(state.config)
     outputs = torch.zeros(2, tokens, dtype=dtype, device=state.mesh.device)
     metrics = forward_backward(state, work, 0, inputs, outputs)
@@ -214,10 +217,11 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
     """Takes one optimiser update with the accumulated gradients.
 
     Args:
-        settings: of this update alone.
+        settings: overrides for this update only.
 
     Raises:
-        StateError: there are none, optim.max_skipped_updates were skipped in a row, or an update before failed halfway.
+        StateError: there are no gradients, optim.max_skipped_updates updates in a row were skipped, or an earlier
+            update failed halfway.
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
     state.checkpoints.wait_for_copy()
@@ -240,8 +244,8 @@ def step_metrics(
     """Returns the metrics of a step.
 
     Args:
-        reports: the metrics of each update that came to its end.
-        kl_old_stopped: the KL by which loss.max_kl ended it; None: it did not.
+        reports: the metrics of each completed update.
+        kl_old_stopped: the KL at which loss.max_kl ended the step; None: it did not.
     """
     cost = state.model.attention.cost
     advantages = None if inputs.advantages is None else inputs.advantages.numpy()
@@ -253,15 +257,15 @@ def step_metrics(
     metrics["early_stopped_updates"] = float(len(work.plan.updates) - len(reports))
     if kl_old_stopped is not None:
         metrics["kl_old_stopped"] = kl_old_stopped
-    if state.config.loss.kl_target is not None and state.role != "critic":  # which gets the coefficient of its actor
+    if state.config.loss.kl_target is not None and state.role != "critic":  # a critic uses its actor's coefficient
         metrics["kl_coefficient"] = state.kl_coefficient
     return metrics
 
 
 def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) -> None:
-    """Moves the KL coefficient towards loss.kl_target after a step of so many samples."""
+    """Adapts the KL coefficient to loss.kl_target after a step of `samples` samples."""
     settings = state.config.loss
-    # a critic gets the coefficient of its actor; kl_ref is missing if every update was left out
+    # a critic uses its actor's coefficient; kl_ref is missing if there was no update
     if settings.kl_target is not None and state.role != "critic" and "kl_ref" in metrics:
         state.kl_coefficient = next_coefficient(
             state.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples, settings.kl_horizon
@@ -269,13 +273,13 @@ def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) 
 
 
 def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
-    """Returns a model's present outputs in the order of the batch: [outputs, R] on the CPU, the same on every rank.
+    """Returns a model's current outputs for a batch, [outputs, R] on the CPU, equal on every rank.
 
-    Log-probs and entropies, or values; each sample once, by the packs of the plan's first epoch.
+    The outputs are log-probs and entropies, or values. Each sample is computed once, in the packs of the first epoch.
 
     Args:
-        model: the rank's own or the reference, awake.
-        trained_only: only of tokens under the loss mask; 0 elsewhere.
+        model: the rank's own model or the reference; its parameters must be on the device.
+        trained_only: compute only the tokens under the loss mask; the others are 0.
     """
     first_epoch = work.plan.updates[: work.plan.num_first_epoch_updates]
     samples = [pack for update in first_epoch for pack in update[state.mesh.data_rank]]
@@ -290,9 +294,9 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
 
 @contextmanager
 def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
-    """Collective: yields the reference on the device; under reference.offload=swap the policy is on the host meanwhile.
+    """Yields the reference model on the device. Under reference.offload=swap the policy is on the host in the block.
 
-    After an error the policy stays there: the next call that needs it brings it back.
+    After an error the policy stays on the host, until the next call that needs it.
     """
     swaps = state.config.reference.offload == "swap" and "parameters" not in state.memory_manager.asleep
     if swaps:
@@ -305,14 +309,14 @@ def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
 
 
 def reference_on_device(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
-    """Keeps the reference on the device while gradients are added, if the loss reads its hidden states."""
+    """Returns a context that keeps the reference on the device, if the loss reads its hidden states."""
     if state.config.reference_is_policy or not _reads_hidden_states(state.config, work.loss):
         return nullcontext()
     return state.reference.awake()
 
 
 def _model_of_reference(state: RankState) -> DecoderModel | None:
-    """Returns the reference model. Under adapters it is the policy, which computes each pack again with them off."""
+    """Returns the reference model; with adapters this is the policy, which is evaluated with its adapters off."""
     return state.model if state.config.reference_is_policy else state.reference.model
 
 
@@ -326,39 +330,41 @@ def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
 def prepared_together(
     state: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], given: object
 ) -> PreparedBatch:
-    """Returns what every rank prepared, after checking that it is the same everywhere; all ranks refuse the batch or
-    none.
+    """Prepares a batch on every rank and checks that all ranks got the same result.
+
+    Either all ranks refuse the batch or none does.
 
     Args:
-        given: what else the call was given.
+        given: the other arguments of the call, which must be equal on all ranks.
 
     Raises:
-        StateError: ranks hold different batches, arguments or plans, or a function of the user's own found different
-            advantages. ConfigError: such a function cannot be imported. BatchError: as of `prepare`.
+        StateError: ranks have different batches, arguments or plans, or a user's estimator returned different values.
+        ConfigError: a user's function cannot be imported.
+        BatchError: raised by `prepare`.
     """
-    # what is no batch is compared too: a rank that refused it alone would leave its peers waiting
+    # an argument that is not a batch is compared too: a rank that refused it alone would leave the others waiting
     content = batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
-    found: list[PreparedBatch] = []
+    prepared: list[PreparedBatch] = []
     digests: list[str] = []
 
     def decide() -> None:
-        found.append(prepare())
-        if found[0].loss == "policy":
+        prepared.append(prepare())
+        if prepared[0].loss == "policy":
             check_functions(state.config)
-        digests.extend([_digest(found[0].advantages), found[0].plan.digest()])
+        digests.extend([_digest(prepared[0].advantages), prepared[0].plan.digest()])
 
-    error = error_of(decide)  # a function of the user's own may fail on one machine alone
+    error = error_of(decide)  # a user's function may fail on one machine only
     if all_equal(f"{content} {given!r} {error is None} {digests}", state.mesh.group) and error is None:
-        return found[0]
-    said = gathered((f"{content} {given!r}", sendable(error), digests), state.mesh.group)
-    if len({given for given, _, _ in said}) > 1:
+        return prepared[0]
+    reports = gathered((f"{content} {given!r}", sendable(error), digests), state.mesh.group)
+    if len({given for given, _, _ in reports}) > 1:
         raise StateError(
             "ranks hold different batches, or other arguments",
             field="batch",
             hint="call every rank with the same batch and arguments",
         )
-    raise_first([error for _, error, _ in said], error, state.mesh.group)
-    if len({advantages for _, _, (advantages, _) in said}) > 1:
+    raise_first([error for _, error, _ in reports], error, state.mesh.group)
+    if len({advantages for _, _, (advantages, _) in reports}) > 1:
         raise _different_advantages(state.config)
     raise StateError(
         "ranks hold different plans", field="plan", hint="call every rank with the same batch and settings"
@@ -366,15 +372,15 @@ def prepared_together(
 
 
 def _penalized_advantages(state: RankState, batch: RolloutBatch, penalty: np.ndarray | None) -> np.ndarray:
-    """Returns advantages that a KL enters, float64 [R], the same on all ranks."""
+    """Returns advantages from rewards minus a KL penalty, float64 [R], equal on all ranks."""
     config, group = state.config, state.mesh.group
     if ":" not in config.estimator:
         return response_advantages(config, batch, penalty)
-    found: list[np.ndarray] = []
-    run_together(lambda: found.append(response_advantages(config, batch, penalty)), group)
-    if not all_equal(_digest(found[0]), group):
+    results: list[np.ndarray] = []
+    run_together(lambda: results.append(response_advantages(config, batch, penalty)), group)
+    if not all_equal(_digest(results[0]), group):
         raise _different_advantages(config)
-    return found[0]
+    return results[0]
 
 
 def _different_advantages(config: RunConfig) -> StateError:
@@ -392,7 +398,7 @@ def _digest(values: np.ndarray | None) -> str:
 def _kl_penalty(
     config: RunConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
 ) -> np.ndarray | None:
-    """Returns the KL taken off each token's reward, float64 [R]; None if it is not part of the reward."""
+    """Returns the KL that is subtracted from each token's reward, float64 [R]; None if it is not part of the reward."""
     if not config.has_kl_in_reward:
         return None
     assert old is not None and reference is not None
@@ -400,7 +406,7 @@ def _kl_penalty(
 
 
 def _numbered(group_ids: np.ndarray | None, sample_ids: np.ndarray) -> torch.Tensor | None:
-    """Returns the pair of each response token, as numbers from 0."""
+    """Returns the group of each response token, numbered from 0; int64 [R]."""
     if group_ids is None:
         return None
     return torch.from_numpy(np.unique(group_ids, return_inverse=True)[1][sample_ids])
