@@ -1,7 +1,7 @@
-"""All-gather attention: every rank fetches the keys and values it may see, then makes one causal call.
+"""Computes all-gather attention: every rank fetches the keys and values that it attends to, then makes one causal call.
 
-Each piece has its whole path as keys, end to end, so that sliding windows are what they are on one rank. Keys are
-fetched once and kept for backward, which sends their gradients home in float32.
+The keys of each piece are its whole path, concatenated, so that sliding windows work as on one rank. Keys are fetched
+once and kept for the backward, which sends their gradients back to the owners in float32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def all_gather_attention(
     scoring: AttentionParams,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim]; arguments as for
-    `ring_attention`.
-    """
+    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim]; arguments as for `ring_attention`."""
     out: torch.Tensor = _AllGatherAttention.apply(q, k, v, sinks, plan, comm, scoring)
     return out
 
@@ -44,33 +42,33 @@ class _AllGatherAttention(torch.autograd.Function):
         comm: Comm | None,
         scoring: AttentionParams,
     ) -> torch.Tensor:
-        both = torch.stack([k, v])  # [2, local_tokens, kv_heads, head_dim]
+        keys_values = torch.stack([k, v])  # [2, local_tokens, kv_heads, head_dim]
         if comm is not None and any(plan.sent_counts):
-            sent = both[:, plan.sent_rows]
-            fetched = [both.new_empty(2, rows, *both.shape[2:]) for rows in plan.sent_counts]
+            sent = keys_values[:, plan.sent_rows]
+            fetched = [keys_values.new_empty(2, rows, *keys_values.shape[2:]) for rows in plan.sent_counts]
             comm.exchange([sent] * comm.size, fetched).wait()
-            both = torch.cat([both, *_without(fetched, comm.rank)], dim=1)
-        keys, values = both[:, plan.key_rows]
+            keys_values = torch.cat([keys_values, *_without(fetched, comm.rank)], dim=1)
+        keys, values = keys_values[:, plan.key_rows]
         out, saved = varlen_forward(q, keys, values, plan.call, scoring, causal=True)
         lse = saved.lse
         if sinks is not None:
             out, lse = absorb_sinks(out.to(lse.dtype), lse, sinks)
             out = out.to(q.dtype)
         extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
-        ctx.save_for_backward(q, both, sinks, out, lse, *extra)
+        ctx.save_for_backward(q, keys_values, sinks, out, lse, *extra)
         ctx.plan, ctx.comm, ctx.scoring = plan, comm, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, both, sinks, out, lse, *extra = ctx.saved_tensors
+        q, keys_values, sinks, out, lse, *extra = ctx.saved_tensors
         plan, comm, grad_out = ctx.plan, ctx.comm, grads[0].contiguous()
-        keys, values = both[:, plan.key_rows]
+        keys, values = keys_values[:, plan.key_rows]
         dq, dk, dv = varlen_backward(
             grad_out, (q, keys, values), out, Saved(lse, *extra), plan.call, ctx.scoring, causal=True
         )
-        # a row is a key of several pieces: their gradients add up in at least float32
-        sums = torch.zeros_like(both, dtype=lse.dtype)
+        # a row may be a key of several pieces: their gradients are summed in at least float32
+        sums = torch.zeros_like(keys_values, dtype=lse.dtype)
         sums[0].index_add_(0, plan.key_rows, dk.to(lse.dtype))
         sums[1].index_add_(0, plan.key_rows, dv.to(lse.dtype))
         own = sums[:, : q.shape[0]]
@@ -84,7 +82,7 @@ class _AllGatherAttention(torch.autograd.Function):
             for part in _without(arriving, comm.rank):
                 own.index_add_(1, plan.sent_rows, part)
         d_sinks = None if sinks is None else sinks_grad(grad_out, out, lse, sinks)
-        return dq, own[0].to(both.dtype), own[1].to(both.dtype), d_sinks, None, None, None
+        return dq, own[0].to(keys_values.dtype), own[1].to(keys_values.dtype), d_sinks, None, None, None
 
 
 def _without(items: Any, index: int) -> list[Any]:

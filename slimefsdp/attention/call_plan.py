@@ -1,14 +1,14 @@
-"""Plans who attends to whom among the ranks of a pack, as variable-length calls over rows.
+"""Plans the attention calls of each rank of a pack, as variable-length calls over rows.
 
-A pack is a forest of nodes: runs of tokens, each with a parent or none. Without shared prompts every sample is a node
-of its own. The layout gives each context-parallel rank pieces of nodes, and one predicate decides everything: a piece
-sees the pieces of its node's proper ancestors, and everything before it in its own node.
+A pack is a forest of nodes, which are runs of tokens. Without shared prefixes every sample is one node without a
+parent. The layout gives each context-parallel rank pieces of nodes. A piece sees all pieces of its node's ancestors,
+and everything before it in its own node.
 
-Three plans follow from it. `RingPlan`: one causal call over the rank's own rows and at most one non-causal call per
-source of keys, to be merged by their log-sum-exps. `GatherPlan`: one causal call in which every piece has its whole
-path (ancestors, then what precedes it, then itself) as keys, which is what a sliding window needs. `UlyssesPlan`: how
-the rows of all ranks make up the pack, for strategies that split heads instead of tokens. The types that strategies
-and kernels share stand here, too.
+There are three kinds of plans. `RingPlan` has one causal call over the rank's own rows and at most one non-causal call
+per source of keys; their results are merged by log-sum-exp. `GatherPlan` has one causal call in which the keys of every
+piece are its whole path (ancestors, then what precedes it, then itself), as sliding windows need. `UlyssesPlan` maps
+the rows of all ranks to the pack, for strategies that split heads instead of tokens. This module also has the types
+that strategies and kernels share.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from slimefsdp.batching.cp_sharding import Piece, ancestors, sent_pieces
 from slimefsdp.batching.packing import on_device
 
 Layout = Sequence[Sequence[Piece]]  # the pieces of every rank, each rank's in ascending order
-Rows = slice | torch.Tensor  # of a tensor: int64 numbers, or a slice where they are a range, so that none is copied
+Rows = slice | torch.Tensor  # row indices of a tensor: int64, or a slice if they are a range, which avoids a copy
 KernelName = Literal["torch", "flash_attn"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """How a query scores a key, and which keys it sees in a causal call."""
+    """Holds how a query scores a key, and which keys it sees in a causal call."""
 
-    scale: float  # factor on the products
-    window: int | None = None  # a query sees only so many newest keys, itself included, as in Hugging Face
+    scale: float  # factor on the products of queries and keys
+    window: int | None = None  # a query sees only this many latest keys, its own included, as in Hugging Face
     softcap: float | None = None  # scores become softcap * tanh(score / softcap), as in Gemma 2
     kernel: KernelName = "torch"
 
 
-# (q, k, v, scoring, sinks) of this rank's tokens in one pack to its output, [local_tokens, heads, head_dim]
+# computes (q, k, v, scoring, sinks) of this rank's tokens in one pack -> output [local_tokens, heads, head_dim]
 PackAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """One variable-length attention call: query segment i sees key segment i.
+    """Describes one variable-length attention call: query segment i sees key segment i.
 
-    No segment is empty: the CPU kernel divides by its length, which would end the process. Every kernel call takes its
-    segments from here, so this is the one place that checks it.
+    No segment may be empty: the CPU kernel divides by the length, which would crash the process. All kernel calls take
+    their segments from here, so this is the only place that checks it.
     """
 
     cu_q: tuple[int, ...]  # [segments + 1] offsets
     cu_k: tuple[int, ...]
-    # the same offsets as int32 tensors on the device, as CUDA kernels want them; made once, not once a layer
+    # the same offsets as int32 tensors on the device for CUDA kernels; made once for all layers
     device_cu_q: torch.Tensor
     device_cu_k: torch.Tensor
 
-    max_q: int = field(init=False)  # of the longest segment; worked out once, as every layer asks
+    max_q: int = field(init=False)  # length of the longest segment; computed once for all layers
     max_k: int = field(init=False)
     can_be_causal: bool = field(init=False)  # no segment has fewer keys than queries
-    prepared: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # of a kernel's own
+    prepared: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # a kernel's cache
 
     def __post_init__(self) -> None:
         assert len(self.cu_q) == len(self.cu_k), f"{len(self.cu_q)} query offsets, {len(self.cu_k)} key offsets"
@@ -72,32 +72,32 @@ class CallPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no segments, as on a rank without tokens."""
+        """Returns whether there are no segments, as on a rank without tokens."""
         return len(self.cu_q) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class SourceCall:
-    """A non-causal call: a rank's queries over keys of one source, all of which precede them."""
+    """Describes a non-causal call of a rank's queries over keys of one source; all these keys precede the queries."""
 
     segments: CallPlan
-    q_rows: Rows  # [q_tokens] among the local rows
-    k_rows: Rows  # [k_tokens] among the source's sent rows; for the rank itself among its local rows
+    q_rows: Rows  # [q_tokens], indices of local rows
+    k_rows: Rows  # [k_tokens], indices of the rows that the source sends; for the rank itself of its local rows
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """One rank's calls for one pack, with keys arriving source by source."""
+    """Holds one rank's calls for one pack, whose keys arrive source by source."""
 
     own: CallPlan  # causal, over the rank's own rows
     sources: tuple[SourceCall | None, ...]  # by rank
-    sent_rows: torch.Tensor  # int64, the local rows that other ranks see, in ascending order
-    sent_counts: tuple[int, ...]  # how many rows every rank sends to others
+    sent_rows: torch.Tensor  # int64, the local rows that other ranks attend to, ascending
+    sent_counts: tuple[int, ...]  # number of rows that every rank sends
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """One causal call of one rank. Queries are its rows; keys are rows of [its own rows, the rows other ranks send]."""
+    """Holds one causal call of one rank. Keys are rows of its own rows followed by the rows that other ranks send."""
 
     call: CallPlan
     key_rows: torch.Tensor  # int64 [k_tokens]
@@ -107,10 +107,10 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class UlyssesPlan:
-    """How the rows of all ranks, rank after rank, make up the pack."""
+    """Maps the rows of all ranks, concatenated by rank, to the rows of the pack."""
 
-    counts: tuple[int, ...]  # rows of every rank
-    pack_to_ranks: torch.Tensor  # int64 [tokens]: the place, rank after rank, of every row of the pack
+    counts: tuple[int, ...]  # number of rows of every rank
+    pack_to_ranks: torch.Tensor  # int64 [tokens]: the index among the ranks' rows of every row of the pack
     ranks_to_pack: torch.Tensor  # its inverse
 
 
@@ -119,13 +119,13 @@ def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
 
     Args:
         layout: the pieces of every rank.
-        parents: of every node; None: no node has one.
+        parents: the parent of every node; None: no node has a parent.
     """
     forest = _Forest(layout, parents)
     lengths: list[int] = []
     for previous, piece in zip([None, *layout[rank]], layout[rank], strict=False):
         size = piece.end - piece.start
-        # pieces of one node are one causal segment: the later sees all of the earlier
+        # pieces of one node are one causal segment: a later piece sees all of the earlier ones
         if previous is not None and previous.node == piece.node:
             lengths[-1] += size
         else:
@@ -150,14 +150,14 @@ def gather_plan(
     """Returns the all-gather plan of `rank`; arguments as for `ring_plan`."""
     forest = _Forest(layout, parents)
     sent = sent_pieces(layout, parents)
-    # the key buffer: own rows, then the others' sent rows, rank after rank
+    # the key buffer has the rank's own rows, then the rows that the other ranks send
     own = _offsets(layout[rank])
-    place: dict[Piece, int] = dict(own)
+    offset_of: dict[Piece, int] = dict(own)
     end = _tokens(layout[rank])
     for source, pieces in enumerate(sent):
         if source != rank:
             for piece in pieces:
-                place[piece] = end
+                offset_of[piece] = end
                 end += piece.end - piece.start
     q_lengths, k_lengths, keys = [], [], []
     for piece in layout[rank]:
@@ -167,7 +167,7 @@ def gather_plan(
         k_lengths.append(_tokens(path))
     return GatherPlan(
         call=_call(q_lengths, k_lengths, device),
-        key_rows=_rows(keys, place, device),
+        key_rows=_rows(keys, offset_of, device),
         sent_rows=_rows(sent[rank], own, device),
         sent_counts=tuple(_tokens(pieces) for pieces in sent),
     )
@@ -186,7 +186,7 @@ def ulysses_plan(layout: Layout, device: torch.device) -> UlyssesPlan:
 
 
 class _Forest:
-    """The pieces of every rank by node, and which pieces see which."""
+    """Answers which pieces of which rank a piece sees."""
 
     def __init__(self, layout: Layout, parents: Sequence[int | None] | None) -> None:
         self.layout = layout
@@ -197,16 +197,21 @@ class _Forest:
             for piece in owned:
                 pieces.setdefault(piece.node, []).append(piece)
             self._by_node.append(pieces)
-        self._all_parts: dict[int, list[Piece]] = {}  # of every rank, by node, in order
+        self._all_parts: dict[int, list[Piece]] = {}  # node -> the pieces of all ranks, ascending
         for node, part in sorted((part.node, part) for owned in layout for part in owned):
             self._all_parts.setdefault(node, []).append(part)
 
     def seen_by(self, piece: Piece, source: int | None, *, own_node: bool = True) -> list[Piece]:
-        """Returns the pieces of one rank, or of all ranks, that `piece` sees, root first and in order."""
-        seen = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]
+        """Returns the pieces that `piece` sees, root first and ascending.
+
+        Args:
+            source: the rank whose pieces are returned; None: all ranks.
+            own_node: whether to include pieces of the same node.
+        """
+        pieces = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]
         if own_node:
-            seen += [part for part in self._parts(piece.node, source) if part.end <= piece.start]
-        return seen
+            pieces += [part for part in self._parts(piece.node, source) if part.end <= piece.start]
+        return pieces
 
     def _parts(self, node: int, source: int | None) -> list[Piece]:
         return (self._all_parts if source is None else self._by_node[source]).get(node, [])
@@ -215,10 +220,10 @@ class _Forest:
 def _source_call(
     forest: _Forest, rank: int, source: int, key_offsets: dict[Piece, int], device: torch.device
 ) -> SourceCall | None:
-    """Builds the call over one source; pieces that see the same keys share a segment."""
+    """Builds the call over the keys of one source; pieces that see the same keys share a segment."""
     queries_of: dict[tuple[Piece, ...], list[Piece]] = {}
     for piece in forest.layout[rank]:
-        # within the rank, a piece's own node is the causal call's affair
+        # the rank's own causal call already covers its pieces of the same node
         if keys := tuple(forest.seen_by(piece, source, own_node=source != rank)):
             queries_of.setdefault(keys, []).append(piece)
     if not queries_of:
@@ -236,7 +241,7 @@ def _tokens(pieces: Iterable[Piece]) -> int:
 
 
 def _offsets(pieces: Iterable[Piece]) -> dict[Piece, int]:
-    """Returns where each piece begins when the pieces are concatenated."""
+    """Returns the offset of each piece when the pieces are concatenated."""
     offsets, end = {}, 0
     for piece in pieces:
         offsets[piece] = end

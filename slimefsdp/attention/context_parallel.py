@@ -1,8 +1,8 @@
 """Computes a model's attention on its mesh with one strategy, chosen once for all packs.
 
-`ring` passes keys and values round the context-parallel ranks and overlaps that with computing. `all_gather` fetches
-them first and can therefore keep sliding windows. `ulysses` trades tokens for heads. `ring_flash_attn` hands the pack
-to the package of that name. With one rank per pack none is needed, and `local` packed attention it is.
+`ring` passes keys and values round the context-parallel ranks and overlaps this with computation. `all_gather` fetches
+all keys and values first, and therefore supports sliding windows. `ulysses` exchanges a split by tokens for a split by
+heads. `ring_flash_attn` uses the package of that name. `local` is packed attention on one rank, for cp == 1.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from slimefsdp.batching.prefix_tree import Forest
 
 
 class Attention:
-    """The attention of one model on one mesh.
+    """Computes the attention of one model on one mesh.
 
     Args:
-        choice: of `slimefsdp.attention.select.choose_strategy`.
-        group: the context-parallel ranks; `local` needs none.
-        kernel: which kernels compute the calls.
-        cost: what decides which sequences of a pack are cut; the same on all ranks.
+        choice: the strategy, from `slimefsdp.attention.select.choose_strategy`.
+        group: the context-parallel ranks; None for `local`.
+        kernel: the kernels that compute attention calls.
+        cost: the cost model that decides which sequences of a pack are cut; must be equal on all ranks.
 
     Raises:
-        ConfigError: a package that the choice needs is not installed.
+        ConfigError: a package that the strategy needs is not installed.
     """
 
     def __init__(
@@ -65,26 +65,26 @@ class Attention:
 
     @property
     def padding_multiple(self) -> int:
-        """Packs have a multiple of this many tokens; 1 for all of our own strategies."""
+        """Returns the number that a pack's tokens must be a multiple of; 1 except for ring_flash_attn."""
         return self.comm.size if self.comm is not None and self.choice.name == "ring_flash_attn" else 1
 
     def layout(self, cu_seqlens: Sequence[int], forest: Forest | None = None) -> Layout:
-        """Returns which rank computes which tokens of a pack with these node offsets and this forest."""
+        """Returns which rank owns which tokens of a pack with these node offsets and this forest."""
         if self.comm is None:
             return zigzag_layout(cu_seqlens, 1)
         if self.choice.name == "ring_flash_attn":
-            assert forest is None, "no plan of a step shares prompts where this is set"
+            assert forest is None, "plans do not share prefixes under ring_flash_attn"
             return ring_flash_attn_package.contiguous_layout(cu_seqlens, self.comm.size)
         return hybrid_layout(cu_seqlens, self.comm.size, self.cost, forest)
 
     def for_pack(
         self, layout: Layout, device: torch.device, parents: Sequence[int | None] | None = None
     ) -> PackAttention:
-        """Returns the attention of every layer over one pack.
+        """Returns the function that computes attention over one pack in every layer.
 
         Args:
-            layout: of `self.layout`.
-            parents: of every node of the pack, where nodes share prompts.
+            layout: the result of `self.layout`.
+            parents: the parent of every node of the pack; None: no node has a parent.
         """
         comm = self.comm
         if comm is None:
@@ -95,8 +95,7 @@ class Attention:
         elif self.choice.name == "ulysses":
             attend = _ulysses(layout, device, parents, comm)
         elif self.choice.name == "all_gather":
-            path = gather_plan(layout, comm.rank, device, parents)
-            attend = _all_gather(path, comm)
+            attend = _all_gather(gather_plan(layout, comm.rank, device, parents), comm)
         else:
             attend = _ring(layout, device, parents, comm)
         return lambda q, k, v, scoring, sinks: attend(q, k, v, replace(scoring, kernel=self._kernel), sinks)
@@ -106,14 +105,14 @@ def _local(layout: Layout, device: torch.device, parents: Sequence[int | None] |
     """Computes attention over a whole pack on one rank."""
     assert len(layout) == 1
     calls = ring_plan(layout, 0, device, parents)
-    # a window reaches from a node into its parent: the calls cannot be parted there
-    path = gather_plan(layout, 0, device, parents) if any(calls.sources) else None
+    # a window may reach from a node into its parent, which separate calls per node cannot express
+    windowed_plan = gather_plan(layout, 0, device, parents) if any(calls.sources) else None
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        if path is not None and scoring.window is not None:
-            return all_gather_attention(q, k, v, path, None, scoring, sinks)
+        if windowed_plan is not None and scoring.window is not None:
+            return all_gather_attention(q, k, v, windowed_plan, None, scoring, sinks)
         return ring_attention(q, k, v, calls, None, scoring, sinks)
 
     return attend
@@ -131,11 +130,11 @@ def _ring(layout: Layout, device: torch.device, parents: Sequence[int | None] | 
     return attend
 
 
-def _all_gather(path: GatherPlan, comm: Comm) -> PackAttention:
+def _all_gather(plan: GatherPlan, comm: Comm) -> PackAttention:
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        return all_gather_attention(q, k, v, path, comm, scoring, sinks)
+        return all_gather_attention(q, k, v, plan, comm, scoring, sinks)
 
     return attend
 

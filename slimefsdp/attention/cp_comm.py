@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 
 class Transfer:
-    """Messages in flight; their buffers must not be touched before `wait`."""
+    """Holds messages in flight; their buffers must not be touched before `wait`."""
 
     def __init__(
         self, received: list[torch.Tensor], requests: Sequence[dist.Work], sent: Sequence[torch.Tensor]
     ) -> None:
         self._received = received
         self._requests = requests
-        self._sent = sent  # kept alive until the messages are out
+        self._sent = sent  # kept alive until the messages are sent
 
     def wait(self) -> list[torch.Tensor]:
         """Returns the received tensors once they are complete."""
@@ -26,25 +26,26 @@ class Transfer:
 
 
 class Comm:
-    """Communication between the ranks that share a pack. All make the same calls in the same order; sizes may differ or
-    be 0.
+    """Sends tensors between the ranks that share a pack.
+
+    All ranks must make the same calls in the same order; sizes may differ or be 0.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.sent_bytes = 0  # by this rank, since it was made
+        self.sent_bytes = 0  # total bytes that this rank has sent
         self._group = group
 
-    def pass_on(self, held: torch.Tensor, rows: int) -> Transfer:
-        """Sends `held` to the next rank and receives from the previous one.
+    def pass_on(self, outgoing: torch.Tensor, rows: int) -> Transfer:
+        """Sends a tensor to the next rank and receives one from the previous rank.
 
         Args:
-            held: [2, any, heads, head_dim], contiguous.
-            rows: of what arrives, [2, rows, heads, head_dim].
+            outgoing: [2, any, heads, head_dim], contiguous.
+            rows: number of rows of the arriving tensor, [2, rows, heads, head_dim].
         """
-        arriving = held.new_empty(2, rows, *held.shape[2:])
-        return self._start([(held, (self.rank + 1) % self.size)], [(arriving, (self.rank - 1) % self.size)])
+        arriving = outgoing.new_empty(2, rows, *outgoing.shape[2:])
+        return self._start([(outgoing, (self.rank + 1) % self.size)], [(arriving, (self.rank - 1) % self.size)])
 
     def exchange(self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Transfer:
         """Sends outgoing[r] to every other rank r and receives arriving[r] from it; a rank's own entries are unused."""

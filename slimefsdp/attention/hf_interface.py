@@ -1,8 +1,8 @@
 """Registers our attention with transformers.
 
-A registered function is called by every attention layer with its own query, key and value, and with the keywords
-that the model was called with; `pack_attention` is ours. The name is registered as an attention function only, not as a
-mask function, so that the model builds no mask.
+Every attention layer calls the registered function with its query, key and value, and with the keywords that the model
+was called with. One of these keywords, `pack_attention`, is ours. The name is not registered as a mask function, so the
+model builds no mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def register_attention() -> str:
     """Registers our attention with transformers; returns the name to load a model with.
 
     Raises:
-        ModelError: this transformers calls attention functions in a way this code was not written for.
+        ModelError: this release of transformers calls attention functions in a way that ours does not support.
     """
     check_attention_interface(sdpa_attention_forward)
     AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -35,7 +35,7 @@ def register_attention() -> str:
 
 
 def check_attention_interface(builtin: Any) -> None:
-    """Compares transformers' own attention function with the calling convention that ours relies on.
+    """Checks that transformers' own attention function has the calling convention that ours relies on.
 
     Raises:
         ModelError: the leading parameters differ, or `scaling`, `dropout` or further keywords are not accepted.
@@ -52,7 +52,7 @@ def check_attention_interface(builtin: Any) -> None:
         )
 
 
-# communication and hand-made kernels have no place in a compiled graph: a compiled layer breaks around them
+# communication and custom kernels cannot be compiled, so a compiled layer has a graph break here
 @torch.compiler.disable
 def _attention(
     module: torch.nn.Module,
@@ -69,8 +69,11 @@ def _attention(
     pack_attention: PackAttention | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Maps query [1, heads, tokens, head_dim] and key/value [1, kv_heads, tokens, head_dim] to [1, tokens, heads,
-    head_dim].
+    """Returns the attention of a layer, [1, tokens, heads, head_dim].
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, kv_heads, tokens, head_dim].
     """
     if pack_attention is None or attention_mask is not None:
         raise ModelError(
@@ -97,7 +100,7 @@ def _attention(
 
 
 def _scale_of(module: torch.nn.Module, head_dim: int) -> float:
-    """Returns the scale of a layer that passes none: GPT-2 of transformers 5.0 leaves it to the attention function."""
+    """Returns the default scale of a layer; GPT-2 of transformers 5.0 leaves it to the attention function."""
     scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
     if getattr(module, "scale_attn_by_inverse_layer_idx", False):
         scale /= int(getattr(module, "layer_idx", 0)) + 1

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values go round the ranks, each computes what its queries see of them, results are merged.
+"""Computes ring attention: keys and values pass round the ranks, and each rank merges the results over all of them.
 
-While a rank computes with one source's keys, the next source's are on their way. In backward the keys go round again,
-and their gradients follow one step behind, in an accumulator that every rank adds to before the owner receives it.
-Alone, without other ranks, it is plain packed attention, with shared prompts where nodes have parents.
+While a rank computes with the keys of one source rank, it receives the keys of the next. In backward the keys pass
+round again. Their gradients follow one step behind in an accumulator, to which every rank adds before it returns to the
+owner. With a single rank this is plain packed attention, in which nodes may still attend to their parents.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def ring_attention(
     Args:
         q: [local_tokens, heads, head_dim].
         k, v: [local_tokens, kv_heads, head_dim].
-        plan: of this rank.
-        comm: to the other ranks; None: the plan has this rank alone.
-        scoring: a window only where nothing but the plan's own causal call is made.
-        sinks: [heads], one attention sink's logit a head.
+        plan: the calls of this rank.
+        comm: communication with the other ranks; None: there are none.
+        scoring: may have a window only if the plan has no call besides its own causal one.
+        sinks: [heads], the logit of one attention sink per head.
     """
-    others = any(call is not None for call in plan.sources)
-    assert scoring.window is None or not others, "a window cannot be cut into calls by source"
+    has_sources = any(call is not None for call in plan.sources)
+    assert scoring.window is None or not has_sources, "a window cannot be cut into calls by source"
     out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, plan, comm, scoring)
     return out
 
@@ -59,15 +59,15 @@ class _RingAttention(torch.autograd.Function):
         out, saved = varlen_forward(q, k, v, plan.own, scoring, causal=True)
         lse = saved.lse
         if any(plan.sources):
-            # the kernel's own outputs may be stored for a recomputation: they are not written to
+            # copied, because activation checkpointing may have saved the kernel's own outputs
             out, lse = out.to(lse.dtype, copy=True), lse.clone()
         elif sinks is not None:
             out = out.to(lse.dtype)
         keys, values = k, v
         for step, source in enumerate(ring.order):
             if step > 0:
-                keys, values = held = ring.received(incoming)
-                incoming = ring.pass_on(held, step)
+                keys, values = keys_values = ring.received(incoming)
+                incoming = ring.pass_on(keys_values, step)
             if call := plan.sources[source]:
                 part, part_saved = varlen_forward(
                     q[call.q_rows], keys[call.k_rows], values[call.k_rows], call.segments, scoring, causal=False
@@ -94,8 +94,8 @@ class _RingAttention(torch.autograd.Function):
         returning: Transfer | None = None
         for step, source in enumerate(ring.order):
             if step > 0:
-                keys, values = held = ring.received(incoming)
-                incoming = ring.pass_on(held, step)
+                keys, values = keys_values = ring.received(incoming)
+                incoming = ring.pass_on(keys_values, step)
             grads_of_keys = None
             if call := plan.sources[source]:
                 rows, segments = call.q_rows, call.segments
@@ -111,38 +111,38 @@ class _RingAttention(torch.autograd.Function):
                     add_rows(total, call.k_rows, part)
             if travelling is not None:
                 returning = ring.hand_over(travelling, source)
-        if returning is not None:  # after the last step a rank's own sums come home
-            home = returning.wait()[0]
-            dk.index_add_(0, plan.sent_rows, home[0])
-            dv.index_add_(0, plan.sent_rows, home[1])
+        if returning is not None:  # after the last step the sums of a rank's own keys return to it
+            returned = returning.wait()[0]
+            dk.index_add_(0, plan.sent_rows, returned[0])
+            dv.index_add_(0, plan.sent_rows, returned[1])
         d_sinks = None if sinks is None else sinks_grad(grad_out, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
 
 class _Ring:
-    """The order in which one rank receives the sources' keys, and what it passes on meanwhile."""
+    """Passes keys, values and their gradients round the ranks, as seen from one rank."""
 
     def __init__(self, plan: RingPlan, comm: Comm | None) -> None:
         self._plan = plan
         self._comm = comm
         self.travels = any(plan.sent_counts)
         rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
-        # the rank itself first, then the others as their rows arrive
+        # the rank itself first, then the others in the order in which their rows arrive
         self.order = [(rank - step) % size for step in range(size if self.travels else 1)]
 
     def start(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
-        """Sends this rank's own rows that other ranks see."""
+        """Sends those of this rank's own rows that other ranks attend to."""
         if len(self.order) == 1:
             return None
         rows = self._plan.sent_rows
         return self.pass_on(torch.stack([k[rows], v[rows]]), 0)
 
-    def pass_on(self, held: torch.Tensor, step: int) -> Transfer | None:
-        """Sends the rows that arrived at `step`, unless every rank has seen them."""
+    def pass_on(self, keys_values: torch.Tensor, step: int) -> Transfer | None:
+        """Sends the rows that arrived at `step` to the next rank, unless every rank has had them."""
         if step + 1 >= len(self.order):
             return None
         assert self._comm is not None
-        return self._comm.pass_on(held, self._plan.sent_counts[self.order[step + 1]])
+        return self._comm.pass_on(keys_values, self._plan.sent_counts[self.order[step + 1]])
 
     @staticmethod
     def received(transfer: Transfer | None) -> torch.Tensor:
@@ -153,12 +153,12 @@ class _Ring:
     def accumulator(
         self, returning: Transfer | None, source: int, *, like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Returns the sums of a source's key and value gradients from the previous rank, or zeros on the first one."""
+        """Returns the gradient sums of a source's keys and values from the previous rank; zeros on the first rank."""
         if returning is not None:
             return returning.wait()[0]
         return like.new_zeros(2, self._plan.sent_counts[source], *like.shape[1:], dtype=dtype)
 
     def hand_over(self, sums: torch.Tensor, source: int) -> Transfer:
-        """Sends the sums to the next rank and receives those of the next source; the owner receives its own last."""
+        """Sends gradient sums to the next rank and receives those of the next source; an owner's own come last."""
         assert self._comm is not None
         return self._comm.pass_on(sums, self._plan.sent_counts[(source - 1) % self._comm.size])

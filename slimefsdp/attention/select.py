@@ -1,5 +1,6 @@
-"""Chooses the strategy that serves a model on a number of context-parallel ranks, and checks kernels. Imports no torch,
-so that a driver can check before a launch.
+"""Chooses the attention strategy for a model and a number of context-parallel ranks, and checks kernels.
+
+This module does not import torch, so that a driver can check settings before a launch.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from slimefsdp.model_spec import ModelSpec
 StrategyName = Literal["ring", "ulysses", "all_gather", "ring_flash_attn"]
 KernelSetting = Literal["torch", "flash_attn", "flash_attn_3"]
 
-_MAX_HEAD_DIM = 256  # of flash kernels: torch's, the flash-attn package's, FlashAttention 3's
-_MAX_DETERMINISTIC_HEAD_DIM = 192  # of FlashAttention 3's backward
+_MAX_HEAD_DIM = 256  # limit of flash kernels: torch's, the flash-attn package's, FlashAttention 3's
+_MAX_DETERMINISTIC_HEAD_DIM = 192  # limit of FlashAttention 3's deterministic backward
 _KERNEL_NAMES = {"flash_attn": "the flash-attn package", "flash_attn_3": "FlashAttention 3"}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The properties of a model that decide which strategies and kernels can serve it."""
+    """Holds the properties of a model that decide which strategies and kernels support it."""
 
     heads: int
     kv_heads: int
     head_dim: int  # features of a head
-    has_windows: bool = False  # some layer sees its newest keys alone
+    has_windows: bool = False  # some layer has a sliding window
     has_sinks: bool = False
     has_softcap: bool = False
 
     @classmethod
     def of_model_spec(cls, model_spec: ModelSpec) -> AttentionShape:
-        """Returns the shape from config.json; the built model has the same."""
+        """Returns the shape according to config.json, which equals that of the built model."""
         return cls(
             model_spec.heads,
             model_spec.kv_heads,
@@ -46,7 +47,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A strategy, and why it was chosen."""
+    """Holds a strategy and the reason for choosing it."""
 
     name: StrategyName | Literal["local"]
     reason: str
@@ -56,8 +57,9 @@ class Choice:
 
     @property
     def traffic(self) -> Strategy:
-        """The strategy that describes the bytes sent: the ring-flash-attn package gathers all keys; one rank sends
-        nothing.
+        """Returns the strategy whose traffic estimate applies.
+
+        The ring-flash-attn package gathers all keys, like all_gather. One rank alone sends nothing under any strategy.
         """
         if self.name == "ring_flash_attn":
             return "all_gather"
@@ -68,7 +70,7 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
     """Returns the strategy of a model over `cp` ranks.
 
     Raises:
-        ConfigError: naming `attention.strategy`; the one asked for cannot serve this model on this mesh.
+        ConfigError: the strategy of `attention.strategy` cannot serve this model on this mesh.
     """
     if cp == 1:
         return Choice("local", "one rank holds each pack")
@@ -81,8 +83,8 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
                 hint=f"use auto, or {' or '.join(fitting)}",
             )
         return Choice(setting, "as set")
-    # of K+V bytes of a sequence that all ranks share, summed over them: the ring moves cp - 1, Ulysses
-    # (cp - 1)/cp x (1 + heads/kv_heads). Shorter ones travel under Ulysses alone; lengths are not known here
+    # Bytes sent by all ranks for a sequence that is cut over them, in units of its K+V bytes: the ring sends cp - 1,
+    # Ulysses (cp - 1)/cp x (1 + heads/kv_heads). Uncut sequences are sent only under Ulysses, but lengths are unknown
     ulysses_is_lighter = cp > shape.heads / shape.kv_heads + 1
     cannot_split_heads = _problem("ulysses", shape, cp)
     if shape.has_windows and cannot_split_heads:
@@ -96,12 +98,12 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
 
 
 def serving_strategies(shape: AttentionShape, cp: int) -> list[Strategy]:
-    """Returns the strategies without a package that can serve a model over `cp` ranks."""
+    """Returns the strategies that need no package and can serve a model over `cp` ranks."""
     return [name for name in STRATEGIES if not _problem(name, shape, cp)]
 
 
 def _problem(name: StrategyName, shape: AttentionShape, cp: int) -> str | None:
-    """Returns why a strategy cannot serve the model; None: it can."""
+    """Returns the reason why a strategy cannot serve the model; None if it can."""
     if name == "ring" and shape.has_windows:
         return "the ring cannot express sliding windows, which this model has"
     if name == "ulysses" and shape.heads % cp:
@@ -116,14 +118,13 @@ def _problem(name: StrategyName, shape: AttentionShape, cp: int) -> str | None:
 
 
 def check_kernel(setting: KernelSetting, shape: AttentionShape, *, deterministic: bool) -> None:
-    """Checks that the chosen kernels compute every attention call of a model.
+    """Checks that the chosen kernels support every attention call of a model.
 
     Args:
-        deterministic: as run.deterministic.
+        deterministic: the setting run.deterministic.
 
     Raises:
-        ConfigError: naming `attention.kernel`; other kernels would compute the model instead of these, or these would
-            fail at the first call.
+        ConfigError: the kernels of `attention.kernel` would silently be replaced by others, or fail at the first call.
     """
     if setting == "torch":
         return
@@ -145,7 +146,7 @@ def check_kernel(setting: KernelSetting, shape: AttentionShape, *, deterministic
 
 
 def is_flash_head_dim(head_dim: int) -> bool:
-    """Returns whether flash kernels on CUDA take this head size: whole 16-byte words, up to a limit."""
+    """Returns whether flash kernels on CUDA support this head size: a multiple of 16 bytes, up to a limit."""
     return head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
 
 
@@ -156,8 +157,9 @@ def _head_dim_problem(name: str, head_dim: int) -> str:
 
 
 def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns the number of key/value heads that ranks can share evenly, each with its own query heads; at most one per
-    query head.
+    """Returns the number of key/value heads after repetition, so that they divide evenly over ranks with their queries.
+
+    It is at most the number of query heads.
     """
     repeated = math.lcm(kv_heads, cp)
     return repeated if heads % repeated == 0 else heads

@@ -1,7 +1,7 @@
-"""Ulysses attention: two all-to-alls turn a share of the tokens into a share of the heads, and back.
+"""Computes Ulysses attention: an all-to-all exchanges a split by tokens for a split by heads, a second one reverts it.
 
-Between them every rank has the whole pack for some heads, so any local attention will do, windows and sinks included.
-Key and value heads fewer than ranks are repeated before they travel; autograd adds their gradients up.
+In between, every rank has the whole pack for some heads, so any local attention works, windows and sinks included.
+If there are fewer key/value heads than ranks, they are repeated before they are sent; autograd sums their gradients.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def ulysses_attention(
     """Returns the attention of this rank's queries, [local_tokens, heads, head_dim].
 
     Args:
-        q: [local_tokens, heads, head_dim]; heads a multiple of the number of ranks.
+        q: [local_tokens, heads, head_dim]; heads must be a multiple of the number of ranks.
         k, v: [local_tokens, kv_heads, head_dim].
-        plan: how the ranks' rows make up the pack.
-        attend: (q, k, v, sinks) of some heads over the whole pack, in its order, to [tokens, heads, head_dim].
-        sinks: [heads], one attention sink's logit a head.
+        plan: maps the rows of all ranks to the pack.
+        attend: computes attention over the whole pack from (q, k, v, sinks) of some heads; [tokens, heads, head_dim].
+        sinks: [heads], the logit of one attention sink per head.
     """
     copies = repeated_kv_heads(q.shape[1], k.shape[1], comm.size) // k.shape[1]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
     heads, kv_heads = q.shape[1] // comm.size, k.shape[1] // comm.size
-    # one message: each rank's query heads with their key and value heads
+    # one message to each rank, with its query, key and value heads
     parts = [x.unflatten(1, (comm.size, -1)) for x in (q, k, v)]
     mixed = torch.cat(parts, dim=2)  # [local_tokens, ranks, heads + 2 kv_heads, head_dim]
     whole_q, whole_k, whole_v = _ToHeads.apply(mixed, plan, comm).split([heads, kv_heads, kv_heads], dim=1)
@@ -51,9 +51,7 @@ def ulysses_attention(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Exchanges [local_tokens, ranks, heads, head_dim] for [tokens, heads, head_dim] of this rank's heads, in pack
-    order.
-    """
+    """Exchanges [local_tokens, ranks, heads, head_dim] for [tokens, heads, head_dim] of this rank's heads."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:

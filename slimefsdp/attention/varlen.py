@@ -1,9 +1,9 @@
-"""Computes variable-length attention with its log-sum-exp, forward and backward, by one of several kernels.
+"""Computes variable-length attention and its log-sum-exp, forward and backward, with one of several kernels.
 
-torch's own flash kernels serve the CPU and CUDA, so nothing needs compiling; what they lack (soft-capped scores, wide
-heads, float32 on CUDA) goes to a kernel in plain torch, and the flash-attn package is taken where it is asked for.
-`varlen_backward` takes the output and log-sum-exp it is given rather than recomputing them, which is what lets several
-calls over different keys be merged and differentiated together.
+The default is torch's own flash kernels for CPU and CUDA, which need no compilation. Calls that they do not support
+(soft-capped scores, wide heads, float32 on CUDA) use a kernel in plain torch. The flash-attn package is used on
+request. `varlen_backward` takes the output and log-sum-exp as arguments instead of recomputing them, so that several
+calls over different keys can be merged and differentiated together.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from slimefsdp.attention.select import is_flash_head_dim
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _HALVES = (torch.bfloat16, torch.float16)
-# torch's CPU kernel leaves hidden keys out by blocks of 512 only, and so computes up to twice what is visible. Bands of
-# queries with as many keys as they see are faster between these lengths.
+# torch's CPU kernel skips masked keys only in blocks of 512, so it computes up to twice as many scores as needed. For
+# these sequence lengths it is faster to call it on bands of queries with only the keys that they see.
 _BANDED_LENGTHS = range(128, 1025)
-_BAND, _LONG_BAND = 64, 512  # query rows per masked call: with up to so many keys, and more; a mask is [band, keys]
+# query rows per masked call, for fewer keys than _BANDED_LENGTHS.stop and for more; a mask is [band, keys]
+_BAND, _LONG_BAND = 64, 512
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the backward needs of the forward besides inputs and output."""
+    """Holds what the backward needs from the forward, besides inputs and output."""
 
     lse: torch.Tensor  # [heads, tokens] natural log, at least float32
-    rng_state: torch.Tensor | None = None  # torch's CUDA kernel hands these through
+    rng_state: torch.Tensor | None = None  # this and the next field pass from torch's CUDA forward to its backward
     unused: torch.Tensor | None = None
 
 
@@ -45,12 +46,12 @@ def varlen_forward(
     Args:
         q: [q_tokens, heads, head_dim].
         k, v: [k_tokens, kv_heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
-        call: the segments; without any, the result is empty.
-        causal: query and key segments end together, and a query sees no key behind itself: with n more keys than
-            queries, query i sees keys 0..i + n.
+        call: the segments; the result is empty if there are none.
+        causal: a query sees no later keys. The last query of a segment is aligned with its last key: with n more keys
+            than queries, query i sees keys 0..i + n.
 
     Returns:
-        out [q_tokens, heads, head_dim] in q's dtype, and what the backward needs.
+        out [q_tokens, heads, head_dim] in q's dtype, and the values that the backward needs.
     """
     _check(call, causal, scoring)
     if call.is_empty:
@@ -68,7 +69,7 @@ def varlen_forward(
             scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return out, Saved(lse, rng_state, unused)
-    # many short calls: what surrounds them is a few operations for all, and as few as can be for each
+    # there may be many short calls, so everything is prepared for all of them at once
     segments = _masked_segments(call, scoring.window, q.dtype, causal=causal)
     keys, values = _heads_first(k), _heads_first(v)
     outs, lses = [], []
@@ -111,7 +112,7 @@ def varlen_backward(
         return dq, dk, dv
     segments = _masked_segments(call, scoring.window, q.dtype, causal=causal)
     keys, values = _heads_first(k), _heads_first(v)
-    # bands of one segment share keys, so those gradients add up
+    # bands of one segment share keys, so the gradients of keys and values are accumulated
     dk, dv = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (k, v))
     into_dk, into_dv = _heads_first(dk), _heads_first(dv)
     lses = saved.lse.unsqueeze(0).split([rows for rows, *_ in segments], 2)
@@ -137,7 +138,7 @@ def _kernel_for(q: torch.Tensor, scoring: AttentionParams) -> Literal["cpu", "cu
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
-    # torch pads heads that the kernel does not take only in its own scaled_dot_product_attention
+    # the CUDA kernel needs supported head sizes; only scaled_dot_product_attention itself would pad them
     return "cuda" if q.dtype in _HALVES and is_flash_head_dim(q.shape[-1]) else "plain"
 
 
@@ -151,7 +152,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _left(scoring: AttentionParams) -> int | None:
-    # the kernel counts keys to the left of the query itself
+    # the kernel counts only the keys to the left of the query, without the query's own
     return None if scoring.window is None else scoring.window - 1
 
 
@@ -168,12 +169,12 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _by_segment(x: torch.Tensor, segments: Sequence[_Segment]) -> tuple[torch.Tensor, ...]:
-    """Splits [tokens, heads, head_dim] into [1, heads, rows, head_dim] of each segment."""
+    """Splits [tokens, heads, head_dim] into one [1, heads, rows, head_dim] for each segment."""
     return _heads_first(x).split([segment.rows for segment in segments], 2)
 
 
 class _Segment(NamedTuple):
-    """One call of the CPU kernel. The rows of all calls, concatenated, are all queries."""
+    """Describes one call of the CPU kernel. The rows of all calls, concatenated, are the queries."""
 
     rows: int
     first_key: int
@@ -182,18 +183,19 @@ class _Segment(NamedTuple):
 
 
 def _masked_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool) -> list[_Segment]:
-    """Returns the CPU kernel's calls for a call plan, cached because every layer asks in forward and backward."""
-    asked = (window, dtype, causal)
-    if asked not in call.prepared:
-        call.prepared[asked] = list(_make_segments(call, window, dtype, causal=causal))
-    found: list[_Segment] = call.prepared[asked]
-    return found
+    """Returns the CPU kernel's calls for a call plan, cached because every layer needs them in forward and backward."""
+    key = (window, dtype, causal)
+    if key not in call.prepared:
+        call.prepared[key] = list(_make_segments(call, window, dtype, causal=causal))
+    segments: list[_Segment] = call.prepared[key]
+    return segments
 
 
 def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool) -> Iterator[_Segment]:
-    """Yields the CPU kernel's calls. The kernel's own causal mask aligns queries and keys at their beginning, so it
-    only serves segments of equal lengths. Other segments, and those for which it is faster, are cut into bands of
-    queries with a mask each.
+    """Yields the CPU kernel's calls.
+
+    The kernel's own causal mask aligns the first query with the first key, which is right only for segments with as
+    many queries as keys. Other segments, and those for which it is faster, are cut into bands of queries with a mask.
     """
     triangles: dict[int, torch.Tensor] = {}
     masks: dict[tuple[int, ...], torch.Tensor] = {}
@@ -218,8 +220,9 @@ def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, ca
 
 
 def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the [band, keys] mask of a band of queries whose last query sees all keys; its columns are the masks of
-    fewer keys.
+    """Returns the mask, [band, keys], of a band of queries whose last query sees all keys.
+
+    Masks for fewer queries or keys are slices of it.
     """
     mask = torch.zeros(band, keys, dtype=dtype)
     mask[:, -band:].masked_fill_(torch.ones(band, band, dtype=torch.bool).triu(1), float("-inf"))
@@ -232,7 +235,7 @@ def _windowed_segments(
     """Yields the calls of one windowed segment, with `more` keys than queries.
 
     Args:
-        masks: found so far, which most bands share.
+        masks: cache of masks by shape, because most bands have the same mask.
     """
     band = max(window, 64)
     for start in range(0, queries, band):

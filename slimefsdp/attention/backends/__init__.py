@@ -1,1 +1,1 @@
-"""Kernels that compute attention over packed sequences."""
+"""Wraps the kernels that compute attention over packed sequences."""

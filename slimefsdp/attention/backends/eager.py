@@ -1,10 +1,10 @@
-"""Variable-length attention in plain torch, for what flash kernels lack: soft-capped scores, any dtype, any head size.
+"""Computes variable-length attention in plain torch, for soft-capped scores and any dtype and head size.
 
-Scores are held for one block of queries at a time, so memory stays linear in the length. On CUDA, where each operation
-is a launch, a block is larger and holds pieces of several segments: of those with about as many queries and keys the
-shorter ones are filled up with their last row, which a mask keeps from counting. The interface is that of
-`slimefsdp.attention.varlen`: the backward takes output and log-sum-exp as given. With S = scale * q k^T, capped scores
-C = cap * tanh(S / cap) and P = exp(C - lse):
+Scores are kept for one block of queries at a time, so memory is linear in the sequence length. On CUDA, where each
+operation is a kernel launch, blocks are larger and hold pieces of several segments with similar numbers of queries and
+keys; the shorter pieces are padded with their last row, which is masked. As in `slimefsdp.attention.varlen`, the
+backward takes output and log-sum-exp as arguments. With S = scale * q k^T, capped scores C = cap * tanh(S / cap) and
+P = exp(C - lse):
 
     dV = P^T dO      dC = P * (dO V^T - rowsum(dO * O))      dS = dC * (1 - (C / cap)^2)
 """
@@ -21,23 +21,21 @@ import torch
 from slimefsdp.attention.call_plan import AttentionParams, CallPlan, Rows
 from slimefsdp.batching.packing import on_device
 
-_FILL = 2  # pieces of a block have at least 1/_FILL of the scores of its largest
-_FAR = 2**60  # behind all rows
-_SHARE_OF_MEMORY = 128  # of a GPU, for the scores of a block; a backward pass holds about five times that
+_FILL = 2  # every piece of a block has at least 1/_FILL of the scores of the block's shape
+_FAR = 2**60  # a position after all rows
+_SHARE_OF_MEMORY = 128  # a block's scores take 1/128 of the GPU's memory; a backward pass needs about five times that
 
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """How calls are cut into blocks."""
+    """Holds how calls are cut into blocks."""
 
-    score_bytes: int  # of one block
-    joins_segments: bool  # a block holds pieces of several segments
+    score_bytes: int  # bytes of the scores of one block
+    joins_segments: bool  # whether a block holds pieces of several segments
 
 
 def blocking_on(device: torch.device) -> Blocking:
-    """Returns small blocks for a CPU, whose caches are small, and large ones for a GPU, where each operation is a
-    launch.
-    """
+    """Returns small blocks for a CPU, to fit its caches, and large ones for a GPU, to save kernel launches."""
     if device.type == "cpu":
         return Blocking(32 * 2**20, joins_segments=False)
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -47,8 +45,9 @@ def blocking_on(device: torch.device) -> Blocking:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: AttentionParams, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output [q_tokens, heads, head_dim] in q's dtype and the log-sum-exp [heads, q_tokens], at least
-    float32.
+    """Returns the output, [q_tokens, heads, head_dim] in q's dtype, and the log-sum-exp, [heads, q_tokens].
+
+    The log-sum-exp is at least float32.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:2], v.shape[-1])
@@ -91,7 +90,7 @@ def backward(
         delta = (grads * _grouped(out[qs], k.shape[1], wide)).sum(-1, keepdim=True)
         d_scores = probabilities * (grads @ values.unsqueeze(-3).transpose(-1, -2) - delta)
         if scoring.softcap is not None:
-            # a hidden score is -inf: its probability, and with it its gradient, is 0 already
+            # the probability of a hidden key is 0, but its score -inf would give an infinite slope
             slope = 1 - (scores / scoring.softcap).square()
             d_scores *= slope if block.is_hidden is None else slope.masked_fill_(block.is_hidden, 0.0)
         d_scores *= scoring.scale
@@ -107,7 +106,7 @@ def backward(
 def _add(into: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
     if isinstance(rows, slice):
         into[rows] += values
-    else:  # a row may occur more than once: pieces of one segment see the same keys, and fillers bring zeros
+    else:  # a row may occur several times: pieces of one segment share keys, and padding repeats rows with zeros
         into.index_add_(0, rows.flatten(), values.flatten(0, 1))
 
 
@@ -138,23 +137,23 @@ def _keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some queries and the keys that they may see: of one segment, or [pieces, ..] of several."""
+    """Holds some queries and the keys that they may see: of one segment, or [pieces, ..] of several."""
 
     queries: Rows
     keys: Rows
     is_hidden: torch.Tensor | None  # [(pieces, 1, 1,) rows, keys]; None: every query sees every key
-    is_filler: torch.Tensor | None = None  # [pieces, 1, 1, rows, 1] queries that are there a second time
+    is_filler: torch.Tensor | None = None  # [pieces, 1, 1, rows, 1], True for padding queries, which repeat a row
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries of one segment and their keys, as rows of q and of k."""
+    """Holds ranges of queries and keys of one segment, as rows of q and of k."""
 
     q0: int
     q1: int
     k0: int
     k1: int
-    own: int  # of its first query: the newest key that it sees
+    own: int  # the latest key that the first query sees
 
     @property
     def scores(self) -> int:
@@ -171,8 +170,8 @@ def _blocks(call: CallPlan, q: torch.Tensor, window: int | None, *, causal: bool
     for piece in _pieces(call.cu_q, call.cu_k, window, causal, most_scores):
         is_hidden = None
         if causal:
-            query_places = torch.arange(piece.own, piece.own + piece.q1 - piece.q0, device=q.device)[:, None]
-            distance = query_places - torch.arange(piece.k0, piece.k1, device=q.device)[None, :]
+            query_positions = torch.arange(piece.own, piece.own + piece.q1 - piece.q0, device=q.device)[:, None]
+            distance = query_positions - torch.arange(piece.k0, piece.k1, device=q.device)[None, :]
             is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         yield _Block(slice(piece.q0, piece.q1), slice(piece.k0, piece.k1), is_hidden)
 
@@ -180,7 +179,7 @@ def _blocks(call: CallPlan, q: torch.Tensor, window: int | None, *, causal: bool
 def _pieces(
     cu_q: tuple[int, ...], cu_k: tuple[int, ...], window: int | None, causal: bool, most_scores: int
 ) -> Iterator[_Piece]:
-    """Yields the segments in pieces of queries with about `most_scores` scores a head at most."""
+    """Cuts the segments into pieces of queries with at most about `most_scores` scores per head, and yields them."""
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         queries, keys = q1 - q0, k1 - k0
         more = keys - queries
@@ -195,24 +194,24 @@ def _pieces(
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Pieces that are computed together; int64 rows on the device. Filler rows repeat the last row."""
+    """Holds pieces that are computed together, as int64 rows on the device. Padding repeats the last row."""
 
     queries: torch.Tensor  # [pieces, rows]
     keys: torch.Tensor  # [pieces, keys]
-    newest: torch.Tensor  # [pieces, rows] the key that a query sees last
-    key_places: torch.Tensor  # [pieces, keys] as `keys`, and behind all queries where it is a filler
-    is_filler: torch.Tensor  # [pieces, rows] bool
+    newest: torch.Tensor  # [pieces, rows], the latest key that each query sees
+    key_positions: torch.Tensor  # [pieces, keys], equal to `keys`, but after all queries for padding
+    is_filler: torch.Tensor  # [pieces, rows] bool, True for padding
 
     def block(self, window: int | None, *, causal: bool) -> _Block:
-        """Returns the block with its mask, which is too large to be kept."""
-        distance = self.newest.unsqueeze(-1) - self.key_places.unsqueeze(-2)
+        """Returns the block with its mask; the mask is too large to be cached."""
+        distance = self.newest.unsqueeze(-1) - self.key_positions.unsqueeze(-2)
         is_hidden = distance < 0
         if causal and window is not None:
             is_hidden |= distance >= window
         return _Block(self.queries, self.keys, is_hidden[:, None, None], self.is_filler[:, None, None, :, None])
 
 
-@lru_cache(maxsize=16)  # every layer asks, in forward and backward: a few kinds of layers, and calls, of one pack
+@lru_cache(maxsize=16)  # every layer needs it in forward and backward; a pack has few kinds of layers and calls
 def _joined(
     cu_q: tuple[int, ...],
     cu_k: tuple[int, ...],
@@ -222,35 +221,35 @@ def _joined(
     device: torch.device,
 ) -> tuple[_Joined, ...]:
     most_of_piece = most_scores
-    if window is not None and causal:  # pieces of more queries would have ever more keys that most of these do not see
+    if window is not None and causal:  # in larger pieces most queries would not see most keys
         most_of_piece = min(most_scores, max(window, 128) * (window + 16))
     pieces = sorted(_pieces(cu_q, cu_k, window, causal, most_of_piece), key=lambda piece: -piece.scores)
-    found: list[_Joined] = []
+    joined: list[_Joined] = []
     while pieces:
-        taken, rows, keys = 0, 0, 0
+        count, rows, keys = 0, 0, 0
         for piece in pieces:
             more_rows, more_keys = max(rows, piece.q1 - piece.q0), max(keys, piece.k1 - piece.k0)
-            is_full = (taken + 1) * more_rows * more_keys > most_scores
-            if taken and (is_full or _FILL * piece.scores < more_rows * more_keys):
+            is_full = (count + 1) * more_rows * more_keys > most_scores
+            if count and (is_full or _FILL * piece.scores < more_rows * more_keys):
                 break
-            taken, rows, keys = taken + 1, more_rows, more_keys
-        found.append(_join(pieces[:taken], rows, keys, causal, device))
-        del pieces[:taken]
-    return tuple(found)
+            count, rows, keys = count + 1, more_rows, more_keys
+        joined.append(_join(pieces[:count], rows, keys, causal, device))
+        del pieces[:count]
+    return tuple(joined)
 
 
 def _join(pieces: list[_Piece], rows: int, keys: int, causal: bool, device: torch.device) -> _Joined:
-    """Joins pieces of at most this many rows and keys."""
+    """Joins pieces that have at most `rows` queries and `keys` keys."""
     q0, q1, k0, k1, own = (
         torch.tensor([getattr(piece, name) for piece in pieces])[:, None] for name in ("q0", "q1", "k0", "k1", "own")
     )
     queries, key_rows = q0 + torch.arange(rows), k0 + torch.arange(keys)
-    held = torch.minimum(queries, q1 - 1)
-    newest = own + held - q0 if causal else torch.full_like(queries, _FAR)
+    query_rows = torch.minimum(queries, q1 - 1)
+    newest = own + query_rows - q0 if causal else torch.full_like(queries, _FAR)
     return _Joined(
-        queries=on_device(held, device),
+        queries=on_device(query_rows, device),
         keys=on_device(torch.minimum(key_rows, k1 - 1), device),
         newest=on_device(newest, device),
-        key_places=on_device(key_rows.masked_fill(key_rows >= k1, 2 * _FAR), device),
+        key_positions=on_device(key_rows.masked_fill(key_rows >= k1, 2 * _FAR), device),
         is_filler=on_device(queries >= q1, device),
     )

@@ -1,8 +1,7 @@
-"""FlashAttention 3 in the place of torch's own flash kernels on Hopper GPUs (`attention.kernel: flash_attn_3`).
+"""Switches torch's flash kernels to FlashAttention 3 on Hopper GPUs (`attention.kernel: flash_attn_3`).
 
-torch has a switch that replaces its operators in the whole process, so calls, shapes and what the backward is given
-stay as `slimefsdp.attention.varlen` has them; the kernels are of the package `flash_attn_interface`. Not yet run on a
-GPU.
+torch has a switch that replaces its operators in the whole process, so `slimefsdp.attention.varlen` makes the same
+calls. The kernels come from the package `flash_attn_interface`. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.nn.attention
 from slimefsdp.errors import ConfigError
 
 PACKAGE = "flash_attn_interface"
-_NAME = "FA3"  # of torch's
+_NAME = "FA3"  # torch's name of the implementation
 _HOPPER = "9"  # major compute capability: torch refuses all others at each call
 _DEFAULT = "leave attention.kernel at its default"
 
@@ -24,14 +23,14 @@ _DEFAULT = "leave attention.kernel at its default"
 def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
     """Switches this process to FlashAttention 3's kernels, or back to torch's own.
 
-    Which models they compute is for `slimefsdp.attention.select.check_kernel`.
+    `slimefsdp.attention.select.check_kernel` checks whether they support a model.
 
     Args:
-        device, dtype: that attention is computed on and in.
+        device, dtype: device and dtype of attention.
 
     Raises:
-        ConfigError: naming attention.kernel; they are asked for, and this torch has no such switch, the package is
-            missing or cannot be imported, or they compute nothing on this device or in this dtype.
+        ConfigError: `on` is True, and this torch has no such switch, the package is missing or cannot be imported, or
+            the kernels do not support this device or dtype.
     """
     if on:
         require_installed()
@@ -39,9 +38,9 @@ def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
         try:
             torch.nn.attention.activate_flash_attention_impl(_NAME)
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise _refusal(
-                f"torch cannot take them from the package {PACKAGE}: {said}",
+                f"torch cannot take them from the package {PACKAGE}: {reason}",
                 f"install a build of it for torch {torch.__version__}, with its backward, or {_DEFAULT}",
             ) from error
     elif _has_switch() and torch.nn.attention.current_flash_attention_impl() == _NAME:
@@ -49,10 +48,10 @@ def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require_installed() -> None:
-    """Checks, without importing anything, that this torch has the switch and that the package is installed.
+    """Checks, without importing the package, that this torch has the switch and that the package is installed.
 
     Raises:
-        ConfigError: naming attention.kernel.
+        ConfigError: either is missing.
     """
     if not _has_switch():
         raise _refusal(f"torch {torch.__version__} has no switch for them", f"use torch 2.13 or newer, or {_DEFAULT}")
@@ -64,16 +63,16 @@ def require_installed() -> None:
 
 
 def require_capability(capabilities: Sequence[str], where: object) -> None:
-    """Checks that the kernels support one of several GPUs.
+    """Checks that the kernels support at least one of several GPUs.
 
     Args:
         capabilities: compute capabilities such as 9.0, of at least one GPU.
-        where: what has them, for the error.
+        where: the machine or device, for the error.
 
     Raises:
-        ConfigError: naming attention.kernel.
+        ConfigError: they support none.
     """
-    if not any(one.partition(".")[0] == _HOPPER for one in capabilities):
+    if not any(capability.partition(".")[0] == _HOPPER for capability in capabilities):
         found = ", ".join(dict.fromkeys(capabilities))
         raise _refusal(f"they are for compute capability {_HOPPER}.0, and {where} has {found}", _DEFAULT)
 

@@ -1,7 +1,7 @@
-"""The flash-attn package as a kernel, where it is installed and asked for (`attention.kernel: flash_attn`).
+"""Computes attention with the flash-attn package (`attention.kernel: flash_attn`).
 
-Its wrapped forward and backward are called rather than its autograd function, since a ring needs the backward of a call
-with a log-sum-exp from outside. Not yet run on a GPU.
+It calls the package's forward and backward directly instead of its autograd function, because ring attention needs a
+backward with a given log-sum-exp. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def is_installed() -> bool:
 
 
 def require(setting: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Checks that the package serves calls on this device and in this dtype.
+    """Checks that the package is installed and supports this device and dtype.
 
     Args:
-        setting: that asks for the package, as `section.name=value`.
+        setting: the setting that requests the package, as `section.name=value`.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: it is not installed or does not support them.
     """
     field = setting.split("=")[0]
     if not is_installed():

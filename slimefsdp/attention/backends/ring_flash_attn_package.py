@@ -1,8 +1,9 @@
-"""The ring-flash-attn package as a strategy, where it is installed and asked for.
+"""Computes attention with the ring-flash-attn package (`attention.strategy: ring_flash_attn`).
 
-Its llama3 style is used: each rank takes one run of the pack, keys are gathered some heads at a time, and windows work.
-It wants a total that the ranks divide, so a pack is padded with one more document of masked tokens. Its zig-zag ring
-wants every single length divided by twice the ranks, and is not used. Not yet run on a GPU.
+It uses the package's llama3 style: each rank takes one contiguous run of the pack, keys are gathered some heads at a
+time, and windows work. The number of tokens must be a multiple of the number of ranks, so packs are padded with one
+more sequence. The package's zig-zag ring is not used, because it needs every length to be a multiple of twice the
+ranks. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from slimefsdp.errors import ConfigError
 
 
 def require() -> None:
-    """Checks that the package can be called.
+    """Checks that the package is installed.
 
     Raises:
-        ConfigError: naming `attention.strategy`; it, or flash-attn below it, is not installed.
+        ConfigError: it, or flash-attn on which it depends, is not installed.
     """
     missing = [name for name in ("flash-attn", "ring-flash-attn") if find_spec(name.replace("-", "_")) is None]
     if missing:
@@ -38,7 +39,7 @@ def require() -> None:
 
 
 def contiguous_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
-    """Returns equal runs of the pack, rank after rank; the pack has a multiple of `cp` tokens."""
+    """Returns a layout of equal runs of the pack, rank after rank; the pack must have a multiple of `cp` tokens."""
     share, rest = divmod(cu_seqlens[-1], cp)
     assert rest == 0, f"a pack of {cu_seqlens[-1]} tokens over {cp} ranks"
     spans = [
@@ -50,9 +51,9 @@ def contiguous_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
 
 
 def for_pack(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> PackAttention:
-    """Returns the attention of every layer over one pack in the layout of `contiguous_layout`."""
+    """Returns the function that computes attention over one pack in the layout of `contiguous_layout`."""
     package = _llama3_style()
-    last = {piece.node: piece for owned in layout for piece in owned}  # the last piece of a sequence ends where it does
+    last = {piece.node: piece for owned in layout for piece in owned}  # ends where its sequence ends
     offsets = [0, *sorted(piece.end for piece in last.values())]
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
     cu_q, cu_k, max_q, max_k, keys = package.llama3_flash_attn_prepare_cu_seqlens(
@@ -75,9 +76,9 @@ def for_pack(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> 
 
 
 def _llama3_style() -> Any:
-    """Imports the one module that is used, without the package's `__init__`.
+    """Imports the module that is used without running the package's `__init__`.
 
-    That one (0.1.8) also imports an adapter for transformers 4, which fails on 5.
+    `__init__` (of 0.1.8) also imports an adapter for transformers 4, which fails with transformers 5.
     """
     loaded = sys.modules.get("ring_flash_attn")
     if loaded is None:
@@ -88,4 +89,4 @@ def _llama3_style() -> Any:
         return importlib.import_module("ring_flash_attn.llama3_flash_attn_varlen")
     finally:
         if loaded is None:
-            del sys.modules["ring_flash_attn"]  # whoever imports the package itself gets all of it, or its error
+            del sys.modules["ring_flash_attn"]  # a later import of the package must run its `__init__`
