@@ -25,7 +25,7 @@ def all_gather_attention(
     scoring: AttentionParams,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim]; arguments as for `ring_attention`."""
+    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim]; arguments of `ring_attention`."""
     out: torch.Tensor = _AllGatherAttention.apply(q, k, v, sinks, plan, comm, scoring)
     return out
 

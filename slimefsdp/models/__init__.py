@@ -1,1 +1,1 @@
-"""The modules that are sharded, and how a Hugging Face folder becomes them."""
+"""Builds the modules that are sharded from Hugging Face folders."""

@@ -1,8 +1,8 @@
-"""Builds a sharded model from a Hugging Face folder; each rank holds only the rows it keeps.
+"""Builds a sharded model from a Hugging Face folder; each rank allocates only its own shards.
 
-The model is built without memory for its parameters, sharded, given memory for the local shards, and filled straight
-from the safetensors files, or drawn at random where that is asked for. Buffers (rotary frequencies, embedding scales)
-are never built empty: they are computed for real and survive.
+The model is built with parameters on the meta device, and sharded. Then memory is allocated for the local shards, and
+they are filled from the safetensors files or drawn at random. Buffers (rotary frequencies, embedding scales) are never
+on the meta device: they are computed when the model is built, and kept.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ AnyModel = TypeVar("AnyModel", bound=DecoderModel)
 
 @dataclass(frozen=True, slots=True)
 class Trains:
-    """Which parameters of a model are trained."""
+    """Describes which parameters of a model are trained."""
 
-    frozen: Sequence[str] = ()  # patterns of `DecoderModel.freeze`
-    # adapters, which then are all that is trained: other weights are frozen, and stored in the dtype they compute in
+    frozen: Sequence[str] = ()  # patterns for `DecoderModel.freeze`
+    # adds adapters and trains only them: other weights are frozen and stored in the compute dtype
     lora: Lora | None = None
-    adapters: PeftFolder | None = None  # of `lora`, to begin with; None: they are drawn at random
+    adapters: PeftFolder | None = None  # initial values of the adapters; None: they are drawn at random
 
 
-# noise that training adds on purpose: a ratio of two policies would measure it
+# settings of random noise in training, which ratios of policies would measure
 _NOISE = re.compile(r"\w*dropout\w*|\w*_pdrop|router_jitter_noise")
 
 
@@ -70,19 +70,19 @@ def load_model(
         kind: PolicyModel, or ValueModel, whose head is 0 if the folder has none.
         how: dtypes, sharded units, placement and recomputation.
         attention_for: makes the model's attention, or refuses the model; None: attention within one rank.
-        random_seed: draws the weights instead, the same on every mesh; None: they are read.
-        trains: None: every parameter is trained.
-        read_by: first_rank: only rank 0 opens files of the folder, and sends the others their rows.
+        random_seed: draw the weights at random, equal on every mesh; None: read them.
+        trains: which parameters are trained; None: all.
+        read_by: with "first_rank", only rank 0 opens files of the folder, and sends the others their rows.
 
     Raises:
-        ModelError: on every rank alike; the folder cannot be loaded faithfully.
-        ConfigError: as `parallelize`, `DecoderModel.freeze`, `add_adapters_of`; or what `how` asks for needs a compiler
-            that some rank lacks.
+        ModelError: the folder cannot be loaded faithfully; raised on every rank.
+        ConfigError: see `parallelize`, `DecoderModel.freeze` and `add_adapters_of`; or `how` needs a compiler that some
+            rank lacks.
     """
     chosen = trains or Trains()
     built: list[AnyModel] = []
 
-    def build() -> None:  # every rank reads its own copy of the folder, and copies differ
+    def build() -> None:  # ranks may read different copies of the folder, so any of them may fail
         if how.compile:
             require_compiler(mesh.device.type)
         built.append(build_model(kind, folder, how.master_dtype))
@@ -116,7 +116,7 @@ def choose_what_trains(model: DecoderModel, folder: ModelFolder, trains: Trains,
     """Freezes parameters and adds adapters to a model that is not sharded yet.
 
     Raises:
-        ConfigError, ModelError: as `DecoderModel.freeze`, `add_adapters` and `add_adapters_of`.
+        ConfigError, ModelError: see `DecoderModel.freeze`, `add_adapters` and `add_adapters_of`.
     """
     model.freeze(trains.frozen)
     if trains.lora is None:
@@ -128,13 +128,13 @@ def choose_what_trains(model: DecoderModel, folder: ModelFolder, trains: Trains,
 
 
 def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.dtype) -> AnyModel:
-    """Builds the model of a folder, its parameters on the meta device in `master_dtype`, its buffers real.
+    """Builds the model of a folder with parameters on the meta device, in `master_dtype`, and real buffers.
 
     Args:
         kind: PolicyModel or ValueModel.
 
     Raises:
-        ModelError: an architecture or feature that cannot be trained faithfully here.
+        ModelError: the architecture or a feature of it cannot be trained faithfully here.
     """
     config = _supported_config(folder)
     attention, experts = register_attention(), _experts_implementation(config, master_dtype)
@@ -147,11 +147,11 @@ def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.d
                 attn_implementation=attention,
                 experts_implementation=experts,
             )
-    except Exception as error:  # not every release checks the values when it reads them
+    except Exception as error:  # some releases of transformers check the configuration only here
         raise _unusable_config(folder, error) from error
     hf.tie_weights()
     model = kind(hf)
-    return model.train()  # there is no noise left that the mode could switch on
+    return model.train()  # dropout and the like have been set to 0
 
 
 build_policy = partial(build_model, PolicyModel)
@@ -159,9 +159,9 @@ build_policy = partial(build_model, PolicyModel)
 
 @torch.no_grad()
 def _zero_what_no_folder_holds(model: DecoderModel, folder: ModelFolder) -> None:
-    held = {name for name, _ in model.weights_in(folder.tensors)}
+    loaded = {name for name, _ in model.weights_in(folder.tensors)}
     for name, parameter in model.named_weights():
-        if name not in held:
+        if name not in loaded:
             local_shard(parameter).zero_()
 
 
@@ -172,13 +172,13 @@ def materialise(
     *,
     buffer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Allocates every (sharded) parameter on `device`; buffers move there with their values; tied parameters stay tied.
+    """Allocates every (sharded) parameter on `device` and moves buffers there; tied parameters stay tied.
 
     Args:
-        parameters_on: another device for the parameters alone.
-        buffer_dtype: of floating-point buffers; None: as the model made them.
+        parameters_on: another device for the parameters only.
+        buffer_dtype: dtype of floating-point buffers; None: unchanged.
     """
-    # under every name, also where two share a tensor: to_empty parts them, as it does tied parameters
+    # to_empty replaces shared tensors by separate ones, so buffers are kept under all their names
     buffers = {
         name: buffer.to(device, buffer_dtype if buffer.is_floating_point() else None)
         for name, buffer in model.named_buffers(remove_duplicate=False)
@@ -195,23 +195,23 @@ def materialise(
 def _supported_config(folder: ModelFolder) -> PretrainedConfig:
     check_architecture(folder)
     try:
-        # not from folder.path, which only rank 0 may have; and not by its class, which transformers decides on
+        # written to a copy, because only rank 0 may have folder.path; transformers chooses the class by the content
         with TemporaryDirectory() as copy:
             (Path(copy) / "config.json").write_text(json.dumps(folder.config))
             config = AutoConfig.from_pretrained(copy, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise _unusable_config(folder, error) from error
-    refuse_unpackable(config.to_dict(), folder.path / "config.json")  # also what transformers filled in
+    refuse_unpackable(config.to_dict(), folder.path / "config.json")  # includes transformers' default values
     _switch_noise_off(config)
     return config
 
 
 def _experts_implementation(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
-    """Returns how transformers computes the experts of a layer; None is its default, one grouped matrix product.
+    """Returns transformers' implementation of experts; None for its default, one grouped matrix product.
 
-    Torch has no such product for float64, nor for rows that do not begin at multiples of 16 bytes. Then the experts
-    are computed one after the other. Either way their weights are one parameter, which has a gradient (of zeros) also
-    for experts that no token visits.
+    Torch has no grouped product for float64, nor for rows that do not start at multiples of 16 bytes; then experts are
+    computed one after the other. In both cases their weights are one parameter, so experts without tokens have a
+    gradient of zeros.
     """
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
     has_aligned_rows = all(size % 8 == 0 for size in (config.hidden_size, inner))  # 8 numbers of bfloat16 are 16 bytes
@@ -219,7 +219,7 @@ def _experts_implementation(config: PretrainedConfig, dtype: torch.dtype) -> str
 
 
 def _switch_noise_off(config: PretrainedConfig) -> None:
-    """Sets dropout rates and router jitter of a built configuration to 0; the folder's config.json stays as it is."""
+    """Sets dropout rates and router jitter of a configuration object to 0; the folder's config.json is not changed."""
     for name, value in config.to_dict().items():
         if _NOISE.fullmatch(name) and isinstance(value, int | float):
             setattr(config, name, 0.0)
@@ -232,8 +232,8 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lor
         lora: adds adapters to the same modules as the trainer.
 
     Raises:
-        ModelError: this transformers calls attention in another way than ours expects.
-        ConfigError: as `add_adapters`.
+        ModelError: see `register_attention`.
+        ConfigError: see `add_adapters`.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     with _parameters_on_meta():
@@ -261,17 +261,19 @@ def load_for_sampling(
     buffer_dtype: torch.dtype | None = None,
     random_seed: int | None = None,
 ) -> PolicyModel:
-    """Loads the whole model of a folder in this process, with weights bit-equal to those that a trainer freezes under
-    adapters.
+    """Loads the whole model of a folder into this process.
+
+    The weights are bit-equal to those that a trainer freezes when it trains adapters.
 
     Args:
-        dtype: of weights and adapters, what the trainer computes in.
-        lora: adds adapters to these modules, uninitialised.
-        buffer_dtype: of floating-point buffers; None: as the model made them.
-        random_seed: draw the weights from it instead; None: read them.
+        dtype: dtype of weights and adapters, equal to the trainer's compute dtype.
+        lora: adds uninitialised adapters to these modules.
+        buffer_dtype: dtype of floating-point buffers; None: unchanged.
+        random_seed: draw the weights at random with this seed; None: read them.
 
     Raises:
-        ModelError: the folder cannot be loaded faithfully. ConfigError: as `add_adapters`.
+        ModelError: the folder cannot be loaded faithfully.
+        ConfigError: see `add_adapters`.
     """
     policy = build_policy(folder, dtype)
     if random_seed is None:
@@ -288,9 +290,9 @@ def load_for_sampling(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, new parameters take no memory and are not initialised, while buffers are computed as always.
+    """Within the block, puts new parameters on the meta device, while buffers are computed as usual.
 
-    `torch.device("meta")` would leave the buffers that no checkpoint stores (rotary frequencies) as garbage.
+    `torch.device("meta")` would also affect buffers that no checkpoint stores (rotary frequencies).
     """
     register: Callable[..., None] = nn.Module.register_parameter
 

@@ -1,6 +1,6 @@
-"""Defines the module that is sharded: a Hugging Face decoder on packed tokens, with a head of our own.
+"""Defines the modules that are sharded: a Hugging Face decoder on packed tokens with a head of our own.
 
-`PolicyModel` returns log-probs instead of logits, `ValueModel`, the critic, a value for every chosen token.
+`PolicyModel` returns log-probs of chosen tokens instead of logits. `ValueModel`, the critic, returns their values.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from slimefsdp.models.peft_folder import MATRICES
 
 
 class DecoderModel(nn.Module):
-    """A decoder, and the head that a subclass adds to its hidden states.
+    """Wraps a decoder, to which subclasses add a head.
 
-    It is the root of the sharded units: embeddings, final norm and head are unsharded inside its forward and nowhere
-    else, so the head's weight must not be touched from outside.
+    This module is the root of the FSDP units: embeddings, final norm and head are unsharded only within its forward, so
+    code outside of it must not use the head's weight.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -44,38 +44,40 @@ class DecoderModel(nn.Module):
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Whether the embedding is also the head's weight."""
+        """Returns whether the embedding is also the head's weight."""
         raise NotImplementedError
 
     def hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, pack_attention: PackAttention
     ) -> torch.Tensor:
-        """Returns [local_tokens, hidden_dim] after the final norm, one row if there is no token; for use in `forward`.
+        """Returns the hidden states after the final norm, [local_tokens, hidden_dim]; only for use in `forward`.
+
+        Without tokens the result has one row of no meaning.
 
         Args:
             tokens: [local_tokens] int64.
             positions: [local_tokens] int64, restarting at 0 at each sample.
-            pack_attention: `self.attention` for the pack that the tokens are of.
+            pack_attention: `self.attention` for the pack of the tokens.
         """
         if not tokens.shape[0]:
-            # no architecture can be called without tokens, but a rank that has none must join every collective and
-            # have a gradient of every parameter: it computes one token that nothing attends to and no pair reads
+            # A rank without tokens must still join every collective and have a gradient of every parameter, but models
+            # cannot be called without tokens. So it computes one token that nothing attends to and no pair reads.
             tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
             pack_attention = _without_the_only_token(pack_attention)
         decoded = self.hf.get_decoder()(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            return_dict=True,  # which a config.json may switch off
+            return_dict=True,  # config.json may set it to False
             pack_attention=pack_attention,
         )
         hidden: torch.Tensor = decoded.last_hidden_state[0]
         return hidden
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """Excludes parameters whose names match a shell-style pattern from training; call it before sharding.
+        """Excludes parameters whose names match a shell-style pattern from training; must be called before sharding.
 
-        A tensor with two names, a tied embedding, is frozen under either of them.
+        A tied embedding, which has two names, is frozen if either of them matches.
 
         Raises:
             ConfigError: a pattern matches no name, or nothing is left to train.
@@ -101,7 +103,7 @@ class DecoderModel(nn.Module):
 
     def decoder_layers(self) -> nn.ModuleList:
         decoder = self.hf.get_decoder()
-        layers = decoder.h if hasattr(decoder, "h") else decoder.layers  # GPT-2's name, and everybody else's
+        layers = decoder.h if hasattr(decoder, "h") else decoder.layers  # GPT-2 has another name than all others
         assert isinstance(layers, nn.ModuleList)
         return layers
 
@@ -119,46 +121,48 @@ class DecoderModel(nn.Module):
         )
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters under their names in transformers, a tied one once, without adapters.
+        """Returns the parameters without adapters, under their names in transformers; a tied parameter occurs once.
 
         The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_weight_names).
         """
         return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(MATRICES)]
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the `named_weights` and the matrices of adapters, each after the weight that it adapts."""
+        """Returns the `named_weights` and the matrices of adapters, which follow the weight that they adapt."""
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns what a checkpoint holds: the `named_weights`, or of a model with adapters the trained weights only.
+        """Returns the weights that a checkpoint holds.
 
-        Where nothing has adapters, frozen weights are among them.
+        These are all `named_weights`, frozen ones included; or only the trained weights if the model has adapters.
         """
         has_adapters = any(name.endswith(MATRICES) for name, _ in self.all_parameters())
         return self.trained_weights() if has_adapters else self.named_weights()
 
     @property
     def trained_in_full(self) -> frozenset[str]:
-        """Names of the weights that are trained in full although the model has adapters."""
+        """Returns the names of the weights that are trained in full even if the model has adapters."""
         return frozenset()
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
-        """Returns the `named_weights` that a folder with these tensors fills: all, except a head that may begin at 0.
+        """Returns the `named_weights` that are read from a folder with these tensors.
+
+        These are all of them, except a critic's head that begins at 0.
 
         Raises:
-            ModelError: the folder is of another kind of model.
+            ModelError: the folder has another kind of model.
         """
         return self.named_weights()
 
     def unread(self, stored: Mapping[str, TensorEntry]) -> frozenset[str]:
-        """Returns the tensors that such a folder may hold and this model does not read."""
+        """Returns the names of tensors that a folder may hold although this model does not read them."""
         return frozenset()
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns config.json for a folder with these weights, from the config.json of the folder they began with.
+        """Returns the config.json of an exported folder, from the config.json of the original folder.
 
         Raises:
-            ModelError: no folder can hold them.
+            ModelError: transformers has no model class for these weights.
         """
         return dict(config)
 
@@ -168,7 +172,7 @@ class DecoderModel(nn.Module):
 
 
 def _without_the_only_token(attend: PackAttention) -> PackAttention:
-    """Hides a rank's one placeholder token from the pack's attention; the token's output is 0."""
+    """Hides the placeholder token of a rank without tokens from the pack's attention; the token's output is 0."""
 
     def attend_to_nothing(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams, sinks: torch.Tensor | None
@@ -178,11 +182,11 @@ def _without_the_only_token(attend: PackAttention) -> PackAttention:
     return attend_to_nothing
 
 
-_NOT_OF_THE_FUNCTION = ("_name_or_path", "architectures", "dtype", "transformers_version")
+_NOT_OF_THE_FUNCTION = ("_name_or_path", "architectures", "dtype", "transformers_version")  # ignored by `is_like`
 
 
 class PolicyModel(DecoderModel):
-    """A causal LM from tokens to the log-probs of chosen targets."""
+    """A causal LM that returns the log-probs of chosen target tokens."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
@@ -204,10 +208,11 @@ class PolicyModel(DecoderModel):
             pack_attention: `self.attention` for that pack.
             temperature: divides the logits, for log-probs and entropy alike.
             entropy_grad: let gradients flow through the entropies.
-            reference: of another model for the same share: a third output is KL(self || reference) of each pair, over
-                the whole vocabulary, with gradients.
+            reference: head inputs of another model for the same share. If given, there is a third output: the
+                differentiable KL(self || reference) of each pair over the whole vocabulary.
         """
-        inputs = PolicyModel.head_inputs(self, share, pack_attention)  # the instance's may be a forward to FSDP, too
+        # called through the class: FSDP may have replaced the instance's method by one with its own hooks
+        inputs = PolicyModel.head_inputs(self, share, pack_attention)
         if reference is not None:
             return torch.stack(
                 token_log_probs_and_kl(
@@ -221,18 +226,15 @@ class PolicyModel(DecoderModel):
         return torch.stack([log_probs, entropy])
 
     def head_inputs(self, share: LocalShare, pack_attention: PackAttention) -> HeadInputs:
-        """Returns what the share's logits are made of, [pairs, hidden_dim] and [vocab, hidden_dim], and the head's
-        adapter.
+        """Returns the inputs of the head: hidden states [pairs, hidden_dim], weight [vocab, hidden_dim] and adapter.
 
-        Of a sharded model it is called like `forward`, once it is known to FSDP (`register_fsdp_forward_method`); the
-        weight is the gathered one, which lasts until the root is resharded.
+        It may be called on a sharded model after `register_fsdp_forward_method`. The weight is then the gathered one,
+        which exists until the root is resharded.
         """
         return self.head_inputs_of(self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows])
 
     def head_inputs_of(self, hidden: torch.Tensor) -> HeadInputs:
-        """Returns what the logits of hidden states [rows, hidden_dim] are made of, for a model with
-        unsharded weights.
-        """
+        """Returns the inputs of the head for hidden states [rows, hidden_dim]; weights must be unsharded."""
         head = self.hf.get_output_embeddings()
         adapter = None
         if isinstance(head, LoraLinear) and head.is_on:
@@ -240,8 +242,9 @@ class PolicyModel(DecoderModel):
         return HeadInputs(hidden, head.weight, self.softcap, adapter)
 
     def is_like(self, other: PolicyModel) -> bool:
-        """Returns whether two policies compute the same function of equal weights: same configuration, names and
-        shapes.
+        """Returns whether two policies with equal weights would compute the same function.
+
+        Compares configurations, and names and shapes of weights.
         """
         configs = [
             {key: value for key, value in policy.hf.config.to_dict().items() if key not in _NOT_OF_THE_FUNCTION}
@@ -261,42 +264,42 @@ _LM_HEAD = "lm_head.weight"
 
 
 class ValueModel(DecoderModel):
-    """A decoder with a head that outputs one number.
+    """A decoder with a head that outputs one number per token.
 
-    The head takes the place of the language model's, under the names of transformers' token classifiers
-    (`score.weight`, `score.bias`): a folder of one of those with one label is read whole, and an export is one. Out of
-    a causal LM's folder comes the decoder; the head then begins at zero, and so does every value.
+    The head replaces that of the language model and has the names of transformers' token classifiers (`score.weight`,
+    `score.bias`). An export is a token classifier with one label, and such a folder can be loaded. From the folder of a
+    causal LM only the decoder is loaded; the head and all values are then zero at first.
 
     Args:
-        hf: a causal LM, which is taken apart: its head goes.
+        hf: a causal LM; its head is removed.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
-        # an embedding tied to the head stays where it is
+        # deletes only the reference to an embedding that is tied to the head
         del hf.lm_head
         embedding = hf.get_input_embeddings().weight
         hf.score = nn.Linear(hf.config.hidden_size, 1, device=embedding.device, dtype=embedding.dtype)
 
     def forward(self, share: LocalShare, pack_attention: PackAttention) -> torch.Tensor:
-        """Returns the values of the share's pairs, [1, pairs], float32, or float64 for a float64 model.
+        """Returns the values of the share's pairs, [1, pairs], in float32, or float64 for a float64 model.
 
-        The row of a response token is the one before it, as for its log-prob: what is expected of the response from
-        there on, before the token is chosen.
+        As for log-probs, the value of a response token is computed from the row before it: it is the expected reward to
+        go before the token is chosen.
 
         Args:
             share: this rank's part of a pack.
             pack_attention: `self.attention` for that pack.
         """
         hidden = self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows]
-        dtype = torch.promote_types(hidden.dtype, torch.float32)  # halves hold a value to three digits only
+        dtype = torch.promote_types(hidden.dtype, torch.float32)  # half precision has only three digits
         score = self.hf.score
         assert isinstance(score, nn.Linear)
         return F.linear(score.weight.to(dtype), hidden.to(dtype)) + score.bias.to(dtype).unsqueeze(1)
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Always False: the head has one row."""
+        """Returns False: the head has one row."""
         return False
 
     @property
@@ -304,7 +307,7 @@ class ValueModel(DecoderModel):
         return frozenset(_HEADS)
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
-        """Returns the decoder's weights for the folder of a causal LM, and all weights for that of a token classifier.
+        """Returns the decoder's weights for the folder of a causal LM, and all weights for a token classifier's folder.
 
         Raises:
             ModelError: the classifier has several labels.
@@ -319,14 +322,14 @@ class ValueModel(DecoderModel):
         return [named for named in self.named_weights() if head is not None or named[0] not in _HEADS]
 
     def unread(self, stored: Mapping[str, TensorEntry]) -> frozenset[str]:
-        """Returns the head of a causal LM."""
+        """Returns the name of a causal LM's head, unless the folder has a token classifier's."""
         return frozenset() if _HEAD in stored else frozenset([_LM_HEAD])
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the config.json of a token classifier with one label.
 
         Raises:
-            ModelError: transformers has no token classifier of this architecture with our names of the head.
+            ModelError: transformers has no token classifier of this architecture with a head of these names.
         """
         model_type: str = self.hf.config.model_type
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(model_type)

@@ -1,17 +1,17 @@
-"""Computes log-probabilities and entropies of given targets without ever holding [rows, vocab] logits.
+"""Computes log-probabilities and entropies of target tokens without storing all [rows, vocab] logits.
 
-Logits are worked through in tiles of rows and words (slimefsdp.models.head_tiles). Forward keeps two numbers per row
-and part of the vocabulary, the largest logit and the sum of exponentials relative to it; backward turns a tile's
-logits, in place, into their own gradient. It begins with the last tiles, whose logits are still there, and computes the
-others again. With z the logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j,
-and q the same of a reference, K = sum_j p_j log(p_j / q_j):
+Logits are computed in tiles of rows and words (slimefsdp.models.head_tiles). Forward keeps two numbers per row and part
+of the vocabulary: the largest logit, and the sum of exponentials relative to it. Backward replaces the logits of a tile
+by their gradient, in place. It begins with the last tiles of forward, whose logits are kept, and recomputes the others.
+With z the logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j, q the softmax of
+a reference, and K = sum_j p_j log(p_j / q_j):
 
     log_prob = z_y - logsumexp(z)          d log_prob / d z_j = [j == y] - p_j
                                            d H / d z_j        = -p_j (log p_j + H)
                                            d K / d z_j        = p_j (log(p_j / q_j) - K)
 
-Logits are never rounded below float32: half-precision inputs go through products with float32 results. On CUDA a kernel
-of slimefsdp.models.head_kernels does at once what torch does to a tile in many passes.
+Logits are at least float32: products of half-precision inputs have float32 results. On CUDA the fused kernels of
+slimefsdp.models.head_kernels replace many passes of torch operations over a tile.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from slimefsdp.models.head_tiles import DeviceType, HeadTiles
 
 
 class HeadAdapter(NamedTuple):
-    """What a head's adapter adds to the logits: low @ high.T."""
+    """Holds the factors of what a head's adapter adds to the logits, low @ high.T."""
 
-    low: Tensor  # [rows, rank]: hidden states through A, times the scale
+    low: Tensor  # [rows, rank]: hidden states times A, times the scale
     high: Tensor  # [vocab, rank]: B
 
 
 class HeadInputs(NamedTuple):
-    """What a model's logits are made of."""
+    """Holds the inputs from which a model's logits are computed."""
 
     hidden: Tensor  # [rows, hidden_dim] in the compute dtype
-    weight: Tensor  # [vocab, hidden_dim] of the same dtype
+    weight: Tensor  # [vocab, hidden_dim] in the same dtype
     softcap: float | None = None  # the final logit soft-cap of Gemma 2
-    adapter: HeadAdapter | None = None  # of the same dtype
+    adapter: HeadAdapter | None = None  # in the same dtype
 
 
 def token_log_probs(
@@ -55,17 +55,17 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log-probability of each row's target under softmax(logits / temperature), and the row's entropy.
 
-    The log-probabilities have the same bits with and without gradients, and with and without entropy. Runs without a
-    host synchronisation. Gradients are first-order only.
+    The log-probabilities have the same bits with and without gradients, and with and without entropy. There is no
+    synchronisation with the host. Gradients are first-order only.
 
     Args:
-        model: what the logits are made of; there may be no rows. A frozen weight costs no gradient of its own.
-        targets: [rows] int64 in [0, vocab); the range is not checked here.
+        model: the inputs of the head, of any number of rows. The gradient of a frozen weight is not computed.
+        targets: [rows] int64 in [0, vocab); the range is not checked.
         temperature: divides the logits, for log-probs and entropy alike; > 0.
         with_entropy: also return the entropy in nats.
         entropy_grad: let gradients flow through the entropy; otherwise it carries no graph.
-        chunk_bytes: bound on the memory of logits' size, see `HeadTiles.of`; a soft-cap, entropy_grad and a reference
-            take one more tile each. None: the device's default.
+        chunk_bytes: bound on the memory for logits, see `HeadTiles.of`; a soft-cap, entropy_grad and a reference need
+            one additional tile each. None: the device's default.
 
     Returns:
         log_probs [rows], and entropy [rows] or None; both float32, or float64 for float64 inputs.
@@ -85,13 +85,13 @@ def token_log_probs_and_kl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the `token_log_probs`, the entropy, and each row's KL(model || reference) over the whole vocabulary.
 
-    Log-probs and entropy have the same bits as without a reference. The KL is exactly 0 where the logits of both are
-    equal bit for bit. Its gradients flow to the model alone.
+    Log-probs and entropy have the same bits as without a reference. The KL is exactly 0 where the logits of both models
+    are bit-equal. Gradients flow only to the model, not to the reference.
 
     Args:
-        model: hidden, weight and adapter carry the gradient.
-        targets, temperature, chunk_bytes: as for `token_log_probs`; the temperature divides the logits of both.
-        reference: has the same rows and vocabulary, its own hidden_dim and soft-cap, and no adapter.
+        model: hidden, weight and adapter receive gradients.
+        targets, temperature, chunk_bytes: see `token_log_probs`; the temperature divides the logits of both models.
+        reference: must have the same rows and vocabulary, and no adapter; hidden_dim and soft-cap may differ.
 
     Returns:
         log_probs, entropy and KL in nats, [rows] each.
@@ -106,7 +106,7 @@ def token_log_probs_and_kl(
 
 
 class _HeadPass(NamedTuple):
-    """Arguments of `token_log_probs`."""
+    """Holds arguments of `token_log_probs`."""
 
     temperature: float
     with_entropy: bool
@@ -124,10 +124,11 @@ def _apply(
     low, high = adapter or (None, None)
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
-    # the same tiles with and without a reference: another number of rows may take another path of the product
+    # tiles do not depend on the reference: a matrix product may round differently for another number of rows
     device: DeviceType = "cuda" if hidden.is_cuda else "cpu"
     tiles = HeadTiles.of(len(hidden), len(weight), _logits_dtype(hidden).itemsize, device, chunk_bytes)
-    if softcap is not None or not torch.is_grad_enabled():  # the slope of a soft-cap needs more than the capped logits
+    # logits are not kept if there is no backward, or one that also needs the tanh of the soft-cap
+    if softcap is not None or not torch.is_grad_enabled():
         tiles = replace(tiles, held=1)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
         hidden, weight, low, high, targets, reference, (softcap, options, tiles)
@@ -153,7 +154,7 @@ class _TokenLogProbs(torch.autograd.Function):
         def by_tile() -> Tensor:
             return at_target.new_empty(len(tiles.words), hidden.shape[0])
 
-        # of each part of the vocabulary, relative to its own largest logit
+        # for each part of the vocabulary; sums are relative to the part's own largest logit
         largest, exp_sums, exp_logits = by_tile(), by_tile(), by_tile()
         ref_largest, ref_exp_sums, differences = by_tile(), by_tile(), by_tile()
         held = _held_logits(tiles, at_target)
@@ -180,19 +181,19 @@ class _TokenLogProbs(torch.autograd.Function):
                 ref_sums = _RowSums(ref_largest[part, rows], ref_exp_sums[part, rows], differences[part, rows])
                 ref_sums.write(difference, exps, with_entropy=False, has_kernels=has_kernels)
                 shifted = logits
-                if has_kernels:  # which leave logits as they are
+                if has_kernels:  # kernels do not change the logits, so they are not relative to the largest yet
                     shifted = torch.sub(logits, sums.largest[:, None], out=exps)
                     difference.sub_(ref_sums.largest[:, None])
                 torch.sub(shifted, difference, out=difference)
                 difference.mul_(torch.exp(shifted, out=exps))
                 torch.sum(difference, dim=1, out=differences[part, rows])
-        # the tiles' sums, relative to the largest logit of all
+        # combines the sums of all parts relative to the overall largest logit
         top = largest.amax(0)
         below = largest - top
         share = below.exp()
         exp_sum = (exp_sums * share).sum(0)
         log_sum = exp_sum.log()
-        # subtracting from the shifted logit, not adding up a logsumexp first, keeps log-probs near 0 exact
+        # log_sum is subtracted from the shifted logit: computing a logsumexp first would round log-probs near 0
         log_probs = (at_target - top).sub_(log_sum)
         kl = mean_difference = None
         if reference is not None:
@@ -225,7 +226,7 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, weight, low, high, targets, largest, exp_sums, entropy, *of_reference = ctx.saved_tensors
         ref_hidden, ref_weight, ref_largest, mean_difference = of_reference
         tiles: HeadTiles = ctx.tiles
-        # how far the largest of each part is below the largest of all
+        # the largest logit of each part minus the overall largest
         has_parts = len(tiles.words) > 1
         top = largest.amax(0) if has_parts else largest[0]
         below = largest - top if has_parts else None
@@ -250,13 +251,13 @@ class _TokenLogProbs(torch.autograd.Function):
             if high_grad is not None:
                 _add_product(logits_grad.t(), low[rows], high_grad[own])
 
-        kept, ctx.kept = ctx.kept, None  # another backward of this graph finds gradients in their place
+        kept, ctx.kept = ctx.kept, None  # this backward overwrites them, so that another one must recompute all logits
         held = _held_logits(tiles, exp_sums) if kept is None else kept
-        takes = (entropy_grad is not None or kl_grad is not None, kl_grad is not None, ctx.softcap is not None)
-        beside = [exp_sums.new_empty(tiles.elements) if is_taken else None for is_taken in takes]
-        has_kernel = ctx.has_kernels and not any(takes)
+        needs_buffer = (entropy_grad is not None or kl_grad is not None, kl_grad is not None, ctx.softcap is not None)
+        work_buffers = [exp_sums.new_empty(tiles.elements) if is_needed else None for is_needed in needs_buffer]
+        has_kernel = ctx.has_kernels and not any(needs_buffer)
         grads = grads_buffer = None
-        if has_kernel and weight.is_cuda and weight.dtype != exp_sums.dtype:  # rounded as the products take it
+        if has_kernel and weight.is_cuda and weight.dtype != exp_sums.dtype:  # written in the dtype of the products
             grads_buffer = weight.new_empty(tiles.elements)
         slots = reversed(list(enumerate(_slots(tiles, held))))
         first_kept = 0 if kept is None else len(tiles.words) * len(tiles.rows) - tiles.held
@@ -269,8 +270,8 @@ class _TokenLogProbs(torch.autograd.Function):
             for start, end in reversed(tiles.rows):
                 rows = slice(start, end)
                 index, slot = next(slots)
-                logits = head.tile_of(slot, rows)  # becomes its own gradient below
-                exps, difference, tanh = (None if b is None else head.tile_of(b, rows) for b in beside)
+                logits = head.tile_of(slot, rows)  # overwritten by its gradient below
+                exps, difference, tanh = (None if b is None else head.tile_of(b, rows) for b in work_buffers)
                 is_kept = kept is not None and index >= first_kept
                 if not is_kept:
                     head.write_logits(hidden, rows, logits, tanh)
@@ -303,7 +304,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 if tanh is not None:
                     logits.mul_(tanh.square_().neg_().add_(1))
                 add_products(logits, head, rows)
-        grads = grads_buffer = None  # before the weight's gradient is there in both dtypes
+        grads = grads_buffer = None  # freed before the weight's gradient is converted, which needs memory
         return (
             None if hidden_grad is None else hidden_grad.total(),
             None if weight_grad is None else weight_grad.to(weight.dtype),
@@ -314,10 +315,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 class _Words:
-    """A part of the vocabulary: its rows of the head, and the computations on its logits, tile by tile.
+    """Computes the logits of a part of the vocabulary, tile by tile.
 
-    On a CPU half-precision weights are widened, once for all its tiles: only CUDA has a product of halves with a
-    float32 result, and float32 products are also the faster ones on a CPU.
+    On a CPU half-precision weights are converted to float32, once for all tiles of the part: only CUDA has products of
+    half-precision inputs with float32 results, and float32 products are faster on a CPU.
     """
 
     def __init__(
@@ -342,16 +343,16 @@ class _Words:
         return cls(reference.weight, None, None, words, temperature, reference.softcap)
 
     def tile_of(self, buffer: Tensor, rows: slice) -> Tensor:
-        """Returns [rows, words] at the beginning of a buffer."""
+        """Returns the beginning of a buffer as a tile, [rows, words]."""
         count = rows.stop - rows.start
         return buffer[: count * self._size].view(count, self._size)
 
     def write_logits(self, hidden: Tensor, rows: slice, out: Tensor, tanh: Tensor | None = None) -> None:
-        """Writes the logits of some rows of hidden [all rows, hidden_dim] to `out`, capped and scaled, accumulated in
-        its dtype.
+        """Writes the logits of some rows to `out`, capped and divided by the temperature, accumulated in its dtype.
 
         Args:
-            tanh: keeps tanh(logits / softcap).
+            hidden: [all rows, hidden_dim].
+            tanh: receives tanh(logits / softcap).
         """
         if self.weight.dtype == out.dtype:
             torch.mm(hidden[rows].to(out.dtype), self.weight.t(), out=out)
@@ -368,40 +369,39 @@ class _Words:
             out.div_(self._temperature)
 
     def read_targets(self, logits: Tensor, targets: Tensor, out: Tensor) -> None:
-        """Writes to `out` [rows] the logits of the targets that are among these words; leaves other rows as
-        they are.
-        """
-        here, is_here = self._places(targets)
-        found = logits.gather(1, here).squeeze(1)
-        out.copy_(found if is_here is None else torch.where(is_here, found, out))
+        """Writes the logits of the targets to `out`, [rows]; rows whose target is not among these words keep theirs."""
+        columns, is_inside = self._places(targets)
+        at_columns = logits.gather(1, columns).squeeze(1)
+        out.copy_(at_columns if is_inside is None else torch.where(is_inside, at_columns, out))
 
     def add_at_targets(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
         """Adds values [rows] to the logits of the targets that are among these words."""
-        here, is_here = self._places(targets)
-        logits.scatter_add_(1, here, (values if is_here is None else values.masked_fill(~is_here, 0.0))[:, None])
+        columns, is_inside = self._places(targets)
+        logits.scatter_add_(1, columns, (values if is_inside is None else values.masked_fill(~is_inside, 0.0))[:, None])
 
     def _places(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns [rows, 1] columns, and whether they are the targets' own; None: all are."""
+        """Returns the clamped column of each target, [rows, 1], and whether the target is in this part; None: all."""
         if self._is_all:
             return targets[:, None], None
-        here = (targets - self._start)[:, None]
-        inside = here.clamp(0, self._size - 1)
-        return inside, (inside == here).squeeze(1)
+        columns = (targets - self._start)[:, None]
+        clamped = columns.clamp(0, self._size - 1)
+        return clamped, (clamped == columns).squeeze(1)
 
 
 class _RowSums(NamedTuple):
-    """For each row z of a tile: m = max z, sum e^(z - m), and sum (z - m) e^(z - m); [rows] each."""
+    """Holds for each row z of a tile m = max z, sum e^(z - m), and sum (z - m) e^(z - m); [rows] each."""
 
     largest: Tensor
     exp_sums: Tensor
     exp_logits: Tensor
 
     def write(self, logits: Tensor, exps: Tensor | None, *, with_entropy: bool, has_kernels: bool) -> None:
-        """Computes the sums. In plain torch the logits become relative to their largest; kernels leave them as they
-        are.
+        """Computes the sums.
+
+        In plain torch this subtracts the largest logit from the logits, in place; kernels do not change them.
 
         Args:
-            exps: of logits' shape, to work in; kernels take none.
+            exps: work buffer in the shape of the logits; not used by kernels.
             with_entropy: whether the last of the sums is needed.
         """
         if has_kernels:
@@ -423,12 +423,12 @@ def _write_slopes(
     difference: Tensor | None,
     kl_slope: Tensor | None,
 ) -> None:
-    """Replaces logits z, relative to the largest of all, by e^z (offset + slope z + kl_slope difference).
+    """Replaces logits z, relative to the overall largest, by e^z (offset + slope z + kl_slope difference).
 
     Args:
-        exps: of logits' shape, to work in; None: there is no slope.
+        exps: work buffer in the shape of the logits; None: there is no slope.
         offset, slope, kl_slope: [rows].
-        difference: log(p / q) - K, written over.
+        difference: log(p / q) - K; overwritten.
     """
     if exps is None:
         logits.exp_().mul_(offset[:, None])
@@ -442,7 +442,7 @@ def _write_slopes(
 
 
 class _RowsGrad:
-    """Sums over the vocabulary the gradient of hidden states or of an adapter's inputs, [rows, columns]."""
+    """Sums the gradient of hidden states or of an adapter's inputs over the vocabulary, [rows, columns]."""
 
     def __init__(self, rows: Tensor, dtype: torch.dtype, has_parts: bool) -> None:
         self._is_summed = has_parts or (rows.dtype != dtype and not rows.is_cuda)
@@ -470,20 +470,20 @@ def _has_kernels(logits: Tensor) -> bool:
 
 
 def _held_logits(tiles: HeadTiles, like: Tensor) -> Tensor:
-    """Allocates [held, elements] once for all tiles: fresh large buffers cost more in page faults than in
-    arithmetic.
-    """
+    """Allocates [held, elements] once for all tiles: page faults of new large buffers cost more than the arithmetic."""
     return like.new_empty(tiles.held, tiles.elements)
 
 
 def _slots(tiles: HeadTiles, held: Tensor) -> Iterator[Tensor]:
-    """Yields the buffer of each tile's logits in forward order: the last tiles have one each, the others share one."""
+    """Yields the buffer of each tile's logits in forward order: the last tiles have one each, the others share the
+    first.
+    """
     count = len(tiles.words) * len(tiles.rows)
     return (held[max(0, index - (count - tiles.held))] for index in range(count))
 
 
 def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """Computes total [rows, columns] += left @ right, in total's dtype, without a second tensor of total's size."""
+    """Computes total [rows, columns] += left @ right in total's dtype, without a second tensor of its size."""
     if right.is_cuda and right.dtype != total.dtype:
         torch.addmm(total, left.to(right.dtype), right, out_dtype=total.dtype, out=total)
     else:

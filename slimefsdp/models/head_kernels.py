@@ -1,8 +1,8 @@
-"""Triton kernels for the logits of a tile on CUDA: the sums of a row, and the gradient of the logits.
+"""Provides Triton kernels for a tile of logits on CUDA: the sums of each row, and the gradient of the logits.
 
-Element by element, torch reads and writes a tile nine times in forward and seven times in backward; these read it twice
-and once. Each row is worked through by one program, block by block in order, so that its sums have the same bits
-independent of the other rows. The same in plain torch is in slimefsdp.models.fused_log_probs, for the CPU and float64.
+Torch operations would read or write a tile nine times in forward and seven times in backward; the kernels read it twice
+and once. One program computes the sums of a row, block by block in order, so that their bits do not depend on other
+rows. The same in plain torch, for the CPU and float64, is in slimefsdp.models.fused_log_probs.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 try:
     import triton  # type: ignore[import-not-found]
     import triton.language as tl  # type: ignore[import-not-found]
-except ModuleNotFoundError:  # torch for a CPU comes without it
+except ModuleNotFoundError:  # not part of torch's CPU build
     triton = None
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 4096  # words that a program holds at once
+_BLOCK = 4096  # words that a program processes at once
 _WARPS = 8
 
 
 @cache
 def can_launch(device: torch.device) -> bool:
-    """Returns whether these kernels run on a device; both are tried on one row, once in a process.
+    """Returns whether these kernels work on a device, by running both on one row, once per process.
 
-    Triton compiles with the machine's C compiler, into a folder that it must be able to write and load from. What it
-    lacks is logged, and the head does without it.
+    Triton needs the machine's C compiler, and a folder that it can write to and load from. A failure is logged, and the
+    head then uses plain torch.
     """
     if triton is None:
         return False
@@ -38,7 +38,7 @@ def can_launch(device: torch.device) -> bool:
     try:
         row_sums(row[None], row.clone(), row.clone(), row.clone())
         logits_grad(row[None], row, row, index, row, torch.empty(1, 1, dtype=torch.bfloat16, device=device))
-    except Exception as error:  # whatever a compiler, a linker or a driver says
+    except Exception as error:  # errors of a compiler, a linker or a driver
         problem = " ".join(str(error).split())[:300]
         logger.warning("the head works without its Triton kernels, which failed: %s: %s", type(error).__name__, problem)
         return False
@@ -46,15 +46,15 @@ def can_launch(device: torch.device) -> bool:
 
 
 def row_sums(logits: Tensor, largest: Tensor, exp_sums: Tensor, exp_logits: Tensor) -> None:
-    """Computes for each row z of logits: m = max z, sum e^(z - m), and sum (z - m) e^(z - m).
+    """Computes m = max z, sum e^(z - m), and sum (z - m) e^(z - m) for each row z of logits.
 
     Args:
         logits: [rows, words] float32, contiguous.
-        largest, exp_sums, exp_logits: [rows] float32, contiguous; written.
+        largest, exp_sums, exp_logits: [rows] float32, contiguous; receive the results.
     """
     rows, words = logits.shape
     if rows:
-        with torch.cuda.device_of(logits):  # which torch's operations see to, and Triton does not
+        with torch.cuda.device_of(logits):  # unlike torch's operations, Triton uses the current device
             _row_sums[(rows,)](logits, largest, exp_sums, exp_logits, words, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
@@ -64,10 +64,10 @@ def logits_grad(
     """Computes out = factors e^(logits - largest), plus target_grads in the columns of targets.
 
     Args:
-        logits: [rows, words] float32, contiguous; left as they are.
+        logits: [rows, words] float32, contiguous; not changed.
         largest, factors, target_grads: [rows] float32, contiguous.
         targets: [rows] int64, contiguous.
-        out: [rows, words], contiguous; rounded to its dtype once.
+        out: [rows, words], contiguous; results are rounded to its dtype once.
     """
     rows, words = logits.shape
     if rows:
@@ -94,7 +94,7 @@ if triton is not None:
         products = tl.zeros([BLOCK], tl.float32)
         for first in range(0, words, BLOCK):
             inside = first + columns < words
-            # what is outside adds 0 to both: -inf would be multiplied by its 0
+            # masked columns must add 0 to both sums; loading -inf would give 0 * -inf = nan
             below = tl.load(start + first + columns, mask=inside, other=0.0) - most
             exps = tl.where(inside, tl.exp(below), 0.0)
             sums += exps

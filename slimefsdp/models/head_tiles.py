@@ -1,9 +1,8 @@
-"""Cuts the head's [rows, vocab] logits into tiles of rows and words, and decides how many are held at once.
+"""Cuts the head's [rows, vocab] logits into tiles of rows and words, and decides how many tiles are kept.
 
-On CUDA a tile has all words, and is as large as launches and passes over the weight's gradient want it. On a CPU it
-stays in the cache, where what is done to logits element by element costs a fraction; the logits of several tiles are
-kept from forward to backward, as many as fit into the same bytes. No torch: what memory and time will be is known
-without it.
+On CUDA a tile has all words, and is large, to save kernel launches and passes over the weight's gradient. On a CPU a
+tile fits the cache, which makes elementwise operations several times faster; the logits of as many tiles as fit in the
+memory bound are kept from forward to backward. This module does not import torch, so that `plan` can use it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Literal
 
 DeviceType = Literal["cpu", "cuda"]
 
-# Everything of logits' size together. On CUDA each tile is another pass over the weight's float32 gradient: on an H200,
-# 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, 176 ms in chunks of 1 GiB
-# (benchmarks/results/gpu_smoke.json). On a CPU it is logits that backward need not compute again: with 152,000 words a
-# step that holds 512 MiB of them is a sixth faster than one that holds 128 MiB (docs/benchmarks.md).
+# Bound on all buffers for logits together. On CUDA each tile is another pass over the weight's float32 gradient: on an
+# H200, 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, and 176 ms in chunks of 1 GiB
+# (benchmarks/results/gpu_smoke.json). On a CPU more memory means fewer logits to recompute in backward: with 152,000
+# words a step with 512 MiB is a sixth faster than one with 128 MiB (docs/benchmarks.md).
 CHUNK_BYTES: dict[DeviceType, int] = {"cpu": 512 * 2**20, "cuda": 2**30}
 
-# On a CPU: the words of a tile, and its bytes, beside which a cache holds its exponentials and weights. With 152,000
-# words such tiles take about two thirds of the time of those that have all words (benchmarks/head_memory.py).
+# Words and bytes of a tile on a CPU; the cache also has to hold the tile's exponentials and weights. With 152,000 words
+# such tiles take about two thirds of the time of tiles of all words (benchmarks/head_memory.py).
 TILE_WORDS = 1024
 TILE_BYTES = 2 * 2**20
 
@@ -29,21 +28,21 @@ Bounds = tuple[tuple[int, int], ...]  # [start, end) of near-equal parts
 
 @dataclass(frozen=True, slots=True)
 class HeadTiles:
-    """The tiles of some rows, in the order of forward: all rows of the first words, then all rows of the next."""
+    """Holds the tiles of some rows. Forward computes all rows of the first words, then all rows of the next words."""
 
     words: Bounds
     rows: Bounds
-    held: int  # tiles whose logits have memory of their own; the last ones of forward are there when backward begins
+    held: int  # number of tiles whose logits are kept for backward: the last ones of forward
 
     @classmethod
     def of(cls, rows: int, vocab: int, itemsize: int, device: DeviceType, chunk_bytes: int | None = None) -> HeadTiles:
         """Returns the tiles of a head.
 
         Args:
-            rows: rows of logits, any number.
+            rows: number of rows of logits.
             itemsize: bytes of a logit.
-            chunk_bytes: bound on what is of logits' size together: held tiles, and the exponentials of one. A tile has
-                at least two rows where there are two. None: that of CHUNK_BYTES.
+            chunk_bytes: bound on the memory for logits: the kept tiles, and the exponentials of one. A tile still has
+                at least two rows if there are two. None: CHUNK_BYTES.
         """
         bound = CHUNK_BYTES[device] if chunk_bytes is None else chunk_bytes
         words = _near_equal(vocab, 1 if device == "cuda" else -(-vocab // TILE_WORDS))
@@ -56,22 +55,22 @@ class HeadTiles:
 
     @property
     def elements(self) -> int:
-        """Elements of the largest tile."""
+        """Returns the number of elements of the largest tile."""
         words, rows = (max((end - start for start, end in bounds), default=0) for bounds in (self.words, self.rows))
         return words * rows
 
     @property
     def recomputed_share(self) -> float:
-        """The share of tiles whose logits backward computes again."""
+        """Returns the share of tiles whose logits backward computes again."""
         count = len(self.words) * len(self.rows)
         return 1 - self.held / count if count else 0.0
 
 
 def row_bounds(rows: int, most: int) -> Bounds:
-    """Returns [start, end) of near-equal parts of `rows`, of at most max(most, 3) each.
+    """Cuts `rows` rows into near-equal parts of at most max(most, 3) rows; returns [start, end) of each.
 
-    None has one row unless `rows` is 1: a matrix product with one row takes another path than the same row among
-    others, so a lone row would differ in its last bits from what it is under another split.
+    No part has a single row unless `rows` is 1: a matrix product with a single row rounds differently than the same row
+    among others, so the bits would depend on the split.
     """
     return _near_equal(rows, max(1, min(-(-rows // max(most, 1)), rows // 2))) if rows else ()
 

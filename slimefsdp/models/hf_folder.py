@@ -1,7 +1,7 @@
-"""Reads a local Hugging Face model folder, down to where each tensor's bytes lie, and refuses a malformed one.
+"""Reads the configuration and tensor locations of a local Hugging Face model folder, and refuses malformed folders.
 
-Only the standard library is imported, and only headers are read, so that the command line can judge a model in a
-fraction of a second. Nothing in a folder is trusted: every length, offset and file name is checked before it is used.
+It imports only the standard library and reads only headers, so that the command line can check a model in a fraction
+of a second. Nothing in a folder is trusted: every length, offset and file name is checked before use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRA_FILES = (
 )
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # any of these will do
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# sizes that no model has, and that cost memory or hours before any weight could show that they are made up
+# upper limits far above any real model: larger values would cost memory or hours before reading weights fails
 _MOST = {
     **dict.fromkeys(("num_hidden_layers", "n_layer"), 2**10),
     **dict.fromkeys(("num_local_experts", "num_experts", "head_dim", "num_attention_heads", "n_head"), 2**16),
@@ -44,9 +44,9 @@ _POSITIVE = (
     *(key for key in _MOST if "expert" not in key and key not in ("sliding_window", "moe_intermediate_size")),
     *("rope_theta", "rope_local_base_freq", "factor", "max_position_embeddings", "query_pre_attn_scalar"),
 )
-_MOST_WHOLE = 10**40  # of any other whole number; some files say 10^30 for "no limit"
+_MOST_WHOLE = 10**40  # upper limit of any other integer; some files have 10^30 for "no limit"
 
-# model types whose packing was verified against plain Hugging Face; one is added here together with its test
+# model types whose packed computation was verified against plain Hugging Face; add a test with every new one
 SUPPORTED_MODELS = (
     "qwen3",
     "qwen2",
@@ -62,8 +62,8 @@ SUPPORTED_MODELS = (
     "mixtral",
     "gpt_oss",
 )
-# layers of these carry a state from token to token (linear attention, state spaces, recurrences, short convolutions),
-# and nothing tells them where one sample of a pack ends
+# model types with layers that carry a state from token to token (linear attention, state spaces, recurrences, short
+# convolutions), which would leak from one sample of a pack into the next
 STATEFUL_MODELS = frozenset(
     [
         "bailing_hybrid",
@@ -96,37 +96,35 @@ STATEFUL_MODELS = frozenset(
 )
 
 
-# rotary frequencies that follow the longest position of a batch: a sample's log-probs would depend on its pack
+# rotary frequencies that depend on the longest position of a batch: a sample's log-probs would depend on its pack
 _PACK_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A checked local folder: absolute path, config.json, the location of every tensor, and the tokenizer
-    files it has.
-    """
+    """Holds a checked local folder: absolute path, config.json, the location of every tensor, and tokenizer files."""
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     extra_files: tuple[Path, ...]
-    has_weights: bool = True  # False: files of weights were not looked for
+    has_weights: bool = True  # False: weight files were not read
 
     @property
     def model_type(self) -> str:
-        """The architecture's name in config.json, e.g. `qwen3`."""
+        """Returns the architecture's name in config.json, e.g. `qwen3`."""
         model_type: str = self.config["model_type"]
         return model_type
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Returns the number of rows of the embedding."""
         size: int = self.config["vocab_size"]
         return size
 
     @property
     def max_sample_tokens(self) -> int | None:
-        """The number of learned positions, which limits a sample; None if positions are not learned."""
+        """Returns the number of learned positions, which limits sample lengths; None if positions are not learned."""
         if self.model_type != "gpt2":
             return None
         positions: int = self.config.get("n_positions", 1024)  # transformers' default
@@ -134,10 +132,10 @@ class ModelFolder:
 
 
 def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
-    """Checks that a folder has the files of a tokenizer, without which transformers would make an empty one.
+    """Checks that a folder has the files of a tokenizer; without them transformers would make an empty one.
 
     Raises:
-        ModelError: naming the files that are missing.
+        ModelError: files are missing.
     """
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZERS):
         wanted = ", nor ".join(" with ".join(names) for names in _TOKENIZERS)
@@ -152,7 +150,7 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
     """Checks that models of this type can be trained here.
 
     Raises:
-        ModelError: naming the type and the ones that can, the folder's quantisation, or what packing cannot honour.
+        ModelError: the model type is not supported, the weights are quantised, or see `refuse_unpackable`.
     """
     _check_model_type(folder.model_type, folder.path, field)
     quantization = folder.config.get("quantization_config")
@@ -172,7 +170,7 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
     """Checks that a configuration can be computed exactly on packed samples.
 
     Raises:
-        ModelError: naming the first thing that cannot.
+        ModelError: a setting of the configuration cannot.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
@@ -185,7 +183,7 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
         "use_bidirectional_attention": config.get("use_bidirectional_attention"),
         "add_cross_attention": config.get("add_cross_attention"),
     }
-    if config.get("model_type") == "gemma3_text":  # its code in transformers reads this setting and applies it nowhere
+    if config.get("model_type") == "gemma3_text":  # transformers ignores this setting for gemma3_text
         refused["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
     window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and (type(window) is not int or window < 1):
@@ -208,8 +206,8 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
             field=field,
             hint="restore the model's own config.json",
         )
-    for name, found in refused.items():
-        if found:
+    for name, value in refused.items():
+        if value:
             hint = f"use a model without {name}"
             if name == "rope_type":
                 hint = (
@@ -217,7 +215,7 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
                     "drop the scaling from a copy of config.json, for lengths that the model was first trained on"
                 )
             raise ModelError(
-                f"{name}={found!r} in {file} cannot be computed exactly on packed sequences", field=field, hint=hint
+                f"{name}={value!r} in {file} cannot be computed exactly on packed sequences", field=field, hint=hint
             )
 
 
@@ -239,16 +237,16 @@ def _check_model_type(model_type: str, path: Path, field: str | None) -> None:
 def read_model_folder(path: str | Path, *, field: str = "model.path", with_weights: bool = True) -> ModelFolder:
     """Reads a folder's configuration and the location of every tensor, without reading any tensor.
 
-    The weights are the files that `model.safetensors.index.json` names; without one, `model.safetensors` alone where it
-    exists (as transformers reads it), else all `*.safetensors` files together.
+    Weights are read from the files that `model.safetensors.index.json` names. Without an index, they are read from
+    `model.safetensors` if it exists, like transformers does, else from all `*.safetensors` files.
 
     Args:
-        path: a local folder; `~` is expanded. Ids of the hub are for `actors.model_folders`.
+        path: a local folder; `~` is expanded. `actors.model_folders` resolves ids of the hub.
         field: the setting that errors name.
-        with_weights: without, files of weights are neither needed nor looked at, and there are no tensors.
+        with_weights: if False, weight files are not read and need not exist; `tensors` is empty.
 
     Raises:
-        ModelError: anything missing or malformed; the message names the file and the value.
+        ModelError: something is missing or malformed.
     """
     try:
         return _read(path, with_weights)
@@ -278,7 +276,7 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Returns whether a folder, which may be a partial download, lacks files of weights."""
+    """Returns whether a folder, which may be a partial download, lacks weight files."""
     try:
         _weight_files(folder, _read_index(folder / INDEX_FILE))
     except ModelError:
@@ -287,28 +285,30 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def _extra_files(folder: Path) -> tuple[Path, ...]:
-    """Returns the EXTRA_FILES that exist. They are copied as they are, so none may be a link to a file elsewhere."""
-    there = [folder / name for name in EXTRA_FILES if (folder / name).exists()]
-    for file in there:
+    """Returns the EXTRA_FILES that exist.
+
+    Exports copy these files, so none of them may be a link to a file outside of the folder.
+    """
+    files = tuple(folder / name for name in EXTRA_FILES if (folder / name).exists())
+    for file in files:
         if not file.is_file():
             raise ModelError(f"{file} is no regular file", hint=COPY_AGAIN)
-    found = tuple(there)
     own = folder.resolve()
-    for file in found:
+    for file in files:
         target = file.resolve()
         if not (target.is_relative_to(own) or _is_blob_of(own, target)):
             raise ModelError(
                 f"{file} is a link that leads out of the folder, to {target}",
                 hint="copy that file into the folder if it belongs to the model: exports would carry it along",
             )
-    return found
+    return files
 
 
 def _is_blob_of(snapshot: Path, target: Path) -> bool:
-    """Returns whether a file is in the hub cache that a folder belongs to.
+    """Returns whether a file is in the hub cache that a snapshot folder belongs to.
 
-    There is cache/models--owner--name/snapshots/revision/name -> ../../blobs/hash, which may be a link once more, to
-    cache/blobs/ab/hash, where several models share a file.
+    Files of a snapshot, cache/models--owner--name/snapshots/revision/name, link to ../../blobs/hash. This may again be
+    a link to cache/blobs/ab/hash, if several models share the file.
     """
     repository = snapshot.parent.parent
     is_of_cache = snapshot.parent.name == "snapshots" and repository.name.startswith("models--")
@@ -345,7 +345,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         )
     config = _read_json(file)
     if type(config.get("model_type")) is str and "vocab_size" not in config:
-        # models of several parts keep it in one of them; what is wrong with those is their type
+        # models of several parts have the vocabulary size in one of them; the error to report is their type
         _check_model_type(config["model_type"], file.parent, None)
     expected: tuple[tuple[str, type, bool], ...] = (
         ("model_type", str, True),
@@ -355,7 +355,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     )
     for key, kind, is_required in expected:
         value = config.get(key)
-        # type(), not isinstance: True is no vocabulary size
+        # type(), not isinstance, because True is an int
         if type(value) is not kind and (is_required or value is not None):
             raise ModelError(
                 f"{file} has {key} = {short_repr(value)}, where {kind.__name__} is needed",
@@ -373,7 +373,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
-    """Refuses numbers that no model has and that would only show as NaN in its log-probs; nested ones too."""
+    """Refuses numbers, also nested ones, that no model can have and that would only show as NaN in log-probs."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _refuse_nonsense(file, value)
@@ -389,8 +389,8 @@ def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _read_index(file: Path) -> dict[str, str] | None:
-    """Returns tensor name -> file name from the index, every name checked to stay in the folder; None
-    without an index.
+    """Returns tensor name -> file name from the index, after checking that all files are in the folder; None without an
+    index.
     """
     if not file.is_file():
         return None
@@ -403,7 +403,7 @@ def _read_index(file: Path) -> dict[str, str] | None:
                 f"{file} places tensor {name!r:.200} in {short_repr(file_name)}, which is no .safetensors file",
                 hint="give a safetensors checkpoint",
             )
-        # by name only: Hugging Face caches hold legitimate links to ../../blobs
+        # only names are checked, because files in Hugging Face caches are links to ../../blobs
         parts = PurePosixPath(file_name.replace("\\", "/")).parts
         if ".." in parts or file_name.startswith(("/", "\\")) or PureWindowsPath(file_name).drive:
             raise ModelError(

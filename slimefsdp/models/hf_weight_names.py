@@ -1,8 +1,8 @@
-"""Maps the parameters of a model to the tensors of its folder: the same one, or one tensor per expert.
+"""Maps the parameters of a model to the tensors of its folder: one to one, or to one tensor per expert.
 
-In memory the experts of a layer are one parameter, [experts, rows, columns]; folders on the hub, and those that
-`save_pretrained` writes, hold a tensor for each expert's projection. Parameters keep the model's own names everywhere
-else in this library; only the folder's reader and writer ask here. The names are those of transformers'
+In memory the experts of a layer are one parameter, [experts, rows, columns]. Folders on the hub and those that
+`save_pretrained` writes have one tensor per projection of each expert. Only the reader and the writer of folders use
+this module; all other code uses the model's own names. The tensor names are those of transformers'
 `conversion_mapping.py`; a test compares them with what `save_pretrained` writes.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-# model type -> the suffix of a parameter of all experts -> the projections stacked in it, in this order
+# model type -> suffix of a parameter of all experts -> the projections stacked in it, in order
 _EXPERT_TENSORS = {
     "qwen3_moe": {
         ".experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
@@ -23,15 +23,15 @@ _EXPERT_TENSORS = {
         ".experts.down_proj": ("w2.weight",),
     },
 }
-_RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}  # module name in memory, and in the folder
-_GPT2_PREFIX = "transformer."  # absent from the oldest folders, which hold the decoder alone
-# causal masks that old folders hold as if they were weights
+_RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}  # module name in memory, module name in the folder
+_GPT2_PREFIX = "transformer."  # missing in the oldest folders, which hold only the decoder
+# causal masks that old folders store like weights
 _GPT2_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a folder and its place in a parameter: all of it, or rows [start, end) of one expert."""
+    """Describes a tensor of a folder and the part of a parameter it fills: all, or rows [start, end) of one expert."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Part:
 
 
 def hub_parts(model_type: str, parameter: str, shape: Sequence[int]) -> list[Part]:
-    """Returns the tensors that a folder written today holds for a parameter of this name and full shape, in order."""
+    """Returns the tensors of a newly written folder for a parameter of this name and full shape, in order."""
     old, new = _RENAMED.get(model_type, ("", ""))
     name = parameter.replace(old, new) if old else parameter
     for suffix, tensors in _EXPERT_TENSORS.get(model_type, {}).items():
@@ -60,8 +60,8 @@ def hub_parts(model_type: str, parameter: str, shape: Sequence[int]) -> list[Par
 def stored_parts(model_type: str, parameter: str, shape: Sequence[int], stored: Container[str]) -> list[Part]:
     """Returns the tensors to fill a parameter from, given the names that a folder stores.
 
-    A folder may also hold the parameter under the model's own name (experts in one tensor), or a GPT-2 without its
-    prefix. Where nothing fits, the names of today: they are the ones to miss.
+    A folder may also have the parameter under the model's own name (all experts in one tensor), or for GPT-2 without
+    the prefix. If nothing matches, the result is that of `hub_parts`, so that an error names the current names.
     """
     whole = [parameter]
     if model_type == "gpt2":

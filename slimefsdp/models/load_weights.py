@@ -1,8 +1,8 @@
-"""Fills a sharded model from safetensors files: each rank reads the rows it keeps, or rank 0 reads and sends them.
+"""Fills a sharded model from safetensors files: each rank reads its own rows, or rank 0 reads and sends them.
 
-A missing or surplus tensor, or one that holds NaN, is an error on every rank, never a random weight. Files are
-read into the shards, with no more memory besides than a buffer, and not mapped as safetensors' own `get_slice` does:
-mapped pages count as resident, and a file that is cut while it is read would end the process by SIGBUS.
+A missing or surplus tensor, or one that holds NaN, is an error on every rank. Files are read directly into the shards
+through a small buffer. They are not mapped as by safetensors' own `get_slice`: mapped pages count as resident memory,
+and a file that is truncated while it is read would kill the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
 
 ReadBy = Literal["every_rank", "first_rank"]
 TIED_HEAD = "lm_head.weight"
-BUCKET_BYTES = 64 << 20  # of what rank 0 sends at once; a multiple of the alignment
+BUCKET_BYTES = 64 << 20  # bytes that rank 0 sends at once; a multiple of the alignment
 _BUFFER_BYTES = 16 << 20
-_ALIGNMENT = 8  # bytes, of the widest dtype
+_ALIGNMENT = 8  # bytes of the widest dtype
 
 
 def check_tensor_names(model: DecoderModel, folder: ModelFolder) -> None:
     """Compares the checkpoint's tensors with the model's parameters before anything is read.
 
     Raises:
-        ModelError: a tensor is missing, surplus, or of another shape.
+        ModelError: a tensor is missing, surplus, or has another shape.
     """
     wanted = {part.name: part.shape for _, parts in _parts_by_parameter(model, folder) for part in parts}
-    if _has_second_head(model, folder):  # saved although it is the embedding: compared later
+    if _has_second_head(model, folder):  # saved although it is tied to the embedding; values are compared later
         wanted[TIED_HEAD] = tuple(model.hf.get_output_embeddings().weight.shape)
     for name, shape in wanted.items():
         entry = folder.tensors.get(name)
@@ -80,13 +80,13 @@ def read_weights(
     """Collective: fills the local shards from the folder's safetensors files.
 
     Args:
-        group: of all ranks; None: this process is alone.
-        device: where ranks exchange tensors.
-        read_by: first_rank: rank 0 alone opens files, and sends all others their rows in buckets of `BUCKET_BYTES`.
+        group: all ranks; None: a single process.
+        device: device on which ranks exchange tensors.
+        read_by: with "first_rank", only rank 0 opens files, and broadcasts them in buckets of `BUCKET_BYTES`.
 
     Raises:
-        ModelError: on every rank alike, when any rank met an unreadable file, a non-finite weight, or a separate
-            `lm_head.weight` that differs from the embedding the config ties it to.
+        ModelError: some rank met an unreadable file, a non-finite weight, or an `lm_head.weight` that differs from the
+            embedding to which the config ties it; raised on every rank.
     """
     _fill(_shares(model, folder), folder.tensors, group, device, read_by)
 
@@ -100,10 +100,10 @@ def read_tensors(
     device: torch.device,
     read_by: ReadBy = "every_rank",
 ) -> None:
-    """Collective: fills parameters, each from one tensor of the same shape, as `read_weights` does.
+    """Collective: fills parameters like `read_weights`, each from one tensor of the same shape.
 
     Args:
-        named: names of these tensors -> the parameters, in the same order on every rank.
+        named: (name of a tensor, parameter), in the same order on every rank.
     """
     shares = [
         _Share(name, local_shard(parameter).view(-1), local_rows(parameter)[0] * parameter.shape[1:].numel())
@@ -129,7 +129,7 @@ def _fill(
 
 
 def local_rows(parameter: nn.Parameter) -> tuple[int, int]:
-    """Returns [start, end) of dim 0 that this rank keeps; an empty range starts at the parameter's end."""
+    """Returns the range [start, end) of dim 0 in this rank's shard; an empty range starts at the parameter's end."""
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -149,23 +149,23 @@ def _has_second_head(model: DecoderModel, folder: ModelFolder) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """The numbers of a stored tensor that this rank keeps, in row-major order, and where they go."""
+    """Describes the part of a stored tensor that this rank keeps, in row-major order, and its destination."""
 
     name: str
-    values: torch.Tensor  # [numbers], a view of the shard; none of another rank's expert
-    start: int
-    is_second_head: bool = False  # to be compared with what is there
+    values: torch.Tensor  # [numbers], a view of the shard; empty for an expert of another rank
+    start: int  # index of the first number in the stored tensor
+    is_second_head: bool = False  # compare with the existing values instead of writing them
 
     def take(self, start: int, values: torch.Tensor) -> None:
-        """Copies its part of numbers [start, start + len(values)), and checks them."""
+        """Copies this rank's part of numbers [start, start + len(values)) of the tensor, and checks it."""
         first, end = max(start, self.start), min(start + len(values), self.start + len(self.values))
         if first >= end:
             return
-        mine, values = self.values[first - self.start : end - self.start], values[first - start : end - start]
+        own, values = self.values[first - self.start : end - self.start], values[first - start : end - start]
         if not self.is_second_head:
-            mine.copy_(values)
-            self.check(mine)
-        elif not all(torch.equal(a.to(b.device, b.dtype), b) for a, b in _side_by_side(values, mine)):
+            own.copy_(values)
+            self.check(own)
+        elif not all(torch.equal(a.to(b.device, b.dtype), b) for a, b in _side_by_side(values, own)):
             raise _wrong_tensor(
                 self.name,
                 "differs from the embedding, but config.json says tie_word_embeddings=true",
@@ -174,18 +174,18 @@ class _Share:
 
     def check(self, values: torch.Tensor) -> None:
         """Refuses numbers that are not finite."""
-        # minimum and maximum pass NaN on, and need no memory: isfinite would take as much as the values
+        # minimum and maximum propagate NaN without extra memory; isfinite would allocate a tensor
         if not all(torch.isfinite(bound) for bound in values.aminmax()):
             raise _wrong_tensor(self.name, "holds NaN or infinity", "use a checkpoint with finite weights")
 
 
 def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields pieces of tensors of one length that are small enough to be copied."""
+    """Yields corresponding pieces of equally long tensors, small enough to be copied."""
     return zip(*(tensor.split(_BUFFER_BYTES // _ALIGNMENT) for tensor in tensors), strict=True)
 
 
 def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
-    """Returns one share of every stored tensor, in the same order on every rank."""
+    """Returns this rank's share of every stored tensor, in the same order on every rank."""
     shares = []
     for parameter, parts in _parts_by_parameter(model, folder):
         (start, end), shard = local_rows(parameter), local_shard(parameter)
@@ -223,29 +223,29 @@ def _read_shares(files: OpenTensors, shares: Sequence[_Share]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Numbers [start, start + count) of a share's tensor, at a place in a bucket."""
+    """Describes numbers [start, start + count) of a share's tensor and their position in a bucket."""
 
-    share: int
+    share: int  # index of the share
     start: int
     count: int
     dtype: torch.dtype
-    place: int  # bytes
+    offset: int  # byte offset in the bucket
 
     @property
     def end(self) -> int:
         nbytes = self.count * self.dtype.itemsize
-        return self.place + nbytes + -nbytes % _ALIGNMENT
+        return self.offset + nbytes + -nbytes % _ALIGNMENT
 
     def of(self, bucket: torch.Tensor) -> torch.Tensor:
         """Returns the numbers as a view of the bucket's bytes."""
-        return bucket[self.place : self.place + self.count * self.dtype.itemsize].view(self.dtype)
+        return bucket[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
 
 def _receive_shares(
     files: OpenTensors, shares: Sequence[_Share], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Collective: rank 0 reads every tensor, and each rank takes its shares."""
-    errors: list[Exception] = []  # of this rank, which goes on keeping step with the others
+    errors: list[Exception] = []  # kept until the end, because this rank must join all broadcasts
     memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
     for pieces in _buckets(files, shares):
         try:
@@ -268,24 +268,24 @@ def _receive_shares(
 
 
 def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Piece]]:
-    """Yields every stored tensor once, cut to fit; the same on every rank."""
+    """Yields buckets that contain every stored tensor once; equal on every rank."""
     bucket: list[_Piece] = []
-    place = 0
+    offset = 0
     for index, share in enumerate(shares):
         dtype, start, numbers = files.dtype(share.name), 0, files.numbers(share.name)
         while start < numbers:
-            count = min(numbers - start, (BUCKET_BYTES - place) // dtype.itemsize)
-            bucket.append(_Piece(index, start, count, dtype, place))
-            start, place = start + count, bucket[-1].end
-            if place == BUCKET_BYTES:
+            count = min(numbers - start, (BUCKET_BYTES - offset) // dtype.itemsize)
+            bucket.append(_Piece(index, start, count, dtype, offset))
+            start, offset = start + count, bucket[-1].end
+            if offset == BUCKET_BYTES:
                 yield bucket
-                bucket, place = [], 0
+                bucket, offset = [], 0
     if bucket:
         yield bucket
 
 
 class OpenTensors:
-    """The folder's tensors as rows of numbers; each file is opened once, at its first read."""
+    """Reads tensors of a folder as flat sequences of numbers; each file is opened once, at its first read."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
         self._tensors = tensors
@@ -303,14 +303,14 @@ class OpenTensors:
         return TORCH_DTYPES[self._tensors[name].dtype]
 
     def numbers(self, name: str) -> int:
-        """Returns how many numbers a tensor has."""
+        """Returns the number of elements of a tensor."""
         return math.prod(self._tensors[name].shape)
 
     def read(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fills `target`, [count], with numbers [start, start + count) of a tensor in row-major order.
+        """Fills `target`, [count], with elements [start, start + count) of a tensor in row-major order.
 
         Raises:
-            ModelError: its file cannot be read.
+            ModelError: the file cannot be read.
         """
         entry = self._tensors[name]
         try:

@@ -1,10 +1,9 @@
-"""Adds LoRA adapters: a trained product of two thin matrices for each chosen matrix, which is frozen.
+"""Adds LoRA adapters to a model, initialises them, and reads them from PEFT folders.
 
-A module computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685), one of experts does so
-for each of them (slimefsdp.models.lora_modules). The adapter's matrices are parameters of the module that holds W. So
-they are sharded and gathered with the unit that W is in, and everything that holds for its parameters (meshes, levels,
-sums over ranks, sleep) holds for them: nothing is summed by hand. FSDP allows this since it asks for one dtype of those
-parameters of a unit that are trained, and gathers the frozen ones in the dtype they are stored in.
+A module with an adapter computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685), a
+module of experts does so for each expert (slimefsdp.models.lora_modules). A and B are parameters of the module that
+holds W, so FSDP shards, gathers and reduces them with the unit of W, and sleep and checkpoints treat them like any
+parameter. FSDP requires equal dtypes only of a unit's trained parameters, and gathers frozen ones in their own dtype.
 """
 
 from __future__ import annotations
@@ -38,30 +37,31 @@ from slimefsdp.models.peft_folder import (
 )
 from slimefsdp.models.random_init import seed_of_module
 
-_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
-# a word of lora.targets -> what transformers' decoder layers call that part
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> the integer dtype
+# a keyword of lora.targets -> names of this part in transformers' decoder layers
 _PARTS = {"attention": ("self_attn", "attn"), "mlp": ("mlp",)}
-_HEADS = ("head", "lm_head")  # the word, and the name that a folder of adapters at lora.path has for the LM head
+_HEADS = ("head", "lm_head")  # the keyword for the LM head, and its name in adapter folders
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The settings of `lora` as values."""
+    """Holds the values of the settings section `lora`."""
 
     rank: int
     alpha: float
-    targets: Sequence[str]  # words of `_PARTS`, `all-linear`, `experts`, `head`, or patterns of names
+    targets: Sequence[str]  # keys of `_PARTS`, `all-linear`, `experts`, `head`, or patterns of names
     seed: int
 
 
 def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) -> None:
     """Freezes the model's parameters, stores them in `base_dtype`, and adds adapters to the targets.
 
-    For before sharding; the adapters have the dtype that the parameters had, and wait for `draw_adapters`. A critic's
-    head stays as it is, and is trained.
+    Must be called before sharding. The adapters have the dtype that the parameters had before, and are filled by
+    `draw_adapters`. A critic's head is not changed and is trained in full.
 
     Raises:
-        ConfigError: a target matches nothing, or what can have no adapter; or the rank is more than a matrix has.
+        ConfigError: a target matches nothing, or a module that cannot have an adapter; or lora.rank exceeds the rank of
+            a matrix.
     """
     targets = _targets(model, lora.targets)
     for name, target in targets.items():
@@ -81,8 +81,8 @@ def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) ->
     for name, target in targets.items():
         parent, _, own_name = name.rpartition(".")
         if isinstance(target.module, nn.Linear):
-            made = LoraLinear(target.module, lora.rank, lora.alpha, dtype=master_dtype)
-            setattr(model.hf.get_submodule(parent), own_name, made)
+            adapted = LoraLinear(target.module, lora.rank, lora.alpha, dtype=master_dtype)
+            setattr(model.hf.get_submodule(parent), own_name, adapted)
         else:
             stacks.setdefault(target.module, []).append(own_name)
     for experts, names in stacks.items():
@@ -91,11 +91,11 @@ def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) ->
 
 @torch.no_grad()
 def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) -> None:
-    """Fills the local shards: A uniform in +-1/sqrt(in_features), the same on every mesh, B with 0.
+    """Fills the local shards of adapters: A uniform in +-1/sqrt(in_features), equal on every mesh, and B with 0.
 
     Args:
-        rank: of the adapters, where it is less than there is room for: what is beyond it is 0, and trains to nothing
-            else.
+        rank: the adapters' rank, if it is smaller than the model's matrices allow. The remaining rows of A are 0, and
+            stay 0 in training. None: the full rank.
     """
     for matrix in adapted_matrices(model):
         generator = torch.Generator().manual_seed(seed_of_module(seed, f"{matrix.name}.lora_A"))
@@ -114,17 +114,17 @@ def set_scale(model: DecoderModel, scale: float) -> None:
 
 
 class AdaptedMatrix(NamedTuple):
-    """A matrix with an adapter, or a stack of matrices, one for each expert."""
+    """Describes a matrix with an adapter, or a stack of matrices, one for each expert."""
 
-    name: str  # of the linear module, or of the stack
-    weight: str  # the parameter's name
+    name: str  # name of the linear module, or of the stack
+    weight: str  # name of the adapted parameter
     a: nn.Parameter  # [(experts,) rank, in_features]
     b: nn.Parameter  # [(experts,) out_features, rank]
     merged_rows: Callable[[], torch.Tensor]
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of experts' matrices."""
+        """Returns whether this is a stack of experts' matrices."""
         return self.a.ndim == 3
 
 
@@ -149,20 +149,18 @@ def adapted_modules(model: DecoderModel) -> dict[str, LoraModule]:
 
 
 def merged_rows(model: DecoderModel) -> dict[str, Callable[[], torch.Tensor]]:
-    """Returns the names of adapted weights -> a function for this rank's rows of the sum, see
-    `LoraLinear.merged_rows`.
-    """
+    """Returns adapted weight -> function that computes this rank's rows of W + (alpha / rank) B A."""
     return {matrix.weight: matrix.merged_rows for matrix in adapted_matrices(model)}
 
 
 @torch.no_grad()
 def base_digest(model: DecoderModel, group: dist.ProcessGroup | None) -> str:
-    """Collective: returns a digest of the bits of all weights that are frozen under adapters, the same on every mesh.
+    """Collective: returns a digest of the bits of all weights that are frozen under adapters, equal on every mesh.
 
-    Each weight counts by the sum of its bits as whole numbers, in which no order and no split shows.
+    It is computed from the sum of each weight's elements, read as integers; sums do not depend on the sharding.
 
     Args:
-        group: the ranks that share a copy of the model; None: this process has all of it.
+        group: the ranks that share a copy of the model; None: this process has the whole model.
     """
     named = [(name, parameter) for name, parameter in model.named_weights() if not parameter.requires_grad]
     sums = []
@@ -172,13 +170,13 @@ def base_digest(model: DecoderModel, group: dist.ProcessGroup | None) -> str:
     total = torch.stack(sums)
     if group is not None:
         dist.all_reduce(total, group=group)
-    content = [(name, str(one.dtype), value) for (name, one), value in zip(named, total.tolist(), strict=True)]
+    content = [(name, str(weight.dtype), value) for (name, weight), value in zip(named, total.tolist(), strict=True)]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def adapters_off(model: DecoderModel) -> Iterator[None]:
-    """Inside, the model computes without its adapters, bit-equal to a model that has none."""
+    """Within the block, the model computes without its adapters, bit-equal to a model that has none."""
     modules = list(adapted_modules(model).values())
     for module in modules:
         module.is_on = False
@@ -191,7 +189,7 @@ def adapters_off(model: DecoderModel) -> Iterator[None]:
 
 class _Target(NamedTuple):
     module: nn.Module
-    weight: nn.Parameter  # of a linear module, or a stack of experts
+    weight: nn.Parameter  # the matrix of a linear module, or a stack of experts
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -200,30 +198,32 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
-    """Returns what `lora.targets` names, in model order: linear modules by their names, stacks by their parameters'.
+    """Returns the targets that `lora.targets` selects, in model order.
+
+    Keys are the names of linear modules, or of the parameters that are stacks of experts.
 
     Raises:
-        ConfigError: as `add_adapters`.
+        ConfigError: see `add_adapters`.
     """
     owners = {
         name: module for name, module in model.hf.named_modules() if any(True for _ in module.parameters(recurse=False))
     }
     stacks = {f"{name}.{own_name}": name for name, module in owners.items() for own_name in stacks_of(module)}
-    in_stack = set(model.decoder_layers())
-    layers = [name for name, module in model.hf.named_modules() if module in in_stack]
+    decoder_layers = set(model.decoder_layers())
+    layers = [name for name, module in model.hf.named_modules() if module in decoder_layers]
     head = model.hf.get_output_embeddings()
     chosen: dict[str, _Target] = {}
     for target in targets:
         if target in _PARTS:
             parts = tuple(f"{layer}.{part}." for layer in layers for part in _PARTS[target])
             matched = [name for name, module in owners.items() if name.startswith(parts) and _is_meant(module, stacks)]
-        elif target == "all-linear":  # peft's word: every linear module of the layers, neither experts nor the head
+        elif target == "all-linear":  # as in peft, all linear modules of the layers, but neither experts nor the head
             within = tuple(f"{layer}." for layer in layers)
             matched = [name for name, module in owners.items() if name.startswith(within) and type(module) is nn.Linear]
         elif target == "experts":
             matched = list(stacks)
         elif target in _HEADS and model.trained_in_full:
-            continue  # a critic's head is trained whole
+            continue  # a critic's head is trained in full
         elif target in _HEADS:
             matched = [name for name, module in owners.items() if module is head]
         else:
@@ -252,8 +252,8 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
                 )
             own_names = [name.removeprefix(f"{owner}.")] if name in stacks else stacks_of(module) or ["weight"]
             for own_name in own_names:
-                found = owner if own_name == "weight" else f"{owner}.{own_name}"
-                chosen[found] = _Target(module, module.get_parameter(own_name))
+                target_name = owner if own_name == "weight" else f"{owner}.{own_name}"
+                chosen[target_name] = _Target(module, module.get_parameter(own_name))
     if not chosen:
         raise ConfigError(
             f"lora.targets={list(targets)} is the head alone, and a critic's is trained whole, without an adapter",
@@ -265,10 +265,10 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
 
 
 def _is_meant(module: nn.Module, stacks: Collection[str]) -> bool:
-    """Returns whether a word for a part of the layers selects a module: any with a matrix, not norms, sinks and the
-    like.
+    """Returns whether the keyword `attention` or `mlp` selects a module.
 
-    Of a mixture it means linear modules alone, as peft's all-linear does: neither experts nor what chooses them.
+    It selects modules with a matrix, not norms, sinks and the like. In a mixture of experts it selects only linear
+    modules, like peft's all-linear: neither experts nor routers.
     """
     if stacks:
         return isinstance(module, nn.Linear)
@@ -301,14 +301,14 @@ def add_adapters_of(
         base: the model's folder, for errors.
 
     Raises:
-        ModelError: a tensor is of no module of the model, or of another shape, or one that target_modules asks for is
-            missing.
-        ConfigError: as `add_adapters`; or lora.targets names other modules than the folder has tensors for.
+        ModelError: a tensor belongs to no module of the model or has another shape, or a tensor of a module that
+            target_modules selects is missing.
+        ConfigError: see `add_adapters`; or lora.targets selects other modules than the folder has tensors for.
     """
     check_is_of(folder, model, base)
     add_adapters(model, lora, base_dtype=base_dtype)
-    held, chosen = set(folder.targets), {matrix.name for matrix in adapted_matrices(model)}
-    if differing := sorted(held ^ chosen):
+    in_folder, chosen = set(folder.targets), {matrix.name for matrix in adapted_matrices(model)}
+    if differing := sorted(in_folder ^ chosen):
         does, has = ("names", "no") if differing[0] in chosen else ("does not name", "a")
         raise ConfigError(
             f"lora.targets={short_text(list(lora.targets))} {does} {differing[0]}, for which lora.path={folder.path} "
@@ -319,22 +319,22 @@ def add_adapters_of(
 
 
 def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
-    """Checks that a folder's adapters belong to this model, which may have adapters itself, and that none is missing.
+    """Checks that a folder's adapters belong to this model and are complete; the model may already have adapters.
 
     Args:
         base: the model's folder, for errors.
 
     Raises:
-        ModelError: as `add_adapters_of`.
+        ModelError: see `add_adapters_of`.
     """
     linears = {name: module for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
     folder.check_base({f"{name}.weight": tuple(module.weight.shape) for name, module in linears.items()}, base)
     _check_stacks(folder, model, base)
-    held = set(folder.targets)
+    in_folder = set(folder.targets)
     head = model.hf.get_output_embeddings()
     for name, module in linears.items():
         is_left_out = folder.chooses_all_linear and module is head
-        if name not in held and not is_left_out and folder.chooses(name):
+        if name not in in_folder and not is_left_out and folder.chooses(name):
             targets = short_text(folder.config["target_modules"])
             raise wrong_tensor(
                 tensor_name(name, "A"),
@@ -344,14 +344,12 @@ def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
 
 
 def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
-    """Checks that the model has the stacks of experts that the folder has adapters for, and no others that
-    it asks for.
-    """
+    """Checks that the model has the stacks of experts of the folder's adapters, and the folder all that it selects."""
     own = {name: module for name, module in model.hf.named_modules() if stacks_of(module)}
     held = folder.stacks
     for owner in sorted(held.keys() | own.keys()):
         wanted, module = folder.parameters_of(owner), own.get(owner)
-        # not by get_parameter, which finds the sum in its place while another thread has the module compute
+        # not by get_parameter, because a forward in another thread may have replaced the attribute by the sum
         parameters = {} if module is None else dict(module.named_parameters(recurse=False))
         known = [] if module is None else stacks_of(module)
         chosen = [name for name in known if name in wanted]
@@ -393,11 +391,12 @@ def read_adapters(
     """Collective: fills the local shards of A and B from the folder's file.
 
     Args:
-        base, read_by: the model's folder, and who opens files: as `slimefsdp.models.load_weights.read_weights`.
+        base: the model's folder, for errors.
+        read_by: see `slimefsdp.models.load_weights.read_weights`.
 
     Raises:
-        ModelError: on every rank alike; a value is not finite, the file cannot be read, or the folder says that its
-            adapters were trained on other base weights.
+        ModelError: a value is not finite, the file cannot be read, or the folder's metadata records other base weights;
+            raised on every rank.
     """
     fill_matrices(folder, adapted_matrices(model), mesh.group, device=mesh.device, read_by=read_by)
     check_base_weights(folder, model, lambda: base_digest(model, mesh.shard_group), base)
@@ -411,20 +410,20 @@ def fill_matrices(
     device: torch.device,
     read_by: ReadBy = "every_rank",
 ) -> None:
-    """Collective: fills this rank's rows of A and B from the folder's file; they have the folder's rank.
+    """Collective: fills this rank's rows of A and B from the folder's file; the matrices must have the folder's rank.
 
     Args:
-        group, device, read_by: as `slimefsdp.models.load_weights.read_weights`.
+        group, device, read_by: see `slimefsdp.models.load_weights.read_weights`.
 
     Raises:
-        ModelError: on every rank alike; a value is not finite, or the file cannot be read.
+        ModelError: a value is not finite, or the file cannot be read; raised on every rank.
     """
     inside = stack_modules(matrix.name for matrix in matrices if matrix.is_stack)
     named: list[tuple[str, nn.Parameter]] = []
     stacked: list[tuple[str, nn.Parameter]] = []
     for matrix in matrices:
         module = inside.get(matrix.name, matrix.name)
-        named.append((tensor_name(module, "A"), matrix.a))  # that of a stack has its rows in the file's order, too
+        named.append((tensor_name(module, "A"), matrix.a))  # rows are in the file's order, also those of a stack
         (stacked if matrix.is_stack else named).append((tensor_name(module, "B"), matrix.b))
     try:
         read_tensors(named, folder.tensors, group, device=device, read_by=read_by)
@@ -440,23 +439,23 @@ def fill_matrices(
 
 
 def check_base_weights(folder: PeftFolder, model: DecoderModel, digest: Callable[[], str], base: Path) -> None:
-    """Refuses a folder that records that its adapters were trained on other base weights than the model's.
+    """Checks that a folder's adapters were trained on the model's base weights, if the folder records these.
 
     Args:
-        digest: the model's `base_digest`, which is asked for only where the folder has one to compare with.
+        digest: computes the model's `base_digest`; called only if the folder has one to compare with.
         base: the model's folder, for errors.
 
     Raises:
-        ModelError: it does.
+        ModelError: the adapters were trained on other base weights.
     """
     dtype = str(model.named_weights()[0][1].dtype).removeprefix("torch.")
     recorded = folder.metadata.get(BASE_DIGEST)
-    if recorded is None or folder.metadata.get(BASE_DTYPE) != dtype:  # of other bits for the same weights
+    if recorded is None or folder.metadata.get(BASE_DTYPE) != dtype:  # the bits of other dtypes cannot be compared
         return
-    if (found := digest()) != recorded:
+    if (own := digest()) != recorded:
         raise ModelError(
             f"the adapters of {folder.path} were trained on base weights {recorded} (in {dtype}), and the model at "
-            f"{base} has weights {found}",
+            f"{base} has weights {own}",
             field=FIELD,
             hint="name the model that they were trained on as model.path",
         )

@@ -1,4 +1,4 @@
-"""Modules with adapters: each adds the product of two thin matrices to each chosen matrix."""
+"""Defines modules with LoRA adapters, which add a product of two low-rank matrices to each adapted matrix."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slimefsdp.distributed.mesh import local_shard
 
 
 class LoraLinear(nn.Linear):
-    """A linear module with an adapter, which has no effect at first: B is 0.
+    """A linear module with an adapter, which has no effect at first because B is 0.
 
     Args:
-        linear: its weight and bias become those of this module.
-        dtype: of the adapter.
+        linear: the module whose weight and bias are used.
+        dtype: dtype of the adapter.
     """
 
     def __init__(self, linear: nn.Linear, rank: int, alpha: float, *, dtype: torch.dtype) -> None:
@@ -32,7 +32,7 @@ class LoraLinear(nn.Linear):
         self.is_on = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out_features]."""
+        """Returns the output, [..., out_features]."""
         output = F.linear(input, self.weight, self.bias)
         if not self.is_on:
             return output
@@ -44,9 +44,7 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def merged_rows(self, parameter: str = "weight") -> torch.Tensor:
-        """Collective: returns this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the
-        adapter's dtype.
-        """
+        """Collective: returns this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the dtype of A."""
         a = self.lora_A.full_tensor() if isinstance(self.lora_A, DTensor) else self.lora_A
         b = local_shard(self.lora_B)  # sharded over the same rows as the weight
         return torch.addmm(local_shard(self.weight).to(b.dtype), b, a, alpha=self.scale)
@@ -57,24 +55,24 @@ class LoraLinear(nn.Linear):
 
 
 class LoraExperts(nn.Module):
-    """The class that `add_to_experts` puts before the class of a module of experts.
+    """A mixin that `add_to_experts` puts before the class of a module of experts.
 
-    While the module computes, each chosen stack is W + (alpha / rank) B A, [experts, ..], computed by every forward,
-    for every implementation that multiplies with it. The sum has the size of the stack, and lives until
-    backward has used it, unless the layer is recomputed. In half precision (alpha / rank) B is rounded first, and then
-    the sum.
+    Each forward computes W + (alpha / rank) B A, [experts, ..], for each adapted stack, and puts it in the place of W
+    while the module computes. This works with every implementation of experts. The sum is as large as the stack and
+    lives until backward has used it, unless the layer is recomputed. In half precision (alpha / rank) B is rounded
+    first, and then the sum.
     """
 
-    stacks: tuple[str, ...]  # names of parameters, in the module's order
+    stacks: tuple[str, ...]  # names of the adapted parameters, in the module's order
     scale: float
     is_on: bool
-    is_transposed: bool  # a stack is [experts, in, out]
+    is_transposed: bool  # whether a stack is [experts, in, out]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on:
             return super().forward(*args, **kwargs)
         sums = {name: self._sum(getattr(self, name), *self.pairs[name]) for name in self.stacks}
-        # an attribute of the instance is found before a parameter of the same name
+        # attributes of the instance take precedence over parameters of the same name
         self.__dict__.update(sums)
         try:
             return super().forward(*args, **kwargs)
@@ -95,7 +93,7 @@ class LoraExperts(nn.Module):
         return {name: (own[f"{name}_lora_A"], own[f"{name}_lora_B"]) for name in self.stacks}  # type: ignore[misc]
 
     def _sum(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        scaled = self.scale * b  # not baddbmm's alpha, a constant of a compiled graph
+        scaled = self.scale * b  # baddbmm's alpha would be a constant in a compiled graph
         left, right = (a.mT, scaled.mT) if self.is_transposed else (scaled, a)
         return torch.baddbmm(weight, left, right)
 
@@ -104,9 +102,9 @@ LoraModule = LoraLinear | LoraExperts
 
 
 def stacks_of(module: nn.Module) -> list[str]:
-    """Returns the names of a module's parameters that hold one matrix for each expert and can have adapters.
+    """Returns the names of a module's parameters that hold one matrix per expert and can have adapters.
 
-    Only transformers' own modules of experts have them, which say how their matrices lie.
+    Only transformers' own modules of experts have such parameters; their `is_transposed` gives the layout.
     """
     if not hasattr(module, "is_transposed"):
         return []
@@ -115,18 +113,19 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 @cache
 def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns one class for all layers, by which a compiler tells them apart, under the name that fsdp.wrap_layers
-    knows.
+    """Returns the class of experts with adapters, under the original name, which fsdp.wrap_layers refers to.
+
+    It is cached because a compiler recompiles for every new class.
     """
     return type(kind.__name__, (LoraExperts, kind), {})
 
 
 def add_to_experts(experts: nn.Module, stacks: Sequence[str], rank: int, alpha: float, *, dtype: torch.dtype) -> None:
-    """Adds adapters, which have no effect at first, to stacks of a module of experts, in place.
+    """Adds adapters to stacks of a module of experts, in place; they have no effect at first because B is 0.
 
     Args:
-        stacks: some of `stacks_of`, in the module's order.
-        dtype: of the adapters.
+        stacks: names from `stacks_of`, in the module's order.
+        dtype: dtype of the adapters.
     """
     for name in stacks:
         weight = experts.get_parameter(name)

@@ -1,7 +1,7 @@
-"""Knows the sizes of some models that are not on this machine, and the commands that make others.
+"""Provides the configurations of some models that are not on this machine, and the commands that make others.
 
-`shapes/owner/name/config.json` holds what config.json of that model on the Hugging Face hub says of its architecture,
-and `shapes/examples` the same of the models that scripts of this project write. There are no weights and no tokenizers.
+`shapes/owner/name/config.json` holds the architecture part of config.json of a model on the Hugging Face hub;
+`shapes/examples` holds those of models that this project's scripts write. There are no weights and no tokenizers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from slimefsdp.io.hub import HubId
 
 _SHAPES = Path(__file__).parent / "shapes"
-# a path as presets write it -> the command that makes it and all below it, and the shape of a model there
-_MADE: dict[str, tuple[str, str]] = {
+# path in presets -> the command that makes it and everything below it, and the shape of the model there
+_COMMANDS: dict[str, tuple[str, str]] = {
     "data/sort_digits": ("python scripts/make_sort_digits.py data/sort_digits", "examples/sort_digits"),
     "data/sort_digits_untied": (
         "python scripts/make_sort_digits.py data/sort_digits_untied --untied",
@@ -29,28 +29,26 @@ _MADE: dict[str, tuple[str, str]] = {
 
 
 def made_by(path: Path) -> str | None:
-    """Returns the command that makes what is at a path; None if it exists, or no script of ours makes it."""
-    found = _entry(path)
-    return None if found is None else found[0]
+    """Returns the command that makes the file or folder at a path; None if it exists or no script makes it."""
+    entry = _entry(path)
+    return None if entry is None else entry[0]
 
 
 def shape_of(path: Path) -> Path | None:
-    """Returns a folder with only config.json, for a hub id or a model that `made_by` would make; None if
-    none is known.
-    """
+    """Returns a folder that has only config.json, for a hub id or a model that `made_by` knows; None for others."""
     hub_id = HubId.of(path)
-    made = _entry(path)
-    name = hub_id.name if hub_id is not None and made is None else made[1] if made is not None else ""
+    entry = _entry(path)
+    name = hub_id.name if hub_id is not None and entry is None else entry[1] if entry is not None else ""
     return _SHAPES / name if name and (_SHAPES / name / "config.json").is_file() else None
 
 
 def is_shape(folder: Path) -> bool:
-    """Returns whether a model folder is one of `shape_of`."""
+    """Returns whether a folder is a result of `shape_of`."""
     return folder.is_relative_to(_SHAPES)
 
 
 def _entry(path: Path) -> tuple[str, str] | None:
-    for made, entry in _MADE.items():
-        if path.is_relative_to(made) and not os.path.lexists(made):
+    for target, entry in _COMMANDS.items():
+        if path.is_relative_to(target) and not os.path.lexists(target):
             return entry
     return None

@@ -1,11 +1,11 @@
-"""Reads a folder of LoRA adapters written by peft, and refuses what cannot be trained exactly as it stands.
+"""Reads a folder of LoRA adapters written by peft, and refuses adapters that cannot be trained exactly as saved.
 
-It has adapter_config.json, and adapter_model.safetensors with an A and a B for every module that has an adapter. Which
-modules these are is what the file has tensors for; target_modules and what narrows it must say the same. Stacks of
-experts are named by target_parameters; their tensors are those of wrappers around the module of experts, one inside the
-other, the last parameter's the outermost. A is [experts * rank, in], B is [out, rank * experts]. As in
-`slimefsdp.models.hf_folder`, only the standard library is imported, only headers are read, and nothing is trusted.
-Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+The folder has adapter_config.json, and adapter_model.safetensors with an A and a B for every module with an adapter.
+The tensors decide which modules have adapters; target_modules and the keys that narrow it must agree with them. Stacks
+of experts are named by target_parameters. peft wraps the module of experts once for every stack, the last parameter
+outermost, and tensors are named after the wrappers. Their A is [experts * rank, in], their B is [out, rank * experts].
+As in `slimefsdp.models.hf_folder`, only the standard library is imported, only headers are read, and nothing is
+trusted. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from slimefsdp.io.safetensors_header import COPY_AGAIN, TensorEntry, read_header
 FIELD = "lora.path"
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE_DIGEST, BASE_DTYPE = "slimefsdp.base_digest", "slimefsdp.base_dtype"
-"""Metadata of adapter_model.safetensors: a digest of the base weights that the adapters were trained
-on, and their dtype.
-"""
-ADAPTER_FOLDER = "adapter"  # in a folder of weights, for slimefsdp.weight_sync.vllm_plugin too
+"""Metadata keys of adapter_model.safetensors: a digest of the adapters' base weights, and their dtype."""
+ADAPTER_FOLDER = "adapter"  # subfolder of a folder of weights; slimefsdp.weight_sync.vllm_plugin reads it too
 MATRICES = ("lora_A", "lora_B")  # ends of the names of an adapter's matrices in memory
 FLOATS = ("F64", "F32", "BF16", "F16")
 
-_LARGEST = 1e30  # of lora.alpha
+_LARGEST = 1e30  # upper limit of lora.alpha
 _WRAPPER = ".base_layer"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "bias", "init_lora_weights", "use_rslora"}
 _READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
-# keys that change no number of what a folder computes
+# keys without effect on the computed numbers
 _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"}
 _WITHOUT_EFFECT |= {"runtime_config", "megatron_core", "qalora_group_size"}
-# how A and B were drawn; the others change the base weights, or what is trained
+# accepted initialisations of A and B; others change the base weights or the set of trained parameters
 _INITIALISATIONS = (True, False, None, "gaussian", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class PeftFolder:
-    """Checked adapters of one rank: absolute path, adapter_config.json, and the location of every tensor."""
+    """Holds a checked folder of adapters: absolute path, adapter_config.json, and the location of every tensor."""
 
     path: Path
     config: dict[str, Any]
@@ -58,12 +56,12 @@ class PeftFolder:
 
     @property
     def alpha(self) -> float:
-        """The product of B and A is multiplied by alpha / rank."""
+        """Returns alpha; the product of B and A is multiplied by alpha / rank."""
         return float(self.config["lora_alpha"])
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
-        """Names of the linear modules that have an adapter -> the (rows, columns) that their weights must have."""
+        """Returns linear modules with an adapter -> the (rows, columns) that their weights must have."""
         names = sorted({_matched(name)[1] for name in self.tensors})
         names = [name for name in names if not self.parameters_of(_unwrapped(name)[0])]
         return {
@@ -73,13 +71,13 @@ class PeftFolder:
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Names of the modules of experts that have adapters -> the parameters that have them, unordered."""
+        """Returns modules of experts with adapters -> the adapted parameters, unordered."""
         owners = sorted({_unwrapped(_matched(name)[1])[0] for name in self.tensors})
         return {owner: parameters for owner in owners if (parameters := self.parameters_of(owner))}
 
     @property
     def targets(self) -> list[str]:
-        """Returns what has an adapter, as lora.targets names it."""
+        """Returns the adapted modules and stacks, as names for lora.targets."""
         stacks = [f"{owner}.{parameter}" for owner, parameters in self.stacks.items() for parameter in parameters]
         return [*self.modules, *stacks]
 
@@ -89,9 +87,9 @@ class PeftFolder:
         return sorted({own for owner, _, own in keys if module == owner or module.endswith(f".{owner}")})
 
     def chooses(self, module: str) -> bool:
-        """Returns whether target_modules, and what narrows it, select a linear module of that name, by peft's own rule.
+        """Returns whether target_modules and the keys that narrow it select a linear module, by peft's own rule.
 
-        `all-linear` chooses every one; the caller knows which is the head, that it leaves out.
+        Under `all-linear` the result is True for every module; the caller must leave the head out.
         """
         excluded = self.config.get("exclude_modules")
         if excluded and _is_one_of(module, excluded):
@@ -105,7 +103,7 @@ class PeftFolder:
 
     @property
     def chooses_all_linear(self) -> bool:
-        """Whether target_modules is peft's word for all linear modules but the head."""
+        """Returns whether target_modules is peft's keyword for all linear modules except the head."""
         targets = self.config["target_modules"]
         return isinstance(targets, str) and targets.lower() == "all-linear"
 
@@ -121,20 +119,19 @@ class PeftFolder:
         return False
 
     def check_base(self, shapes: Mapping[str, Sequence[int]], base: Path) -> None:
-        """Checks that a model has the matrices that these adapters are for; experts are checked against the model
-        itself.
+        """Checks that a model has the linear modules of these adapters; `check_is_of` also checks experts.
 
         Args:
             shapes: names of weights -> (rows, columns, ..).
-            base: its folder.
+            base: the model's folder, for errors.
 
         Raises:
-            ModelError: naming the first tensor whose module the model does not have, or has in another shape; or the
-                rank is more than a matrix has.
+            ModelError: the model lacks the module of a tensor or has it in another shape, or the adapters' rank exceeds
+                the rank of a matrix.
         """
         for module, (rows, columns) in self.modules.items():
-            found = shapes.get(f"{module}.weight")
-            if found is not None and tuple(found) == (rows, columns):
+            shape = shapes.get(f"{module}.weight")
+            if shape is not None and tuple(shape) == (rows, columns):
                 if self.rank <= min(rows, columns):
                     continue
                 raise ModelError(
@@ -143,10 +140,10 @@ class PeftFolder:
                     field=FIELD,
                     hint=f"name adapters of rank {min(rows, columns)} at most",
                 )
-            here = "has no such matrix" if found is None else f"has one of {' x '.join(map(str, found))}"
+            problem = "has no such matrix" if shape is None else f"has one of {' x '.join(map(str, shape))}"
             raise wrong_tensor(
                 tensor_name(module, "A"),
-                f"of {self.path} is for {module}.weight of {rows} x {columns}, and the model at {base} {here}",
+                f"of {self.path} is for {module}.weight of {rows} x {columns}, and the model at {base} {problem}",
                 "name the model that the adapters were trained on as model.path",
             )
 
@@ -157,10 +154,10 @@ def tensor_name(module: str, matrix: str) -> str:
 
 
 def stack_modules(stacks: Iterable[str]) -> dict[str, str]:
-    """Returns peft's name of the module of each stack of experts.
+    """Returns for each stack of experts the module name that peft uses in tensor names.
 
     Args:
-        stacks: full names of parameters, those of a module in its order.
+        stacks: full names of parameters; those of one module in the module's order.
     """
     by_owner: dict[str, list[str]] = {}
     for stack in stacks:
@@ -176,8 +173,8 @@ def read_peft_folder(path: Path) -> PeftFolder:
     """Reads the adapters of a folder, without reading any tensor.
 
     Raises:
-        ModelError: naming the file that is missing or malformed, the setting of peft that cannot be honoured, or the
-            tensor that is missing, surplus or of another shape or dtype.
+        ModelError: a file is missing or malformed, a setting of peft is not supported, or a tensor is missing, surplus,
+            or has a wrong shape or dtype.
     """
     try:
         return _read(path)
@@ -210,10 +207,10 @@ def _read(path: Path) -> PeftFolder:
     config = read_json_object(config_file)
     _check_config(config, config_file)
     header = read_header(tensor_file)
-    found = PeftFolder(folder, config, header.tensors, header.metadata)
-    _check_tensors(found, tensor_file)
-    _check_stacks(found, tensor_file)
-    return found
+    adapters = PeftFolder(folder, config, header.tensors, header.metadata)
+    _check_tensors(adapters, tensor_file)
+    _check_stacks(adapters, tensor_file)
+    return adapters
 
 
 def _check_config(config: dict[str, Any], file: Path) -> None:
@@ -304,16 +301,16 @@ def _check_tensors(folder: PeftFolder, file: Path) -> None:
     if not folder.tensors:
         raise ModelError(f"{file} holds no tensor", hint=COPY_AGAIN)
     for name, entry in folder.tensors.items():
-        found = _TENSOR.fullmatch(name)
-        owner, wrapped = _unwrapped(found[1]) if found else ("", 0)
+        match = _TENSOR.fullmatch(name)
+        owner, wrapped = _unwrapped(match[1]) if match else ("", 0)
         stacks = folder.parameters_of(owner)
-        if not found or wrapped >= max(len(stacks), 1):
+        if not match or wrapped >= max(len(stacks), 1):
             raise wrong_tensor(
                 name,
                 f"in {file} is no A or B of a linear module or a stack of experts",
                 "name adapters of these alone, saved by save_pretrained(save_embedding_layers=False)",
             )
-        module, matrix = found[1], found[2]
+        module, matrix = match[1], match[2]
         other = tensor_name(module, "B" if matrix == "A" else "A")
         inner = [tensor_name(owner + _WRAPPER * index, "A") for index in range(len(stacks))]
         for needed in (other, *inner):
@@ -338,7 +335,7 @@ def _check_tensors(folder: PeftFolder, file: Path) -> None:
 
 
 def _check_stacks(folder: PeftFolder, file: Path) -> None:
-    """Checks that there are tensors for all that target_parameters names."""
+    """Checks that there are tensors for all parameters in target_parameters."""
     stacks = [f".{owner}.{parameter}" for owner, parameters in folder.stacks.items() for parameter in parameters]
     for key in folder.config.get("target_parameters") or ():
         if not any(stack.endswith(f".{key}") for stack in stacks):
@@ -350,7 +347,7 @@ def _check_stacks(folder: PeftFolder, file: Path) -> None:
 
 
 def _unwrapped(module: str) -> tuple[str, int]:
-    """Returns the module inside peft's wrappers, and how many of them the named one is inside of."""
+    """Returns the name of the module inside peft's wrappers, and the number of wrappers in `module`."""
     owner = module
     while owner.endswith(_WRAPPER):
         owner = owner.removesuffix(_WRAPPER)
@@ -358,9 +355,9 @@ def _unwrapped(module: str) -> tuple[str, int]:
 
 
 def _matched(name: str) -> re.Match[str]:
-    found = _TENSOR.fullmatch(name)
-    assert found
-    return found
+    match = _TENSOR.fullmatch(name)
+    assert match
+    return match
 
 
 def _is_one_of(module: str, targets: str | Sequence[str]) -> bool:

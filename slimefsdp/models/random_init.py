@@ -1,8 +1,8 @@
-"""Random weights from a configuration alone: transformers' own rules, and the same bits on every mesh.
+"""Draws random weights by transformers' own rules, with the same bits on every mesh.
 
-The model is drawn a decoder layer at a time, in full, on the host, on every rank alike; each rank keeps its rows. Every
-module has a generator of its own, seeded by the run's seed and the module's name, so that no draw depends on how many
-came before it. Values are drawn in float32 for every dtype of the masters.
+Every rank draws the whole model on the host, one decoder layer at a time, and keeps its own rows. The generator is
+seeded for every module from the run's seed and the module's name, so no draw depends on earlier ones. Values are drawn
+in float32, whatever the dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
 
     Args:
         model: sharded or not, its parameters in memory.
-        template: the same model, unsharded, its parameters on the meta device, where they are again afterwards.
+        template: the same model, unsharded, with parameters on the meta device before and after the call.
         seed: the same on every rank.
 
     Raises:
         ModelError: transformers has no rule for a parameter.
     """
-    mine = dict(model.named_weights())
-    kept = torch.default_generator.get_state()  # the one that transformers' rules draw from
+    own_weights = dict(model.named_weights())
+    saved_state = torch.default_generator.get_state()  # the one that transformers' rules draw from
     try:
-        for unit in _units(template, mine.keys()):
+        for unit in _units(template, own_weights.keys()):
             _place(unit, "cpu")
             for name, module in unit.items():
                 torch.default_generator.manual_seed(seed_of_module(seed, name))
@@ -46,18 +46,19 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
                         field="model.init",
                         hint="set model.init=folder, and give a folder with weights",
                     )
-                start, end = local_rows(mine[name])
-                local_shard(mine[name]).copy_(parameter[start:end])
+                start, end = local_rows(own_weights[name])
+                local_shard(own_weights[name]).copy_(parameter[start:end])
             _place(unit, "meta")
     finally:
-        torch.default_generator.set_state(kept)
+        torch.default_generator.set_state(saved_state)
 
 
 def _units(template: DecoderModel, wanted: Container[str]) -> list[dict[str, nn.Module]]:
-    """Returns modules by name, children before parents, in groups: a rule may reach into children, but stays in its
-    layer.
+    """Returns groups of modules by name, children before parents, that must be drawn together.
 
-    Outside the layers, only those with a parameter in `wanted`: a head tied to the embedding is not drawn again.
+    A group is a decoder layer, because initialisation rules may change children but stay in their layer, or a single
+    module outside of the layers. The latter needs a parameter in `wanted`, so that a head that is tied to the embedding
+    is not drawn twice.
     """
     layers = list(template.decoder_layers())
     units: list[dict[str, nn.Module]] = []
@@ -81,7 +82,7 @@ def _own_parameters(unit: dict[str, nn.Module]) -> list[tuple[str, nn.Parameter]
 
 
 def _place(unit: dict[str, nn.Module], device: str) -> None:
-    """Allocates new parameters for the unit on a device, NaN until something is drawn."""
+    """Allocates new parameters for the unit on a device, filled with NaN to detect parameters that no rule draws."""
     for module in unit.values():
         for own, parameter in module.named_parameters(recurse=False):
             blank = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
