@@ -1,5 +1,5 @@
-"""The calls that a training loop makes: `slimefsdp.Trainer` on one rank and a driver's `WorkerGroup` have the same.
+"""The calls of a training loop; `slimefsdp.Trainer` on one rank and a driver's `WorkerGroup` have the same ones.
 
-Each call is defined once, in one of these files: signature, docstring, `@call` with what else is known of it, and as
-the body what one rank does. A driver has these classes too, without torch: bodies import what they need.
+Each call is defined once, in a module of this package: its signature, docstring and `@call` declaration, and its body,
+which is what one rank does. A driver imports these classes without torch, so bodies import what they need.
 """

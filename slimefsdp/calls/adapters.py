@@ -1,4 +1,4 @@
-"""Calls that make, delete and list the adapters on one base model."""
+"""Calls that create, delete and list the adapters of one base model."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from slimefsdp.rpc import call, check_adapter_name, check_new_adapter
 
 
 class AdapterCalls(Calls):
-    """The adapters of an actor with `lora.rank`."""
+    """Calls for the adapters of an actor with `lora.rank`."""
 
     @call("actor", changes_state=True, adapter="by_name", check=check_new_adapter)
     def create_adapter(
         self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
     ) -> None:
-        """Makes another adapter on the same base, with new weights, and puts it into the model.
+        """Creates another adapter on the same base with new weights, and makes it the current one.
 
         Args:
             rank: at most lora.rank, which is the default.
             alpha: default: lora.alpha.
-            seed: that A is drawn from; default: run.seed.
+            seed: the seed of A's random weights; default: run.seed.
 
         Raises:
-            ConfigError: the run has no adapters, or a value is not in its range. StateError: the name is taken.
-            ResourceError: there is no memory for the adapter that was in the model.
+            ConfigError: the run has no adapters, or a value is out of range. StateError: the name is taken.
+            ResourceError: the host has no memory for the adapter that was current before.
         """
         adapters, config = self._require_adapters("create_adapter"), self._state.config
         assert config.lora.rank is not None
@@ -52,11 +52,11 @@ class AdapterCalls(Calls):
 
     @call("actor", changes_state=True, adapter="by_name", check=check_adapter_name)
     def delete_adapter(self, name: str) -> None:
-        """Deletes an adapter; what it saved stays on the disk.
+        """Deletes an adapter; its checkpoints and exports stay on disk.
 
         Raises:
-            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters, or
-                nothing can have this name.
+            StateError: there is no adapter of this name, or it is the run's own.
+            ConfigError: the run has no adapters, or the name is not valid.
         """
         adapters = self._require_adapters("delete_adapter")
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -65,9 +65,9 @@ class AdapterCalls(Calls):
 
     @call("actor", adapter="any")
     def adapters(self) -> list[AdapterInfo]:
-        """Lists all adapters in the order in which they were made.
+        """Lists all adapters in the order of their creation.
 
         Raises:
-            ConfigError: the run has none.
+            ConfigError: the run has no adapters.
         """
         return self._require_adapters("adapters").listed()

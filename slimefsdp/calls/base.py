@@ -1,4 +1,4 @@
-"""What the classes with calls have in common: where a body runs is the subclass's affair."""
+"""The base of the classes with calls; subclasses decide where a call's body runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Calls:
     """Base of the classes whose methods are calls.
 
-    `Trainer` runs the bodies, which use the attributes named here. A driver's handle has none of these: its `_make`
-    sends a call to the ranks.
+    `Trainer` runs the bodies, which use the attributes declared here. A driver's handle has none of them: its `_make`
+    sends the call to the ranks.
     """
 
     _state: RankState
@@ -29,7 +29,8 @@ class Calls:
         raise NotImplementedError
 
     def _require_adapters(self, name: str) -> Adapters:
-        """
+        """Returns the adapters.
+
         Raises:
             ConfigError: the run has no adapters.
         """
@@ -39,5 +40,5 @@ class Calls:
 
 
 def planned(batch: RolloutBatch) -> PreparedBatch:
-    """Returns the batch of a call as its body gets it: `_make` has checked and planned it."""
+    """Types the batch of a call as its body receives it, since `_make` has checked and planned it."""
     return cast(PreparedBatch, batch)

@@ -1,4 +1,4 @@
-"""Calls that move and count memory, and that look into the model without changing it."""
+"""Calls that free, restore and measure memory, and that inspect the model without changing it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from slimefsdp.rpc import ROLES, call
 if TYPE_CHECKING:
     import torch
 
-# What a rank answers for itself: a Trainer returns its own, a driver's handle the list of all ranks'.
+# Each rank has its own result: a Trainer returns its own, and a driver's handle a list with one per rank.
 MemoryReports = TypeVar("MemoryReports")
 Memories = TypeVar("Memories")
 Descriptions = TypeVar("Descriptions")
 
 
 class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
-    """Memory, layout and health. The type arguments are what `sleep`, `memory` and `describe` return."""
+    """Calls for memory, layout and health. The type arguments are the results of `sleep`, `memory` and `describe`."""
 
     @call(*ROLES, changes_state=True, adapter="any", answers_by_rank=True)
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReports:
-        """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent.
+        """Frees the device memory of parameters (with buffers), optimiser state and reference model; idempotent.
 
         Returns:
-            A `MemoryReport` of what a rank freed; of a group one for each rank.
+            A `MemoryReport` of what a rank freed; for a group, one per rank.
 
         Raises:
-            ConfigError: there is no such tag. ResourceError: a host has no room for what goes there.
+            ConfigError: a tag is unknown. ResourceError: a host has no room for what is moved there.
         """
         from slimefsdp.distributed.memory_manager import allocator_state
 
@@ -45,13 +45,13 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
     @call(*ROLES, changes_state=True, adapter="any", answers_by_rank=True)
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReports:
-        """Brings back what `sleep` freed; idempotent. Calls that need the model do it themselves.
+        """Restores what `sleep` freed; idempotent. Calls that need the model do this themselves.
 
         Returns:
-            A `MemoryReport` of what a rank brought back; of a group one for each rank.
+            A `MemoryReport` of what a rank restored; for a group, one per rank.
 
         Raises:
-            ConfigError: there is no such tag. ResourceError: a device has no room for what comes back.
+            ConfigError: a tag is unknown. ResourceError: a device has no room for what is restored.
         """
         from slimefsdp.distributed.memory_manager import allocator_state
 
@@ -60,20 +60,20 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
     @call(*ROLES, adapter="any", answers_by_rank=True, is_exclusive=False)
     def memory(self) -> Memories:
-        """Returns the bytes that a rank holds, as a `Memory`; of a group one for each rank."""
+        """Returns the bytes that a rank uses, as a `Memory`; for a group, one per rank."""
         state = self._state
-        found = state.memory_manager.memory()
+        usage = state.memory_manager.memory()
         if state.role != "ref":
             waiting = 0 if self._adapters is None else self._adapters.host_bytes
-            found = replace(found, host_buffers=found.host_buffers + state.checkpoints.host_bytes + waiting)
-        return cast(Memories, found)
+            usage = replace(usage, host_buffers=usage.host_buffers + state.checkpoints.host_bytes + waiting)
+        return cast(Memories, usage)
 
     @call(*ROLES, adapter="any", answers_by_rank=True)
     def describe(self) -> Descriptions:
-        """Describes the sharded units of the model: sizes, dtypes and layout. No rank waits for another.
+        """Describes the sharded units of the model: sizes, dtypes and layout. Not a collective.
 
         Returns:
-            A rank's `Description`; of a group one for each rank.
+            A rank's `Description`; for a group, one per rank.
         """
         from slimefsdp.distributed.fsdp import reshard
         from slimefsdp.monitoring.replica_check import describe_model
@@ -85,7 +85,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
     @call(*ROLES)
     def check_sync(self) -> ReplicaCheck:
-        """Compares what ranks should hold alike, bit by bit: replicas of shards, buffers, moments, counters."""
+        """Compares bit by bit what ranks should have in common: replicas of shards, buffers, moments, counters."""
         from slimefsdp.distributed.fsdp import reshard
         from slimefsdp.monitoring.replica_check import compare_replicas, model_tensors, optimizer_tensors
 
@@ -102,22 +102,22 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
             tensors += optimizer_tensors(state.model, state.updater.optimizer)
             numbers = {**state.updater.progress(), "next_lr": state.updater.next_lr}
             numbers["kl_coefficient"] = state.kl_coefficient
-        found = compare_replicas(tensors, numbers, state.mesh.group)
+        report = compare_replicas(tensors, numbers, state.mesh.group)
         state.reference.rest()
-        return found
+        return report
 
     @call("actor", "critic", is_exclusive=False)
     def gradient_health(self) -> GradientHealth:
         """Returns the norms of the last update's gradients by layer, and the first parameter that was not finite.
 
         Raises:
-            StateError: no update has been tried since the start, or since the last load.
+            StateError: there was no update since the start or the last load.
         """
-        found = self._state.updater.health
-        if found is None:
+        health = self._state.updater.health
+        if health is None:
             raise StateError(
                 "no update has been tried yet",
                 field="gradient_health",
                 hint="call train_step or optimizer_step first",
             )
-        return found
+        return health

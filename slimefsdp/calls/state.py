@@ -1,4 +1,4 @@
-"""Calls that send weights to engines and to the reference, and that write and read checkpoints and model folders."""
+"""Calls that send weights to engines and the reference model, and that save, load and export state."""
 
 from __future__ import annotations
 
@@ -25,30 +25,29 @@ def _check_path(role: str, arguments: Arguments) -> None:
 
 
 def _check_checkpoint(role: str, arguments: Arguments) -> None:
-    check_loop_state(arguments.get("loop_state"))  # too deeply nested, it could not even be sent to the ranks
+    check_loop_state(arguments.get("loop_state"))  # first, since a very deeply nested one could not be sent to ranks
     if arguments["name"] is not None:
         require_name(arguments["name"])
 
 
 class StateCalls(Calls):
-    """Weights and state that leave the ranks or come back."""
+    """Calls for weights and state that leave the ranks or are loaded."""
 
     @call("actor", "ref", needs_whole_weights=True, check=check_receivers)
     def update_weights(self, receivers: Sequence[Receiver], *, drop_failed: bool = False) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
-        Adapters are added to the weights that they change. Under lora.sync=adapters, engines that have adapters of
-        their own get these alone.
+        Adapters are merged into the weights. Under lora.sync=adapters, engines with adapters get only the adapters.
 
         Args:
-            receivers: have `begin`, `receive` and `commit` as `slimefsdp.weight_sync.receive.Receiver`; those of a
-                driver are Ray actors.
-            drop_failed: on a driver: goes on without receivers that fail, which the report names. Else the first
+            receivers: objects with `begin`, `receive` and `commit` as in `slimefsdp.weight_sync.receive.Receiver`; a
+                driver's receivers are Ray actors.
+            drop_failed: on a driver: continues without receivers that fail, and reports them; otherwise the first
                 failure ends the update.
 
         Raises:
-            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; under `drop_failed`,
-                all of them. None that had begun must be sampled from until the next update.
+            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; with `drop_failed`,
+                all of them. Receivers that had begun must not be used for sampling until the next update.
             ConfigError: `drop_failed` without a driver.
         """
         from slimefsdp.models.lora import merged_rows
@@ -77,11 +76,12 @@ class StateCalls(Calls):
 
     @call("actor", changes_state=True, needs_whole_weights=True)
     def update_ref(self) -> None:
-        """Makes the reference model equal to the actor; shard to shard where it is colocated.
+        """Copies the actor's weights to the reference model; shard by shard if it is colocated.
 
         Raises:
-            StateError: there is none, or it is of another architecture; on a Trainer also: it is a group of its own.
-            SyncError: as `update_weights`, of a reference group.
+            StateError: there is no reference model, or it has another architecture; on a Trainer also if it is a group
+                of its own.
+            SyncError: as in `update_weights`, for a reference group.
         """
         from slimefsdp.models.decoder import PolicyModel
 
@@ -97,19 +97,19 @@ class StateCalls(Calls):
         name: str | None = None,
         overwrite: bool = False,
     ) -> Path:
-        """Writes a checkpoint of everything that training continues from; committed whole or not at all.
+        """Writes a checkpoint of everything that is needed to continue training; atomically.
 
-        With `checkpoint.async_save` it returns at once and still saves this moment: `finish_save` waits for it.
+        With `checkpoint.async_save` it returns at once with a snapshot of this moment, and `finish_save` waits for it.
 
         Args:
-            loop_state: JSON of the caller's own, which `load` returns.
-            name: keeps the checkpoint until somebody removes its folder: it does not count as one of the
-                `checkpoint.keep_last`, nor as `latest`.
-            overwrite: replaces a checkpoint that has the name already.
+            loop_state: the caller's own JSON, which `load` returns.
+            name: keeps the checkpoint until its folder is removed; it counts neither for `checkpoint.keep_last` nor as
+                `latest`.
+            overwrite: replaces an existing checkpoint of this name.
 
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not; or
-                the name cannot be one, or is taken.
+            ConfigError: `run.dir` is not set.
+            CheckpointError: this or the previous save could not be written, or the name is invalid or taken.
         """
         state = self._state
         state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -125,15 +125,15 @@ class StateCalls(Calls):
                 overwrite=overwrite,
             )
             if state.reference.follows:
-                state.checkpoints.wait_for_copy()  # of the reference, which goes to rest
+                state.checkpoints.wait_for_copy()  # the reference model is about to be moved off the device
         return folder
 
     @call("actor", "critic")
     def finish_save(self) -> Path | None:
-        """Waits until the save in the background is on disk; returns its folder, None if there was none.
+        """Waits until the save in the background is on disk; returns its folder, or None if there was none.
 
         Raises:
-            CheckpointError: it could not be written; the earlier checkpoints stand.
+            CheckpointError: it could not be written; earlier checkpoints remain valid.
         """
         return self._state.checkpoints.finish()
 
@@ -141,16 +141,16 @@ class StateCalls(Calls):
     def load(
         self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
     ) -> dict[str, Any]:
-        """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
+        """Loads a checkpoint, from whatever mesh it was saved on; returns its loop state.
 
-        It also repairs the state that an update left which failed halfway.
+        It also repairs the state after an update that failed halfway.
 
         Args:
-            name: loads the checkpoint that was saved under this name.
-            weights_only: begins from its weights, with an optimiser and counters that have taken no update.
+            name: loads the checkpoint of this name.
+            weights_only: loads only the weights, with a new optimiser and counters at zero.
 
         Raises:
-            CheckpointError: there is none, or it is torn, altered, or of another model.
+            CheckpointError: there is no such checkpoint, or it is incomplete, changed or of another model.
         """
         state = self._state
         state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -171,21 +171,21 @@ class StateCalls(Calls):
 
     @call("actor", "critic", is_exclusive=False)
     def restored(self) -> LoadReport | None:
-        """Returns what the last `load` took and passed over; None before the first one."""
+        """Returns what the last `load` has read and skipped; None before the first one."""
         return self._state.checkpoints.restored
 
     @call(*ROLES, needs_whole_weights=True, check=_check_path)
     def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
-        """Writes the weights as a folder for `AutoModelForCausalLM`, of a critic for `AutoModelForTokenClassification`.
+        """Writes the weights as a folder for `AutoModelForCausalLM`, or of a critic `AutoModelForTokenClassification`.
 
-        Adapters are added to what they change.
+        Adapters are merged into the weights.
 
         Args:
-            dtype: of the tensors, e.g. `bfloat16`; None: the master dtype.
+            dtype: the dtype of the tensors, e.g. `bfloat16`; None: the master dtype.
 
         Raises:
-            ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
-                infinite in `dtype`.
+            ConfigError: the dtype is unknown.
+            CheckpointError: the folder exists or cannot be written, or a value becomes infinite in `dtype`.
         """
         from slimefsdp.training.build import master_dtype
         from slimefsdp.training.checkpointing import export_model
@@ -198,10 +198,10 @@ class StateCalls(Calls):
 
     @call("actor", needs_whole_weights=True, check=_check_path)
     def export_adapter(self, path: str | Path) -> Path:
-        """Writes the adapter alone as a folder for `PeftModel.from_pretrained`, in the master dtype.
+        """Writes only the adapter, as a folder for `PeftModel.from_pretrained` in the master dtype.
 
         Raises:
-            StateError: nothing has adapters. CheckpointError: the folder exists already, or cannot be written.
+            StateError: the model has no adapters. CheckpointError: the folder exists or cannot be written.
         """
         from slimefsdp.training.checkpointing import export_adapters
 

@@ -19,18 +19,18 @@ from slimefsdp.training.prepare import BatchPlanner
 
 
 class TrainingCalls(Calls):
-    """Forward passes and updates."""
+    """Calls for forward passes and updates."""
 
     @call("actor", "ref", planned=BatchPlanner.for_forward)
     def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
-        """Computes log-prob and entropy of every response token, masked ones too.
+        """Computes the log-prob and entropy of every response token, including masked ones.
 
         Args:
-            model: the group's own weights, or the frozen reference next to an actor (loaded on first use).
+            model: the group's own weights, or the frozen reference model of an actor (loaded on first use).
 
         Raises:
             BatchError: the batch does not fit the settings. ConfigError: the group has no such model.
-            StateError: the reference is a group of its own, which must be called instead.
+            StateError: the reference model is a group of its own, which must be called instead.
         """
         from slimefsdp.training import step
 
@@ -48,10 +48,10 @@ class TrainingCalls(Calls):
 
     @call("critic", planned=BatchPlanner.for_forward, needs_whole_weights=True)
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
-        """Computes a critic's value of every response token, masked ones too: float32 [R], in the order of the batch.
+        """Computes a critic's value of every response token, including masked ones: float32 [R] in batch order.
 
         Raises:
-            BatchError: the batch does not fit the settings. StateError: the group is no critic.
+            BatchError: the batch does not fit the settings. StateError: the group is not a critic.
         """
         from slimefsdp.training import step
 
@@ -69,19 +69,19 @@ class TrainingCalls(Calls):
         gae_lambda: float | None = None,
         kl_coefficient: float | None = None,
     ) -> dict[str, float]:
-        """Takes all updates over one rollout batch; returns metrics averaged over them.
+        """Takes all updates of one rollout batch; returns their mean metrics.
 
-        An error on the way, or an end by loss.max_kl, leaves no gradients.
+        After an error, or an end by loss.max_kl, there are no gradients left.
 
         Args:
-            plan: of `slimefsdp.training.plan.plan_training`; made here when not given.
+            plan: a plan of `slimefsdp.training.plan.plan_training`; None: it is made here.
             gae_lambda, kl_coefficient: replace the settings in the computation of a critic's targets.
 
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
-            ConfigError: a critic's option is given to another group, or is no number in its range.
-            StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in
-                a row; or an update before failed halfway.
+            ConfigError: an option of critics is passed to another group, or is out of range.
+            StateError: there are unused gradients of forward_backward, which stay; or too many non-finite gradient
+                norms in a row; or an earlier update failed halfway.
         """
         from slimefsdp.training import step
 
@@ -129,21 +129,21 @@ class TrainingCalls(Calls):
         settings: Mapping[str, Any] | None = None,
         with_log_probs: bool = False,
     ) -> dict[str, float] | ForwardBackward:
-        """Adds the gradients of one batch as (part of) one update; drops no sample. Returns its metrics.
+        """Adds the gradients of one batch to those of the next update; drops no sample. Returns its metrics.
 
         Args:
-            batch: without `old_log_probs` the current ones serve, and the ratio is 1.
-            loss: `policy` (needs advantages or what they are computed from) or `sft`; of a critic `value`.
-            denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
-                denominator (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
-            settings: of `loss`, for this call alone, such as {"policy": "cispo", "clip_high": 0.3}: the policy loss and
-                its parameters, `reduction`, `constant_length` and `entropy_coefficient`.
-            with_log_probs: returns a `ForwardBackward`: the metrics, and the log-probs of the pass that was
-                differentiated, in the order of the batch.
+            batch: if it has no `old_log_probs`, the current ones are used, and the ratio is 1.
+            loss: `policy` (needs advantages, or what they are computed from), `sft`, or `value` for a critic.
+            denominator: the divisor of the loss; default: this call's own count. Two halves with the denominator of
+                the whole (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
+            settings: settings of `loss` for this call only, such as {"policy": "cispo", "clip_high": 0.3}: the policy
+                loss and its parameters, `reduction`, `constant_length` and `entropy_coefficient`.
+            with_log_probs: returns a `ForwardBackward` with the metrics, and the log-probs of this forward pass in
+                batch order.
 
         Raises:
-            BatchError: the batch does not fit the settings; no gradient was added. ConfigError: no such loss, or
-                `settings` that one call cannot choose.
+            BatchError: the batch does not fit the settings; no gradient was added.
+            ConfigError: the loss is unknown, or `settings` cannot be chosen per call.
         """
         from slimefsdp.training import step
 
@@ -161,12 +161,12 @@ class TrainingCalls(Calls):
 
         Args:
             settings: replace those of `optim` in this update: learning rate, betas, eps, weight decay and the norm
-                that gradients are clipped to.
+                for clipping.
 
         Raises:
-            StateError: there are no gradients, optim.max_skipped_updates were skipped in a row, or an update before
+            StateError: there are no gradients, optim.max_skipped_updates were skipped in a row, or an earlier update
                 failed halfway.
-            ConfigError: `settings` are none, or have an `eps` under SGD.
+            ConfigError: `settings` are not valid, or have an `eps` under SGD.
         """
         from slimefsdp.training import step
 
@@ -177,5 +177,5 @@ class TrainingCalls(Calls):
         """Drops the gradients that forward_backward has gathered; idempotent."""
         from slimefsdp.training import step
 
-        self._state.memory_manager.wake_up(("parameters",))  # asleep, they have nothing to drop
+        self._state.memory_manager.wake_up(("parameters",))  # while asleep, parameters have no gradients to drop
         step.drop_gradients(self._state)

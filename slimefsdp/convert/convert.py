@@ -1,7 +1,7 @@
-"""Models between folders: Hugging Face, torch.distributed.checkpoint, and the checkpoints of a run.
+"""Converts models between Hugging Face folders, torch.distributed.checkpoint folders and a run's checkpoints.
 
-Each conversion is one process without Ray or a process group. It compares all names and shapes with the model of a
-config.json before it reads a tensor, holds one parameter at a time, and leaves a whole folder or none.
+A conversion runs in one process without Ray or a process group. It compares all names and shapes with the model of a
+config.json before it reads a tensor, has one parameter in memory at a time, and writes the target folder atomically.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
 from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
 from slimefsdp.models.load_weights import TIED_HEAD, OpenTensors, check_tensor_names
 
-Note = Callable[[str], None]  # receives progress, a line at a time
-# components of keys under which trainers keep what is no weight of the model
+Note = Callable[[str], None]  # receives progress, one line at a time
+# keys under which trainers save state that is not a weight of the model
 _TRAINING_STATE = re.compile(
     r"(.*\.)?(optim\w*|\w*scheduler\w*|exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|step)(\..*)?"
 )
 _NOTED_EVERY_BYTES = 1 << 30
-_MODEL, _REFERENCE = "model.", "reference."  # before the names of tensors in a checkpoint
+_MODEL, _REFERENCE = "model.", "reference."  # prefixes of tensor names in a checkpoint
 
 
 def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[TensorSpec]:
-    """Writes a folder's weights for `torch.distributed.checkpoint.load`; returns what was written.
+    """Writes a folder's weights for `torch.distributed.checkpoint.load`; returns the specs of what was written.
 
-    The keys are those of the model's `state_dict()` in transformers: experts of a layer are one tensor, and a head tied
-    to the embedding is there under both names.
+    The keys are those of the model's `state_dict()` in transformers: the experts of a layer are one tensor, and a head
+    that is tied to the embedding has both names.
 
     Raises:
-        ModelError: the folder does not hold the model of its config.json. CheckpointError: `target` is taken, or the
-            disk refused.
+        ModelError: the folder does not have the model of its config.json.
+        CheckpointError: `target` is taken, or the disk is full or fails.
     """
     policy = build_policy(source, torch.float32)
     check_tensor_names(policy, source)
@@ -56,7 +56,9 @@ def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[T
         for name, parameter in policy.named_weights()
     }
     with OpenTensors(source.tensors) as files:
-        specs = _specs(policy, parts, {part.name: files.dtype(part.name) for held in parts.values() for part in held})
+        specs = _specs(
+            policy, parts, {part.name: files.dtype(part.name) for stored in parts.values() for part in stored}
+        )
 
         def read(part: Part) -> torch.Tensor:
             tensor = torch.empty(part.shape, dtype=files.dtype(part.name))
@@ -83,16 +85,16 @@ def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[T
 def dcp_to_hugging_face(
     source: Path, target: Path, like: ModelFolder, *, dtype: str | None, note: Note
 ) -> list[TensorSpec]:
-    """Writes the model in a DCP folder as a Hugging Face folder; returns what was read.
+    """Writes the model of a DCP folder as a Hugging Face folder; returns the specs of what was read.
 
-    The keys are the model's names, or all have one prefix before them. Experts may be one tensor a layer, or apart.
+    The keys are the model's names, optionally all with one prefix. Experts may be stacked per layer, or separate.
 
     Args:
-        like: has config.json and the tokenizer; its weights are not looked at.
-        dtype: a name in `EXPORT_DTYPES`; None keeps each tensor's own.
+        like: the folder of config.json and the tokenizer; its weights are not used.
+        dtype: a name in `EXPORT_DTYPES`; None keeps the dtype of each tensor.
 
     Raises:
-        CheckpointError: the folder is not sound, does not hold that model, or `target` is taken.
+        CheckpointError: the folder is damaged or does not have that model, or `target` is taken.
     """
     folder = read_dcp_folder(source)
     policy = build_policy(like, torch.float32)
@@ -131,16 +133,16 @@ def dcp_to_hugging_face(
 def checkpoint_to_hugging_face(
     source: Path, target: Path, like: Path | None, *, dtype: str | None, note: Note
 ) -> list[TensorSpec]:
-    """Writes a run's checkpoint as a Hugging Face folder, or adapters as a PEFT folder; returns what was read.
+    """Writes a run's checkpoint as a Hugging Face folder, or adapters as a PEFT folder; returns the specs read.
 
     Args:
-        source: as `CheckpointStore.find`; all of it is verified before anything is read.
-        like: has config.json and the tokenizer; None: the model.path of the run, which for adapters is only named.
-        dtype: a name in `EXPORT_DTYPES`; None: that of the master weights.
+        source: as in `CheckpointStore.find`; the whole checkpoint is verified first.
+        like: the folder of config.json and the tokenizer; None: the run's model.path, which adapters only refer to.
+        dtype: a name in `EXPORT_DTYPES`; None: the dtype of the master weights.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, it holds another model, or `target` is taken.
-            ModelError: `like` is no model folder.
+        CheckpointError: there is no complete checkpoint, it is of another model, or `target` is taken.
+        ModelError: `like` is not a model folder.
     """
     manifest, folder, skipped = CheckpointStore.find(source)
     for error in skipped:
@@ -182,7 +184,7 @@ def _write_adapters(
         )
     saved = SavedShards(folder)
     specs = list(_weight_specs(saved).values())
-    # after the words that `slimefsdp.training.checkpointing` puts before it
+    # the digest is the last word of a text of `slimefsdp.training.checkpointing`
     digest = identity["model.path"].rpartition(" ")[2]
     facts = AdapterFacts(
         identity.get("adapter.rank", identity["lora.rank"]),
@@ -197,7 +199,7 @@ def _write_adapters(
 
 
 def _weight_specs(saved: SavedShards) -> dict[str, TensorSpec]:
-    """The saved parameters of the model by their names in memory, without optimiser state and reference model."""
+    """Returns the saved parameters by the model's names, without optimiser state and reference model."""
     return {
         name: replace(spec, name=name)
         for key, spec in saved.specs.items()
@@ -213,16 +215,16 @@ def _weights(saved: SavedShards, specs: Sequence[TensorSpec], note: Note) -> Ite
 
 
 def _require_same_model(saved: dict[str, Any], model: ModelFolder, file: Path, note: Note) -> None:
-    """Equal shapes do not make an equal model: rope_theta, norms and windows are compared too."""
+    """Compares the architectures, including rope_theta, norms and windows, since equal shapes are not enough."""
     own = architecture_of(model.config)
     both = saved.keys() & own.keys()
     check_identity({name: saved[name] for name in both}, {name: own[name] for name in sorted(both)}, file)
-    if one_sided := sorted(saved.keys() ^ own.keys()):  # by another release of transformers, which knows other defaults
+    if one_sided := sorted(saved.keys() ^ own.keys()):  # another release of transformers has other defaults
         note(f"not compared, since one of the two configurations lacks them: {', '.join(one_sided)}")
 
 
 def _embedding_name(policy: PolicyModel) -> str | None:
-    """The parameter that a tied head is; None where the head is one of its own."""
+    """Returns the name of the embedding if the head is tied to it; None if the head has its own parameter."""
     if not policy.has_tied_embeddings:
         return None
     embedding = policy.hf.get_input_embeddings().weight
@@ -230,7 +232,7 @@ def _embedding_name(policy: PolicyModel) -> str | None:
 
 
 def _specs(policy: PolicyModel, parts: dict[str, list[Part]], dtypes: dict[str, torch.dtype]) -> list[TensorSpec]:
-    """The model's parameters, each in a dtype that holds all parts of it."""
+    """Returns the specs of the model's parameters, each in a dtype that holds all of its parts."""
     specs = []
     for name, parameter in policy.named_weights():
         dtype = dtypes[parts[name][0].name]
@@ -241,7 +243,7 @@ def _specs(policy: PolicyModel, parts: dict[str, list[Part]], dtypes: dict[str, 
 
 
 def _assembled(spec: TensorSpec, parts: Sequence[Part], read: Callable[[Part], torch.Tensor]) -> torch.Tensor:
-    """A parameter from its parts, read one after the other."""
+    """Reads the parts of a parameter one after another and assembles them."""
     if parts[0].expert is None:
         return read(parts[0])
     whole = torch.empty(spec.shape, dtype=spec.dtype)
@@ -260,28 +262,28 @@ def _require_tied(head: torch.Tensor, embedding: torch.Tensor, path: Path) -> No
 
 
 def _prefix(folder: DcpFolder, policy: PolicyModel) -> str:
-    """Returns what stands before the model's names in the keys; nothing, where one of them is a key as it is.
+    """Returns the prefix of the model's names in the keys; "" if one of the names itself is a key.
 
     Raises:
-        CheckpointError: more than one prefix would do.
+        CheckpointError: several prefixes are possible.
     """
     names = [name for name, _ in policy.named_weights() if ".experts." not in name]
     last = names[-1]
-    found = {
+    prefixes = {
         key.removesuffix(last)
         for key in folder.tensors
         if (key == last or key.endswith(f".{last}")) and not _TRAINING_STATE.fullmatch(key)
     }
-    found = {prefix for prefix in found if all(prefix + name in folder.tensors for name in names)} or found
-    if "" in found or not found:
+    prefixes = {prefix for prefix in prefixes if all(prefix + name in folder.tensors for name in names)} or prefixes
+    if "" in prefixes or not prefixes:
         return ""
-    if len(found) > 1:
+    if len(prefixes) > 1:
         raise CheckpointError(
-            f"{folder.path} holds several models, under {', '.join(map(repr, sorted(found)))}",
+            f"{folder.path} holds several models, under {', '.join(map(repr, sorted(prefixes)))}",
             field="path",
             hint="save the one you want into a folder of its own",
         )
-    return found.pop()
+    return prefixes.pop()
 
 
 def _check_tensors(
@@ -291,7 +293,7 @@ def _check_tensors(
     wanted: dict[str, tuple[int, ...]],
     model_type: str,
 ) -> None:
-    """Whether the folder holds what is wanted, in a dtype of weights, and under the prefix nothing else of a model."""
+    """Checks that the folder has the wanted weights in a valid dtype, and nothing else of a model under the prefix."""
     held = {name: saved.shape for name, saved in stored.items() if not _TRAINING_STATE.fullmatch(name)}
     surplus = {name for name in held if name not in wanted and not is_no_weight(model_type, name)}
     _check_names(folder.path, wanted, held, surplus, prefix)
@@ -331,16 +333,16 @@ def _check_names(
 
 @dataclass
 class _Progress:
-    """Says now and then how far a stream of parameters has come."""
+    """Reports the progress through a sequence of parameters, once per gigabyte."""
 
-    total: int  # tensors
+    total: int  # number of tensors
     note: Note
     tensors: int = 0
     nbytes: int = 0
     noted: int = 0
 
     def count(self, spec: TensorSpec) -> None:
-        """The parameter comes next."""
+        """Counts a parameter that is about to be read."""
         self.tensors += 1
         self.nbytes += spec.nbytes
         if self.nbytes - self.noted >= _NOTED_EVERY_BYTES:

@@ -1,4 +1,4 @@
-"""Tensors out of and into torch.distributed.checkpoint folders, one at a time, in one process without a group."""
+"""Reads and writes tensors of torch.distributed.checkpoint folders, one at a time and without a process group."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from slimefsdp.io.safetensors_file import TensorSpec
 
 
 def read_saved(saved: SavedTensor) -> torch.Tensor:
-    """A whole tensor of a folder; its memory and that of one chunk are needed.
+    """Reads a whole tensor of a folder, with the memory of the tensor and one chunk.
 
     Raises:
-        CheckpointError: naming file and tensor: missing, torn, or not what the folder's metadata says.
+        CheckpointError: a chunk is missing, truncated or not as the metadata says; names the file and the tensor.
     """
     if len(saved.chunks) == 1 and saved.chunks[0].sizes == saved.shape:
         return _chunk(saved, saved.chunks[0])
@@ -37,34 +37,34 @@ def read_saved(saved: SavedTensor) -> torch.Tensor:
 
 
 def write_dcp_folder(path: Path, specs: Sequence[TensorSpec], read: Callable[[str], torch.Tensor]) -> None:
-    """A folder that `torch.distributed.checkpoint.load` opens on any number of ranks; whole or absent.
+    """Atomically writes a folder that `torch.distributed.checkpoint.load` can read on any number of ranks.
 
     Args:
-        specs: what it will hold; the names are its keys.
-        read: gives a tensor when it is written; the next is asked for after that.
+        specs: the tensors to write; the names are the keys.
+        read: returns a tensor by its name; it is called when the previous one was written.
 
     Raises:
-        CheckpointError: `path` is taken, or the disk refused. What `read` raises.
+        CheckpointError: `path` is taken, or the disk is full or fails. The errors of `read`.
     """
     announced = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
     with new_folder(path) as folder, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # which is what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # this is intended
         try:
             save(announced, storage_writer=FileSystemWriter(folder), planner=_ReadWhenWritten(read), no_dist=True)
-        except CheckpointException as failed:  # no Exception, and it hides what was raised
+        except CheckpointException as failed:  # not a subclass of Exception, and it wraps the real error
             error = next(iter(failed.failures.values()))[0]
             raise error if isinstance(error, SlimeError | OSError) else RuntimeError(str(error)) from error
 
 
 class _ReadWhenWritten(DefaultSavePlanner):
-    """Plans with tensors that have no memory, and gets each one when its turn has come."""
+    """Plans with tensors without memory, and reads each one when it is written."""
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor of a key."""
+        """Reads the tensor of a key."""
         return self._read(index.fqn)
 
 
@@ -86,6 +86,6 @@ def _chunk(saved: SavedTensor, chunk: Chunk) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise refused(f"is a {type(tensor).__name__}, not a plain tensor")
     if (tensor.dtype, tuple(tensor.shape)) != (saved.dtype, chunk.sizes):
-        found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(chunk.sizes)}"
-        raise refused(f"is {found} there, and {wanted} by the folder's metadata")
-    return tensor.resolve_conj().resolve_neg()  # a view's sign is in no byte of its memory
+        actual, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(chunk.sizes)}"
+        raise refused(f"is {actual} there, and {wanted} by the folder's metadata")
+    return tensor.resolve_conj().resolve_neg()  # a view's lazy conjugation or negation is not in its memory

@@ -1,7 +1,7 @@
-"""Reads what a torch.distributed.checkpoint folder says it holds, without running code that its `.metadata` may name.
+"""Reads the metadata of a torch.distributed.checkpoint folder, without running code that its `.metadata` may name.
 
-`.metadata` is a pickle, and a pickle names functions to call. The unpickler knows only the names that torch writes, and
-puts a plain record in the place of each class. pydantic then checks types, sizes, file names and offsets.
+`.metadata` is a pickle, and a pickle names functions to call. This unpickler only accepts the names that torch writes,
+and makes a plain record instead of an object of each class. pydantic then checks types, sizes, file names and offsets.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from slimefsdp.errors import CheckpointError, short_repr
 from slimefsdp.io.checksummed_files import io_reported
 
 METADATA_FILE = ".metadata"
-MAX_CHUNKS = 8192  # of a tensor: more than anybody's ranks, and every two of them are compared
+MAX_CHUNKS = 8192  # per tensor: more than anyone has ranks; all pairs of chunks are compared
 MAX_METADATA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and the bytes of a file that hold it as `torch.save` wrote it."""
+    """A box within a tensor, and the bytes of a file that hold it in the format of `torch.save`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a folder; its chunks do not overlap, and fill it."""
+    """A tensor of a folder; its chunks cover it without overlap."""
 
     name: str
     dtype: torch.dtype
@@ -56,10 +56,10 @@ class DcpFolder:
 
 
 def read_dcp_folder(path: Path) -> DcpFolder:
-    """Reads the folder's `.metadata`, and no tensor.
+    """Reads a folder's `.metadata`, without any tensor.
 
     Raises:
-        CheckpointError: `.metadata` is missing, names what torch does not write there, or contradicts itself.
+        CheckpointError: `.metadata` is missing, has names that torch does not write, or contradicts itself.
     """
     file = path / METADATA_FILE
     with io_reported(file, "load"):
@@ -84,7 +84,7 @@ def read_dcp_folder(path: Path) -> DcpFolder:
 
 
 class _Record:
-    """Stands for an object of the pickle, and keeps its state."""
+    """Replaces an object of the pickle, and keeps its state."""
 
     state: object = None
 
@@ -96,7 +96,7 @@ class _Record:
 
 
 class _TensorRecord(_Record):
-    """Stands for a tensor's entry, which has another class than other entries."""
+    """Replaces the metadata of a tensor, which must be told apart from other entries."""
 
 
 class _State(BaseModel):
@@ -134,10 +134,10 @@ class _Index(_State):
 
 
 class _Place(_State):
-    relative_path: str = Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\z")  # no file outside of the folder
+    relative_path: str = Field(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\z")  # stays inside of the folder
     offset: _Size
     length: _Size
-    transform_descriptors: list[Any] | None = Field(None, max_length=0)  # such as compression
+    transform_descriptors: list[Any] | None = Field(None, max_length=0)  # such as compression, which is not supported
 
 
 class _Metadata(_State):
@@ -156,7 +156,7 @@ _RECORDS = {
     _SHARDED: ["TensorProperties", "MEM_FORMAT_ENCODING"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo", "_StoragePrefix"],
     "torch.serialization": ["_get_layout"],
-    "builtins": ["getattr"],  # some releases of Python write a member of an enumeration so
+    "builtins": ["getattr"],  # some releases of Python pickle members of an enum with it
     "pathlib": ["PosixPath", "WindowsPath"],
     "pathlib._local": ["PosixPath", "WindowsPath"],
 }
@@ -181,7 +181,7 @@ def _unpickled(file: Path, stream: BinaryIO) -> Any:
             return _KNOWN[module, name]
 
     try:
-        # a few bytes of pickle can ask for gigabytes of memo, or for keys that take years to hash
+        # a few bytes of pickle can request gigabytes of memo, or keys that take years to hash
         for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
             is_far = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count
             if opcode.name == "DUP" or is_far:
@@ -190,7 +190,7 @@ def _unpickled(file: Path, stream: BinaryIO) -> Any:
         return Reader(stream).load()
     except CheckpointError:
         raise
-    except Exception as error:  # a pickle can fail in any way
+    except Exception as error:  # unpickling can fail in any way
         raise _damaged(file, f"cannot be read: {type(error).__name__}: {short_repr(str(error))}") from error
 
 
@@ -209,7 +209,7 @@ def _tensor(file: Path, name: str, entry: _Entry, places: dict[_Index, _Place]) 
 
 
 def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Whether boxes lie inside a shape, do not overlap, and leave nothing out."""
+    """Returns whether boxes cover a shape exactly, without overlap."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             return False
@@ -220,9 +220,9 @@ def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
     starts = torch.tensor([chunk.offsets for chunk in chunks]).view(len(chunks), len(shape))
     ends = starts + torch.tensor([chunk.sizes for chunk in chunks]).view(len(chunks), len(shape))
     overlap = torch.ones(len(chunks), len(chunks), dtype=torch.bool)
-    for start, end in zip(starts.T, ends.T, strict=True):  # one dim at a time
+    for start, end in zip(starts.T, ends.T, strict=True):  # for each dim
         overlap &= (start[:, None] < end[None]) & (start[None] < end[:, None])
-    return int(overlap.sum()) == len(chunks)  # each overlaps itself
+    return int(overlap.sum()) == len(chunks)  # each chunk overlaps only itself
 
 
 def _damaged(file: Path, problem: str, hint: str = "copy the folder again, whole") -> CheckpointError:

@@ -1,7 +1,7 @@
-"""Defines the fields of a rollout batch, and converts or refuses what a caller gives for them.
+"""Defines the fields of a rollout batch, and converts or refuses what a caller passes for them.
 
-Given are arrays, per-sample records or slime's rollout dict; records also come back from the fields. The latter two
-become columns first: for a field the caller's name of it, for errors, and one entry per sample.
+A caller passes arrays, per-sample records or slime's rollout dict. Records and slime's dict are first converted to
+columns: for each field, the caller's name of it (for errors) and one entry per sample.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def refuse(field: str, message: str, hint: str) -> NoReturn:
 
 
 def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str = "") -> NoReturn:
-    """Raises BatchError that `name` is not a known `what`, with the nearest of the `known` names as a hint."""
+    """Raises a BatchError that `name` is not a known `what`, with the most similar of the `known` names as a hint."""
     nearest = difflib.get_close_matches(str(name)[:60], list(known), n=1, cutoff=0.0)[0]
     refuse(str(name)[:60], f"{short_repr(name)} is not {what}", f"write {nearest!r} if that is meant{otherwise}")
 
@@ -48,22 +48,22 @@ def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str
 def as_array(
     field: str, value: Any, *, label: str, place: Callable[[int], str], size: int | None = None
 ) -> npt.NDArray[Any]:
-    """Returns `value` as a flat, contiguous array of the field's dtype; the same object if it is one already.
+    """Returns `value` as a flat, contiguous array of the field's dtype; the same object if it already is one.
 
     Args:
-        label: what an error calls the value.
-        place: where an error says that the entry of an index is.
-        size: the number of entries it must have; None is any.
+        label: the name of the value in errors.
+        place: describes the entry with an index in errors.
+        size: the required number of entries; None: any.
 
     Raises:
-        BatchError: it has another size or shape, or the dtype would lose something (rounding to float32 is no loss).
+        BatchError: the size or shape is wrong, or the conversion would lose something other than float32 rounding.
     """
     dtype = DTYPES[field]
     if np.ma.is_masked(value):
         refuse(field, f"{label} is masked in places, where it has no value", "fill or drop what is masked")
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors on a device or in a gradient graph
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors on a device or that require grad
         refuse(field, f"{label} cannot be read as an array: {error}", "pass a flat list or array of numbers on the CPU")
     if array.ndim != 1:
         refuse(field, f"{label} has shape {array.shape}; it must be flat", "pass a flat list or array of numbers")
@@ -77,7 +77,7 @@ def as_array(
     if array.dtype.kind not in kinds:
         message = f"{label} has dtype {array.dtype}, e.g. {array[0]} at {place(0)}; it must be {dtype}"
         refuse(field, message, f"pass {numbers}")
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which construction refuses
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the batch's constructor refuses
         converted = array.astype(dtype)
     if dtype != np.float32 and not (same := converted == array).all():
         index = int(np.argmin(same))
@@ -92,11 +92,11 @@ def as_scalar(field: str, value: Any) -> float | int | None:
         return None
     try:
         number = np.asarray(value)
-    except ValueError:  # of lists of several lengths
+    except ValueError:  # ragged lists
         number = np.empty(0)
     kinds, rule = ("iuf", "a finite number above 0") if field == "temperature" else ("iu", "a whole number from 0")
     if number.ndim == 0 and number.dtype.kind in kinds:
-        if field == "temperature" and 0 < float(number) < np.inf:  # as a float: a longer one may be neither
+        if field == "temperature" and 0 < float(number) < np.inf:  # as a float, since a wider one may round to 0 or inf
             return float(number)
         if field == "weight_version" and 0 <= number <= np.iinfo(np.int64).max:
             return int(number)
@@ -116,7 +116,7 @@ _SAMPLE_KEYS = {  # key of one sample -> field of the batch
     **{name: name for name in PER_RESPONSE_TOKEN},
 }
 
-_SLIME_KEYS = {  # key of slime's rollout dict -> field of the batch; of two keys for one field the later one counts
+_SLIME_KEYS = {  # key of slime's rollout dict -> field of the batch; if two keys have one field, the later one is used
     "tokens": "tokens",
     "response_lengths": "response_lengths",
     "rewards": "rewards",
@@ -132,7 +132,7 @@ _SLIME_IGNORED = (  # bookkeeping, and slime's own schedule and denominators
     *("rollout_ids", "rollout_mask_sums", "max_seq_lens", "dynamic_global_batch_size", "global_batch_sizes"),
     *("num_microbatches", "micro_batch_indices"),
 )
-_SLIME_REFUSED = {  # leaving these out in silence would train something else than was sampled
+_SLIME_REFUSED = {  # ignoring these silently would train on something else than what was sampled
     "partition": "the dict is one rank's share, whose raw_reward is still that of all ranks",
     "pixel_values": "images are not supported",
     "multimodal_train_inputs": "inputs other than tokens are not supported",
@@ -145,7 +145,7 @@ _SLIME_REFUSED = {  # leaving these out in silence would train something else th
 
 
 def fields_from_samples(samples: Iterable[Mapping[str, Any] | object]) -> dict[str, npt.NDArray[Any]]:
-    """Returns the array fields of a batch of these samples; see `RolloutBatch.from_samples`."""
+    """Returns the array fields of a batch of these samples, as `RolloutBatch.from_samples` describes."""
     if not isinstance(samples, Iterable):
         refuse("samples", f"samples is a {type(samples).__name__}", "pass a list with one mapping or object per sample")
     rows = [s if isinstance(s, Mapping) else {key: getattr(s, key, None) for key in _SAMPLE_KEYS} for s in samples]
@@ -156,7 +156,7 @@ def fields_from_samples(samples: Iterable[Mapping[str, Any] | object]) -> dict[s
 
 
 def samples_from_fields(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns one dict per sample, with a key for each field that is present; inverse of `fields_from_samples`."""
+    """Returns one dict per sample with a key for each present field; the inverse of `fields_from_samples`."""
     columns: dict[str, Sequence[Any]] = {}
     for key, field in _SAMPLE_KEYS.items():
         if field in PER_SAMPLE and field in fields:
@@ -170,20 +170,20 @@ def samples_from_fields(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 def fields_from_slime(
     data: Mapping[str, Any], samples_per_group: int | None, reward_key: str | None
 ) -> dict[str, npt.NDArray[Any]]:
-    """Returns the array fields of a batch of slime's rollout dict; see `RolloutBatch.from_slime`.
+    """Returns the array fields of a batch of slime's rollout dict, as `RolloutBatch.from_slime` describes.
 
     Source: `_convert_samples_to_train_data` in slime/ray/rollout.py.
-    - Taken as they are: `tokens`, `response_lengths`, `rollout_log_probs`, `ref_log_probs`, `values`, `advantages`,
-      `returns`. Renamed: `loss_masks` to loss_mask, `log_probs` (of slime's trainer) to old_log_probs.
+    - Unchanged: `tokens`, `response_lengths`, `rollout_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`.
+      Renamed: `loss_masks` to loss_mask, `log_probs` (of slime's trainer) to old_log_probs.
     - Ignored: `total_lengths`, `truncated`, `sample_indices`, `prompt`, `round_number`, `metadata`, `rollout_ids`,
-      `weight_versions` (one list per sample: give `weight_version`), and slime's schedule and denominators.
-    - Refused, since leaving them out would train something else: inputs that are not tokens, teacher log-probs, replay
-      data of the engine, one rank's share (`partition`), and keys that are not known.
+      `weight_versions` (one list per sample: pass `weight_version`), and slime's schedule and denominators.
+    - Refused, since ignoring them would train on something else: inputs that are not tokens, teacher log-probs, replay
+      data of the engine, one rank's share (`partition`), and unknown keys.
     """
     if not isinstance(data, Mapping):
         refuse("data", f"data is a {type(data).__name__}", "pass the dict that slime's RolloutManager builds")
-    given = {key: value for key, value in data.items() if value is not None}
-    for key, value in given.items():
+    present = {key: value for key, value in data.items() if value is not None}
+    for key, value in present.items():
         entries = value if isinstance(value, Iterable) else [value]
         if key in _SLIME_REFUSED and any(entry is not None for entry in entries):
             message = f"{key} in slime's dict cannot be honoured: {_SLIME_REFUSED[key]}"
@@ -193,15 +193,15 @@ def fields_from_slime(
         if key in _SLIME_KEYS and not _is_list(value):
             message = f"{key} in slime's dict is {short_repr(value)}; it must be a list"
             refuse(key, message, "pass one entry per sample")
-    columns = {field: (key, given[key]) for key, field in _SLIME_KEYS.items() if key in given}
+    columns = {field: (key, present[key]) for key, field in _SLIME_KEYS.items() if key in present}
     if reward_key is not None:
-        if not isinstance(reward_key, str) or _SLIME_KEYS.get(reward_key) != "rewards" or reward_key not in given:
+        if not isinstance(reward_key, str) or _SLIME_KEYS.get(reward_key) != "rewards" or reward_key not in present:
             refuse(
                 "rewards", f"slime's dict has no rewards {reward_key!r}", "pass reward_key='raw_reward' or 'rewards'"
             )
-        columns["rewards"] = (reward_key, given[reward_key])
+        columns["rewards"] = (reward_key, present[reward_key])
     if samples_per_group is not None:
-        num_samples = len(given.get("tokens", ()))
+        num_samples = len(present.get("tokens", ()))
         if type(samples_per_group) is not int or samples_per_group < 1 or num_samples % samples_per_group:
             message = f"samples_per_group={samples_per_group} does not cut {num_samples} samples into whole groups"
             refuse("group_ids", message, "pass whole groups, or name each sample's group in a list group_index")
@@ -210,7 +210,7 @@ def fields_from_slime(
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it has entries by index, as lists, arrays and tensors do; a 0-d array has none."""
+    """Returns whether the value has entries by index, as lists, arrays and tensors have; a 0-d array has none."""
     if isinstance(value, Mapping | str | bytes) or not hasattr(value, "__getitem__"):
         return False
     try:
@@ -220,9 +220,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
-    """Returns the array fields of a batch with `lengths`: each column's entries concatenated, columns of
-    None left out.
-    """
+    """Returns the array fields of a batch with `lengths`: concatenates each column, and drops columns of None."""
     num_samples = len(columns["tokens"][1]) if "tokens" in columns else 0
     if num_samples == 0:
         refuse("tokens", "there are no samples; a batch has at least one", "skip the update when nothing was sampled")

@@ -1,12 +1,12 @@
-"""RolloutBatch: one batch of sampled sequences, checked once when it is built and never changed afterwards.
+"""RolloutBatch: a batch of sampled sequences, validated once when it is made, and immutable.
 
-Ragged fields are flat arrays plus lengths. B samples; T = sum of lengths; R = sum of response_lengths. The tokens of a
-sample are its prompt followed by its response, so the response is always the last `response_length` of them; no value
-of a token, id 0 included, means padding.
+Ragged fields are flat arrays with lengths: B samples, T = sum of lengths, R = sum of response_lengths. The tokens of a
+sample are its prompt followed by its response, so the response is always its last `response_length` tokens. There is no
+padding, and no token id stands for it.
 
-On disk a batch is one safetensors file: a tensor for each field it has, under the field's name and in its dtype. The
-file's metadata holds a sha256 of the tensors' names, dtypes, shapes and bytes, which reading compares. A file that has
-none, written by an earlier version or by another program, is read without that.
+On disk a batch is one safetensors file with a tensor for each present field, of its name and dtype. The metadata has a
+sha256 of the tensors' names, dtypes, shapes and bytes, which is checked when the file is read. A file without it,
+from an earlier version or another program, is read unchecked.
 """
 
 from __future__ import annotations
@@ -47,66 +47,66 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
-LOG_PROB_SLACK = 1e-3  # an engine's own rounding may put the log-prob of a certain token slightly above 0
-_STORED_DTYPES = {"int64": "I64", "float32": "F32", "float64": "F64", "bool": "BOOL"}  # numpy's name -> the format's
+LOG_PROB_SLACK = 1e-3  # an engine's rounding may put the log-prob of a certain token slightly above 0
+_STORED_DTYPES = {"int64": "I64", "float32": "F32", "float64": "F64", "bool": "BOOL"}  # numpy name -> safetensors name
 _HINT = "pass a file written by RolloutBatch.save"
 _DIGEST = "sha256"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutBatch:
-    """Sampled sequences with everything that is known about them; the input of a trainer.
+    """Sampled sequences with all their known fields: the input of a trainer.
 
-    Arrays may be given as lists or in another dtype that loses nothing (any float or int for float32, rounded to
-    float32). An array that already fits is kept as a read-only view, not copied: do not write to it afterwards.
-    Compare batches with `same_as`; `==` is identity.
+    Arrays may be passed as lists, or in another dtype if the conversion loses nothing but float32 rounding. An array of
+    the right dtype is kept as a read-only view without a copy: do not write to it afterwards. Compare batches with
+    `same_as`, since `==` compares identity.
 
     Raises:
-        BatchError: a field breaks a rule; names the field, the sample, the value, the rule and the way out.
+        BatchError: a field breaks a rule; the error names the field, the sample, the value, the rule and the way out.
     """
 
-    tokens: Int64  # [T] prompt + response of each sample, end to end
+    tokens: Int64  # [T] prompt + response of each sample, one after another
     lengths: Int64  # [B] tokens per sample
-    response_lengths: Int64  # [B] trailing tokens that are response; 1 <= response_length < length
+    response_lengths: Int64  # [B] number of trailing response tokens; 1 <= response_length < length
     rewards: Float32 | None = None  # [B]
     group_ids: Int64 | None = None  # [B] samples of one prompt share an id
-    loss_mask: Bool | None = None  # [R] False where the policy did not choose the token; None is all True
-    rollout_log_probs: Float32 | None = None  # [R] from the engine that sampled, at the sampling temperature
+    loss_mask: Bool | None = None  # [R] False for tokens that the policy did not choose; None: all True
+    rollout_log_probs: Float32 | None = None  # [R] by the engine that sampled, at the sampling temperature
     advantages: Float32 | None = None  # [R]
     returns: Float32 | None = None  # [R]
     values: Float32 | None = None  # [R]
     old_log_probs: Float32 | None = None  # [R]
     ref_log_probs: Float32 | None = None  # [R]
     token_rewards: Float32 | None = None  # [R]
-    baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
-    weight_versions: Int64 | None = None  # [R] which weights drew each token, where they are not all the same
-    loss_weights: Float32 | None = None  # [R] what the loss of a token is multiplied by, of any sign; None is all 1
-    target_tokens: Int64 | None = None  # [R] tokens to score in place of the sampled ones; None: the sampled tokens
+    baseline_rewards: Float32 | None = None  # [B] baseline of each reward, e.g. the reward of a greedy response
+    weight_versions: Int64 | None = None  # [R] the weight version that drew each token, if they differ
+    loss_weights: Float32 | None = None  # [R] factor on the loss of each token, of any sign; None: all 1
+    target_tokens: Int64 | None = None  # [R] tokens to score instead of the sampled ones; None: the sampled tokens
     temperature: float | None = None  # the sampling temperature
-    weight_version: int | None = None  # which weights sampled it; the oldest, where tokens are of several
+    weight_version: int | None = None  # the weight version that sampled; the oldest one if there are several
 
     def __new__(cls, *values: Any, **fields: Any) -> RolloutBatch:
-        """Raises BatchError for arguments for which `__init__` could only raise TypeError."""
+        """Raises BatchError for arguments for which `__init__` would raise a TypeError."""
         for name in fields:
             if name not in DTYPES:
                 refuse_unknown(name, DTYPES, "a field of RolloutBatch")
         names = [field.name for field in dataclasses.fields(cls)]
-        given = [*names[: len(values)], *fields]
-        if len(values) > len(names) or len(set(given)) < len(given):
+        passed = [*names[: len(values)], *fields]
+        if len(values) > len(names) or len(set(passed)) < len(passed):
             message = f"{len(values)} fields are given without a name, and {sorted(fields)} by name"
             refuse("RolloutBatch", message, "give each field once, by its name")
         for name in REQUIRED:
-            if name not in given:
+            if name not in passed:
                 refuse(name, f"{name} is missing", "give tokens, lengths and response_lengths")
         return object.__new__(cls)
 
     def __repr__(self) -> str:
         named = [field.name for field in dataclasses.fields(self) if field.name not in (*REQUIRED, *SCALARS)]
-        given = [name for name in named if getattr(self, name) is not None]
+        present = [name for name in named if getattr(self, name) is not None]
         scalars = [f"{name}={value}" for name in SCALARS if (value := getattr(self, name)) is not None]
         samples = f"{self.num_samples} sample{'s' * (self.num_samples != 1)}"
         tokens = f"{len(self.tokens)} tokens, {self.num_response_tokens} of them in responses"
-        return f"RolloutBatch({', '.join([samples, tokens, *given, *scalars])})"
+        return f"RolloutBatch({', '.join([samples, tokens, *present, *scalars])})"
 
     def __post_init__(self) -> None:
         self._normalise("lengths", None)
@@ -120,7 +120,7 @@ class RolloutBatch:
             lambda i: f"must be at least 1 and less than the sample's length, {self.lengths[i]}",
             "drop samples whose prompt or response is empty",
         )
-        # summed as float: lengths from a damaged file could wrap an int64 sum round to a plausible number
+        # summed as float, since lengths from a damaged file could wrap an int64 sum around to a plausible number
         self._normalise("tokens", int(self.lengths.sum(dtype=np.float64)))
         for name in ("rewards", "group_ids", "baseline_rewards"):
             self._normalise(name, self.num_samples)
@@ -131,7 +131,7 @@ class RolloutBatch:
             object.__setattr__(self, name, as_scalar(name, getattr(self, name)))
 
     def _normalise(self, name: str, size: int | None) -> None:
-        """Replaces the field `name` by a read-only array of its dtype with `size` entries; None sets no size."""
+        """Replaces a field by a read-only array of its dtype with `size` entries; None: any size."""
         value = getattr(self, name)
         if value is None and name not in REQUIRED:
             return
@@ -181,7 +181,7 @@ class RolloutBatch:
             refuse(name, message, hint)
 
     def _place(self, name: str, index: int) -> str:
-        """Describes entry `index` of field `name`: its sample, and the position in it."""
+        """Describes an entry of a field: its sample, and the position in the sample."""
         if name in PER_SAMPLE:
             return f"sample {index}"
         offsets, unit = (self.token_offsets, "token") if name == "tokens" else (self.response_offsets, "response token")
@@ -202,32 +202,30 @@ class RolloutBatch:
 
     @property
     def token_offsets(self) -> Int64:
-        """[B + 1]; sample i is tokens[token_offsets[i] : token_offsets[i + 1]]."""
+        """Returns [B + 1] offsets; sample i is tokens[token_offsets[i] : token_offsets[i + 1]]."""
         return _offsets(self.lengths)
 
     @property
     def response_offsets(self) -> Int64:
-        """[B + 1]; sample i owns entries response_offsets[i] : response_offsets[i + 1] of an [R] field."""
+        """Returns [B + 1] offsets; sample i is response_offsets[i] : response_offsets[i + 1] of an [R] field."""
         return _offsets(self.response_lengths)
 
     @property
     def mask(self) -> Bool:
-        """[R], True where the token is trained: `loss_mask`, or all True without one."""
+        """Returns [R], True for tokens that are trained: `loss_mask`, or all True without one."""
         return np.ones(self.num_response_tokens, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
 
     @property
     def sample_ids(self) -> Int64:
-        """[R], the sample that each response token belongs to."""
+        """Returns [R], the index of the sample that each response token belongs to."""
         return np.repeat(np.arange(self.num_samples, dtype=np.int64), self.response_lengths)
 
     def any_token(self, values: Bool) -> Bool:
-        """Returns for each sample whether any of its response tokens is True, [B]; values are [R]."""
+        """Returns [B], whether any response token of a sample is True in `values`, [R]."""
         return np.logical_or.reduceat(values, self.response_offsets[:-1])  # every response has a token
 
     def trained_tokens(self, skipped: Int64 | int = 0) -> Int64:
-        """Returns the trained tokens of each sample, [B], after the first `skipped` of its response ([B] or a
-        number).
-        """
+        """Returns [B], the number of trained tokens of each sample without the first `skipped` of its response."""
         skipped = np.minimum(skipped, self.response_lengths)
         if self.loss_mask is None:
             return self.response_lengths - skipped
@@ -236,7 +234,7 @@ class RolloutBatch:
         return before[offsets[1:]] - before[offsets[:-1] + skipped]
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raises BatchError naming sample, position and value of the first token id that is not below `vocab_size`."""
+        """Raises BatchError if a token id is not below `vocab_size`, naming its sample, position and value."""
         for name in ("tokens", "target_tokens"):
             if (ids := getattr(self, name)) is not None:
                 self._require(
@@ -254,13 +252,12 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """Makes one batch from one mapping or object per sample.
+        """Makes a batch of one mapping or object per sample.
 
-        Needed: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts as
-        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `target_tokens`,
-        `rollout_log_probs`, `advantages`, `returns`, `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each
-        with one entry per response token. Further keys of a mapping are refused, further attributes of an object are
-        not looked at.
+        Required: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts
+        as absent): `reward`, `group_id`, `baseline_reward`, and with one entry per response token `loss_mask`,
+        `loss_weights`, `target_tokens`, `rollout_log_probs`, `advantages`, `returns`, `values`, `old_log_probs`,
+        `ref_log_probs`, `token_rewards`. Other keys of a mapping are refused, other attributes of an object ignored.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 
@@ -274,28 +271,26 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """Makes one batch from slime's rollout dict, as its RolloutManager builds it before splitting over dp ranks.
+        """Makes a batch from slime's rollout dict, as its RolloutManager builds it before splitting over dp ranks.
 
         Args:
             data: lists with one entry per sample; `fields_from_slime` in slimefsdp/data/fields.py says which keys are
-                taken, ignored and refused.
-            samples_per_group: slime's n_samples_per_prompt: group_ids then count groups of so many consecutive samples.
-                Without it they are the key `group_ids` or `group_index`; without any of these, None.
-            reward_key: the list that becomes rewards; by default `raw_reward`, or `rewards` where that is missing.
-                slime's `rewards` are already normalised within groups under its GRPO-like estimators, and would be so
-                twice; take them if a custom post-processing makes them, and switch normalisation off here.
+                used, ignored and refused.
+            samples_per_group: slime's n_samples_per_prompt: makes group_ids of this many consecutive samples. Without
+                it they are the key `group_ids` or `group_index`, or None.
+            reward_key: the list to use as rewards; by default `raw_reward`, or `rewards` if that is missing. slime's
+                `rewards` are already normalised within groups under its GRPO-like estimators, and would be normalised
+                twice. Use them if a custom post-processing makes them, with normalisation switched off here.
         """
         fields = fields_from_slime(data, samples_per_group, reward_key)
         return cls(**fields, temperature=temperature, weight_version=weight_version)
 
     def to_samples(self) -> list[dict[str, Any]]:
-        """Returns one dict per sample, as `from_samples` takes them: arrays as views, Python numbers, no
-        absent keys.
-        """
+        """Returns one dict per sample in the form of `from_samples`; arrays are views, and absent fields left out."""
         return samples_from_fields(self._present())
 
     def select(self, indices: npt.ArrayLike) -> RolloutBatch:
-        """Returns the samples `indices` (integers from 0 to B - 1, repeats allowed), in that order, as a new batch."""
+        """Returns a new batch of the samples `indices` (integers from 0 to B - 1, repeats allowed) in that order."""
         try:
             chosen = np.asarray(indices)
         except (TypeError, ValueError) as error:  # ragged lists
@@ -315,34 +310,34 @@ class RolloutBatch:
         return self.replace(**{name: value[rows[name]] for name, value in self._present().items() if name in rows})
 
     def replace(self, **fields: Any) -> RolloutBatch:
-        """Returns a new, validated batch with these fields replaced; None removes an optional field."""
+        """Returns a new, validated batch with some fields replaced; None removes an optional field."""
         for name in fields.keys() - DTYPES.keys():
             refuse_unknown(name, DTYPES, "a field of RolloutBatch")
         return dataclasses.replace(self, **fields)
 
     def copy(self) -> RolloutBatch:
-        """Returns the same batch in arrays of its own, which share no memory with this one's."""
-        made = object.__new__(RolloutBatch)
+        """Returns a copy of the batch that shares no memory with it."""
+        batch = object.__new__(RolloutBatch)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
                 value = value.copy()
                 value.setflags(write=False)
-            object.__setattr__(made, field.name, value)
-        return made
+            object.__setattr__(batch, field.name, value)
+        return batch
 
     def same_as(self, other: object) -> bool:
-        """Returns whether `other` is a batch with the same fields present and equal values in them."""
+        """Returns whether `other` is a batch with the same present fields and equal values."""
         if not isinstance(other, RolloutBatch):
             return False
-        mine, theirs = self._present(), other._present()
-        return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+        own, theirs = self._present(), other._present()
+        return own.keys() == theirs.keys() and all(np.array_equal(own[name], theirs[name]) for name in own)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one safetensors file, tensors named as the fields; `path` holds the old content or all of the new.
+        """Writes the batch as one safetensors file, atomically.
 
         Raises:
-            BatchError: the file cannot be written; the OSError is its cause.
+            BatchError: the file cannot be written; its cause is the OSError.
         """
         require_path(path)
         try:
@@ -357,7 +352,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RolloutBatch:
-        """Reads the batch in a file of `save`. BatchError names a file that is missing, damaged or of another kind."""
+        """Reads a file of `save`; raises BatchError if the file is missing, damaged or of another kind."""
         require_path(path)
         fields = read_fields(path)
         try:
@@ -370,7 +365,7 @@ class RolloutBatch:
         return {name: value for name in DTYPES if (value := getattr(self, name)) is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # what was validated once is not validated again in every process that unpickles it
+        # skips the validation, which would otherwise be repeated in every process that unpickles the batch
         return (_restore, tuple(getattr(self, name) for name in DTYPES))
 
 
@@ -388,7 +383,7 @@ def _offsets(lengths: Int64 | Bool) -> Int64:
 
 
 def _ragged_rows(offsets: Int64, chosen: Int64) -> Int64:
-    """Returns the flat indices of the runs `chosen`, in that order, of an array cut at `offsets`."""
+    """Returns the flat indices of the runs `chosen`, in that order, in an array that is cut at `offsets`."""
     lengths = np.diff(offsets)[chosen]
     return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(offsets[chosen] - _offsets(lengths)[:-1], lengths)
 
@@ -403,26 +398,26 @@ def require_path(path: object) -> None:
 
 
 def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes the file; whatever fails, `path` holds the old content or all of the new. Raises OSError."""
+    """Writes the file atomically. Raises OSError."""
     tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in fields.items()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         try:
             save_file(tensors, temporary, metadata={_DIGEST: _digest(tensors)})
-        except SafetensorError as error:  # its word for what the disk refuses
+        except SafetensorError as error:  # also raised for a full disk
             raise OSError(str(error)) from error
         with temporary.open("rb+") as file:
-            os.fsync(file.fileno())  # before the rename, or a power cut could leave the new name on an empty file
+            os.fsync(file.fileno())  # before the rename, so that a power cut cannot leave an empty file under the name
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the tensors of a file of `write_fields` by name, with exactly the dtypes that were written.
+    """Reads the tensors of a file of `write_fields` by name, in exactly the dtypes that were written.
 
-    BatchError names the file if it is missing, is no safetensors file, was changed after it was written, or holds other
-    tensors than the fields'. Sizes and values are not looked at.
+    Raises a BatchError with the file's name if it is missing, not a safetensors file, changed since it was written, or
+    has other tensors than the fields. Sizes and values are not checked.
     """
     where = os.fspath(path)
     try:
@@ -442,11 +437,11 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
                     refuse(name, f"tensor {name} is {stored}; it must be {wanted} (in {where})", _HINT)
             tensors = {name: file.get_tensor(name) for name in names}
             metadata = file.metadata() or {}
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: half a character in the path
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: the path has half a surrogate pair
         raise BatchError(f"{where} cannot be read as a safetensors file: {error}", hint=_HINT) from error
     if _DIGEST in metadata:
         is_damaged = metadata[_DIGEST] != _digest(tensors)
-    else:  # a name and a value as long as a digest's may be one, damaged; others are notes of other writers
+    else:  # metadata with a name and a value as long as the digest's is a damaged digest; other metadata is allowed
         is_damaged = any((len(name), len(value)) == (len(_DIGEST), 64) for name, value in metadata.items())
     if is_damaged:
         raise BatchError(
@@ -457,7 +452,7 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """Returns a digest of names, dtypes, shapes and bytes."""
+    """Returns the sha256 of the tensors' names, dtypes, shapes and bytes."""
     names = sorted(tensors)
     described = [[name, _STORED_DTYPES[tensors[name].dtype.name], list(tensors[name].shape)] for name in names]
     digest = hashlib.sha256(json.dumps(described).encode())

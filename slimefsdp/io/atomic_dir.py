@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: it is written beside its final place, flushed to disk, then renamed."""
+"""Creates folders atomically: a folder is written under a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from slimefsdp.io.user_files import can_keep_files
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """An empty folder to write files into, which becomes `path` when the block ends; missing parents are made.
+    """Yields an empty folder to write files into, which becomes `path` at the end; missing parents are made.
 
     Raises:
-        CheckpointError: `path` is taken, or the disk refused. Nothing is left at `path` or beside it, also when the
-            block raises.
+        CheckpointError: `path` is taken, or the disk is full or fails. Neither `path` nor the temporary folder is left,
+            also if the block raises.
     """
     target = _resolved(path)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -29,24 +29,24 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         yield partial
         for file in [*partial.iterdir(), partial]:
             sync(file)
-        partial.rename(target)  # fails if someone else filled the target meanwhile; replaces an empty folder
+        partial.rename(target)  # fails if the target has been filled in the meantime; replaces an empty folder
         sync(target.parent)
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error}", field="path", hint="check the space and the permissions there"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename
+        shutil.rmtree(partial, ignore_errors=True)  # does not exist after the rename
 
 
 def require_free_folder(path: str | Path, *, field: str = "path") -> None:
-    """Whether `path` could be made, or is an empty folder: what is there is never overwritten.
+    """Checks that `path` can be made, or is an empty folder, since existing files are never overwritten.
 
     Args:
-        field: whose value it is, for the error.
+        field: the setting or argument with this value, for the error.
 
     Raises:
-        CheckpointError: it is taken, or is where there can be no folder.
+        CheckpointError: it is taken, or no folder can be made there.
     """
     target = _resolved(path, field)
     if not can_keep_files(target):
@@ -55,7 +55,7 @@ def require_free_folder(path: str | Path, *, field: str = "path") -> None:
         taken = next((child.name for child in target.iterdir()), None)
         if taken is not None:
             message = f"{target} is not empty (it holds {taken!r})"
-        elif target.is_mount():  # a container's volume: nothing can be renamed onto it
+        elif target.is_mount():  # such as a volume of a container; nothing can be renamed onto it
             message = f"{target} is a mount point, which cannot be replaced"
         else:
             return
@@ -71,7 +71,7 @@ def require_free_folder(path: str | Path, *, field: str = "path") -> None:
 def _resolved(path: str | Path, field: str = "path") -> Path:
     try:
         target = Path(path).expanduser().resolve()
-        target.exists()  # which a name that is too long has no answer to
+        target.exists()  # raises for a name that is too long
         return target
-    except (OSError, RuntimeError, ValueError) as error:  # no such user, a link that leads to itself, a zero byte
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown user, a loop of links, a zero byte
         raise CheckpointError(f"{str(path)!r} is no path: {error}", field=field, hint="name a folder") from error

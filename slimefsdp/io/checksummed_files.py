@@ -1,6 +1,6 @@
-"""Files that are on disk when a call returns, with a checksum file (`.sha256`) beside each, and strict JSON in them.
+"""Writes files with a wait for the disk and a checksum file (`.sha256`) next to each, and reads strict JSON.
 
-Every writer hashes a file as it writes it, so that nobody rereads it for its digest.
+Writers hash a file while they write it, so that it is not read again for its digest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slimefsdp import heartbeat
 from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.io.user_files import is_deeper, parse_json
 
-MAX_JSON_BYTES = 64 << 20  # far above any honest index; keeps an altered file from filling the memory
-MAX_DEPTH = 64  # of JSON; deeper nesting fails in one library after another, each in its own way
+MAX_JSON_BYTES = 64 << 20  # far above any real index; keeps a manipulated file from filling the memory
+MAX_DEPTH = 64  # nesting of JSON; libraries fail in different ways on deeper values
 SIDECAR = ".sha256"
 _CHUNK_BYTES = 1 << 20
 CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) (\d+)\n")
@@ -29,14 +29,14 @@ CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) (\d+)\n")
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a finished file holds: sha256 in hex, and its size."""
+    """The sha256 of a file's content, in hex, and its size."""
 
     sha256: str
     bytes: int
 
 
 def checksum_of(path: Path) -> Checksum:
-    """Reads a whole file; OSError if it cannot be read. Lets go of the interpreter lock while it hashes."""
+    """Reads a whole file and returns its checksum; releases the interpreter lock while hashing. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -48,7 +48,7 @@ def checksum_of(path: Path) -> Checksum:
 
 @contextmanager
 def io_reported(path: Path, call: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a CheckpointError that names the file."""
+    """Turns an OSError inside the block into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
@@ -74,7 +74,7 @@ def disk_reported(path: Path) -> Iterator[None]:
 
 
 def json_bytes(value: Any, what: str) -> bytes:
-    """`value` as strict JSON; CheckpointError if it would not come back equal (NaN, tuples, integer keys, tensors)."""
+    """Returns `value` as strict JSON; CheckpointError if it would not be read back equal (NaN, tuples, tensors, ..)."""
     if is_deeper(value, MAX_DEPTH):
         raise CheckpointError(
             f"{what} is nested more than {MAX_DEPTH} deep", field=what, hint="keep it flat: lists and dicts of values"
@@ -96,9 +96,9 @@ def json_bytes(value: Any, what: str) -> bytes:
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:
-    """The parsed file and its bytes; CheckpointError if it is missing, over MAX_JSON_BYTES, or not strictly JSON."""
+    """Returns a parsed file and its bytes; CheckpointError if it is missing, over MAX_JSON_BYTES or not strict JSON."""
     with io_reported(path, "load"):
-        # lstat: a link could lead out of the folder, a pipe would block
+        # lstat, since a link could lead out of the folder; reading a pipe would block
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > MAX_JSON_BYTES:
             raise damaged(path, f"is not a plain file of at most {MAX_JSON_BYTES} bytes")
         raw = path.read_bytes()
@@ -109,8 +109,8 @@ def read_json(path: Path) -> tuple[Any, bytes]:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write the file and wait until the disk has it."""
-    path.unlink(missing_ok=True)  # what is there may be a link that leads elsewhere
+    """Writes a file and waits until it is on disk."""
+    path.unlink(missing_ok=True)  # it may be a link that leads elsewhere
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -118,7 +118,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or a folder's entries."""
+    """Waits until a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,26 +127,26 @@ def sync(path: Path) -> None:
 
 
 def write_with_checksum(path: Path, data: bytes) -> None:
-    """Write the file, wait until the disk has it, and leave its checksum beside it."""
+    """Writes a file with its checksum file, and waits until the file is on disk."""
     write_synced(path, data)
     write_checksum(path, Checksum(hashlib.sha256(data).hexdigest(), len(data)))
 
 
 def write_checksum(path: Path, checksum: Checksum) -> None:
-    """Leave the digest and size of a file that the disk has beside it, for `write_manifest`."""
-    # not synced: it is gone before the folder becomes a checkpoint
+    """Writes the checksum file of a file that is on disk, for `write_manifest`."""
+    # not synced, since it is removed before the folder becomes a checkpoint
     path.with_name(path.name + SIDECAR).write_text(f"{checksum.sha256} {checksum.bytes}\n")
 
 
 def whole(value: Any) -> int:
-    """A size or count that JSON holds; ValueError if it is none."""
+    """Returns a size or count read from JSON; ValueError if it is not an integer from 0 to 2^63."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.100} is no whole number from 0 to 2^63")
     return value
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:
-    """The error that a file of the store is not what was saved."""
+    """Returns the error for a file of the store that is not what was saved."""
     return CheckpointError(
         f"{path} {problem}",
         field=path.name,

@@ -1,4 +1,4 @@
-"""A folder has one writing process: the lock ends with that process, however it ends."""
+"""Lets only one process write to a folder; the lock ends with that process, however it ends."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.user_files import refuse_unless_plain
 
 LOCK = ".lock"
-_held: dict[Path, tuple[FileLock, os.stat_result]] = {}  # this process's locks by folder, and which file was locked
+_held: dict[Path, tuple[FileLock, os.stat_result]] = {}  # this process's locks by folder, with the stat of the file
 
 
 class FolderLock:
-    """The right of this process to write into a folder; all objects of a process for one folder share it."""
+    """The lock on writing to a folder; all objects of a process for one folder share it."""
 
     def __init__(self, path: Path) -> None:
         self._folder = path.resolve()
         self._file = self._folder / LOCK
 
     def acquire(self) -> None:
-        """Takes the lock and creates a missing folder; does nothing if this process holds the lock already.
+        """Takes the lock and makes a missing folder; does nothing if this process has the lock already.
 
-        A file system without locks gives a warning and no protection.
+        On a file system without locks it only warns, and there is no protection.
 
         Raises:
-            CheckpointError: another process holds the lock (the error names its pid and host), or the folder cannot be
+            CheckpointError: another process has the lock (the error names its pid and host), or the folder cannot be
                 written.
         """
         with io_reported(self._file, "save"):
             if self._folder in _held:
                 if self._file.exists() and os.path.samestat(self._file.stat(), _held[self._folder][1]):
                     return
-                self.release()  # the folder was removed, and the lock on its old file protects nothing
+                self.release()  # the folder was replaced, and the lock on its old file protects nothing
             self._folder.mkdir(parents=True, exist_ok=True)
             lock = self._locked()
             self._file.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
@@ -49,19 +49,19 @@ class FolderLock:
         """Checks that `acquire` would succeed now; writes nothing.
 
         Raises:
-            CheckpointError: as `acquire`.
+            CheckpointError: as in `acquire`.
         """
         if self._folder not in _held and self._folder.is_dir() and os.path.lexists(self._file):
             with io_reported(self._file, "save"):
                 self._locked().release()
 
     def release(self) -> None:
-        """Gives the lock back. The file stays, since removing it would let two processes in."""
+        """Releases the lock; the file stays, since removing it could let two processes in."""
         if self._folder in _held:
             _held.pop(self._folder)[0].release()
 
     def _locked(self) -> FileLock:
-        refuse_unless_plain(self._file)  # flock would accept a pipe; filelock itself follows no link
+        refuse_unless_plain(self._file)  # flock would accept a pipe; filelock itself follows no links
         lock = FileLock(self._file, thread_local=False)
         try:
             lock.acquire(blocking=False)
@@ -81,5 +81,5 @@ class FolderLock:
         try:
             holder = json.loads(self._file.read_text())
             return f"process {holder['pid']} on {holder['host']}"
-        except (OSError, ValueError, TypeError, KeyError):  # not written yet, or damaged
+        except (OSError, ValueError, TypeError, KeyError):  # the file was not written yet, or is damaged
             return "a process that has just started"

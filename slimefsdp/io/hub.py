@@ -1,8 +1,8 @@
-"""Models and data sets of the Hugging Face hub: which names are ids, and the folders that their files are kept in.
+"""Models and data sets of the Hugging Face hub: recognises their ids, and finds or downloads their files.
 
-A name is an id where it is written `owner/name`, with `@` and a branch, a tag or a commit behind it if not the newest
-is meant, and nothing on this machine has that path. Files come through huggingface_hub into the user's own cache, whose
-folders are named by commit: once there, they do not change. Importing this file costs no huggingface_hub.
+A name is an id if it has the form `owner/name`, optionally followed by `@` and a branch, tag or commit, and this machine
+has no such path. huggingface_hub puts the files into the user's cache, in folders that are named by commit and never
+change. Importing this module does not import huggingface_hub.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slimefsdp.errors import ResourceError, SlimeError
 
 Kind = Literal["model", "dataset"]
 
-# the ending of a file is no id's
+# a name that ends like a file's is not an id
 _ID = re.compile(
     r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?:@(\w[\w./-]*))?", re.ASCII
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# what a folder is read for; neither what other formats have below it, nor Mistral's own copy of the weights
+# the files to download; not the other formats in subfolders, nor Mistral's own copy of the weights
 _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _OTHER_FORMATS = ("*/*", "consolidated*")
@@ -33,7 +33,7 @@ _DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.csv", "*.arrow", "README.md"
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model or data set, and the revision of it that is meant; None: the newest of its main branch."""
+    """A model or data set of the hub with a revision; None: the newest of its main branch."""
 
     name: str
     revision: str | None = None
@@ -43,9 +43,9 @@ class HubId:
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """The id that a path reads like; None where it does not, or where something is at that path."""
-        found = _ID.fullmatch(str(path))
-        return cls(found[1], found[2]) if found and not os.path.lexists(path) else None
+        """Returns the id if a path has the form of one and does not exist; else None."""
+        match = _ID.fullmatch(str(path))
+        return cls(match[1], match[2]) if match and not os.path.lexists(path) else None
 
     @property
     def is_commit(self) -> bool:
@@ -53,27 +53,27 @@ class HubId:
 
 
 def reads_like_id(text: str) -> bool:
-    """Whether a text has the form of an id, whatever is on this machine."""
+    """Returns whether a text has the form of an id, whether or not such a path exists."""
     return _ID.fullmatch(text) is not None
 
 
 def id_of_snapshot(folder: Path) -> HubId | None:
-    """The id, with its commit, of the model that a folder of the user's cache has; None for any other folder."""
+    """Returns the id and commit of the model whose files a folder of the user's cache holds; None for other folders."""
     repository = folder.parent.parent  # cache/models--owner--name/snapshots/commit
     kind, *owner_and_name = repository.name.split("--")
     if kind != "models" or len(owner_and_name) != 2 or folder.parent.name != "snapshots":
         return None
-    found = HubId("/".join(owner_and_name), folder.name)
-    return found if found.is_commit and repository.parent == _cache() else None
+    hub_id = HubId("/".join(owner_and_name), folder.name)
+    return hub_id if hub_id.is_commit and repository.parent == _cache() else None
 
 
 def bytes_there(hub_id: HubId, kind: Kind) -> int:
-    """Returns how many bytes of a model or data set are in the user's cache, unfinished downloads included."""
+    """Returns the bytes of a model or data set in the user's cache, including unfinished downloads."""
     total = 0
     for file in (_cache() / f"{kind}s--{hub_id.name.replace('/', '--')}" / "blobs").glob("*"):
         try:
             total += file.stat().st_size
-        except OSError:  # it came to its end and has another name now
+        except OSError:  # the download has finished and was renamed
             continue
     return total
 
@@ -87,24 +87,24 @@ def snapshot(
     with_weights: bool = True,
     shows_bars: bool = True,
 ) -> Path:
-    """The folder with the files of a model or data set: those that are not in the user's cache come from the hub.
+    """Returns the folder with the files of a model or data set; downloads those that are not in the user's cache.
 
-    Once in a process: asked again for the same, it answers without looking at the hub. Under HF_HUB_OFFLINE=1 it never
-    does.
+    The result is cached per process, and a repeated call does not contact the hub. Under HF_HUB_OFFLINE=1 no call does.
 
     Args:
         field: the setting that errors name.
-        error: their class.
-        with_weights: of a model; without, its configuration and tokenizer alone.
-        shows_bars: huggingface_hub's own bars of progress.
+        error: the class of the errors.
+        with_weights: whether to include a model's weights, besides its configuration and tokenizer.
+        shows_bars: whether huggingface_hub shows its progress bars.
 
     Raises:
-        `error`: the hub has no such name or revision, or gives no access to it; it cannot be reached, and the cache has
-            not all of it. ResourceError: the disk is full.
+        `error`: the hub has no such name or revision or denies access, or it cannot be reached and the cache is
+            incomplete.
+        ResourceError: the disk is full.
     """
     try:
         return _snapshot(hub_id, kind, with_weights, shows_bars, _cache())
-    except Exception as refusal:  # huggingface_hub's own classes, and those of what it asks the network by
+    except Exception as refusal:  # errors of huggingface_hub and of its HTTP library
         if isinstance(refusal, OSError) and refusal.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
                 f"{field}={hub_id}: no room for it in {_cache()}",
@@ -125,7 +125,7 @@ def _snapshot(hub_id: HubId, kind: Kind, with_weights: bool, shows_bars: bool, f
             super().__init__(*args, **{**options, "disable": True})
 
     of_model = _MODEL_FILES + (_WEIGHT_FILES if with_weights else ())
-    found = snapshot_download(
+    snapshot_folder = snapshot_download(
         hub_id.name,
         repo_type=kind,
         revision=hub_id.revision,
@@ -134,11 +134,11 @@ def _snapshot(hub_id: HubId, kind: Kind, with_weights: bool, shows_bars: bool, f
         ignore_patterns=list(_OTHER_FORMATS) if kind == "model" else None,
         tqdm_class=None if shows_bars else Silent,
     )
-    return Path(found)
+    return Path(snapshot_folder)
 
 
 def is_out_of_reach(error: SlimeError) -> bool:
-    """Whether an error of `snapshot` says that the hub could not be asked, which may be otherwise when a run starts."""
+    """Returns whether an error of `snapshot` says that the hub could not be reached, which may change until a run."""
     from huggingface_hub import errors
 
     return isinstance(error.__cause__, errors.LocalEntryNotFoundError)
@@ -151,7 +151,7 @@ def _cache() -> Path:
 
 
 def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
-    """Returns what is wrong, and the way out."""
+    """Returns the problem and the way out, as texts."""
     from huggingface_hub import constants, errors
 
     what = "model" if kind == "model" else "data set"
@@ -170,19 +170,19 @@ def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
         return f"the hub gives no access to it (status {status})", log_in
     if isinstance(refusal, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({_cause(refusal)})"
-        is_part = isinstance(refusal, getattr(errors, "IncompleteSnapshotError", ()))  # which versions before 2 lack
+        is_part = isinstance(refusal, getattr(errors, "IncompleteSnapshotError", ()))  # missing before version 2
         cut = "is not whole" if is_part else "is not"
         problem = f"there is no such path here, {why}, and it {cut} in the cache, {_cache()}"
         download = "hf download" if kind == "model" else "hf download --repo-type dataset"
         revision = f" --revision {hub_id.revision}" if hub_id.revision else ""
         way_out = f"correct the path, or run `{download} {hub_id.name}{revision}` where there is network"
         return problem, way_out
-    return f"the hub's files cannot be had: {_said(refusal)}", "try again, or give a local folder"
+    return f"the hub's files cannot be had: {_short_error(refusal)}", "try again, or give a local folder"
 
 
 def _cause(refusal: Exception) -> str:
-    return _said(refusal.__cause__ if isinstance(refusal.__cause__, Exception) else refusal)
+    return _short_error(refusal.__cause__ if isinstance(refusal.__cause__, Exception) else refusal)
 
 
-def _said(refusal: Exception) -> str:
+def _short_error(refusal: Exception) -> str:
     return f"{type(refusal).__name__}: {' '.join(str(refusal).split())[:300]}"

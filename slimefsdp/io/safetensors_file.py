@@ -1,7 +1,7 @@
-"""Safetensors files written out of, and read into, tensors' own memory.
+"""Writes safetensors files from tensors' own memory, and reads them into it.
 
-A file is written in one pass: each chunk goes to the disk and into the sha256 while it is in the cache, and no second
-copy of a tensor exists. It is read with plain reads into the target; mapped pages would count as resident memory.
+A file is written in one pass: each chunk is hashed and written while it is in the CPU's cache, and tensors are not
+copied. It is read with plain reads into the target, since the pages of a memory map would count as resident memory.
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -38,12 +38,12 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_CHUNK_BYTES = 1 << 20  # stays in the cache between hashing and writing
+_CHUNK_BYTES = 1 << 20  # small enough to stay in the CPU's cache between hashing and writing
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the header says about a tensor before its bytes follow."""
+    """A tensor's entry in the header, which is written before its bytes."""
 
     name: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
+        """Returns the bytes of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -59,14 +59,14 @@ class TensorFileWriter:
     """Writes one safetensors file, tensor by tensor; a context manager.
 
     Args:
-        path: of the file; one that exists is overwritten.
-        specs: every tensor, in the order in which they will be written. Wider dtypes come first, so that each tensor is
-            aligned: safetensors' own library opens no others.
-        metadata: for the header's `__metadata__`.
+        path: the file; an existing one is overwritten.
+        specs: every tensor in the order of writing. Wider dtypes come first, so that each tensor is aligned, which the
+            safetensors library requires.
+        metadata: the header's `__metadata__`.
 
     Raises:
-        CheckpointError: names or dtypes that the format does not know, or an order that leaves a tensor unaligned.
-        OSError: the disk refuses, here and in every method.
+        CheckpointError: a name or dtype is not valid in the format, or the order leaves a tensor unaligned.
+        OSError: the disk is full or fails, here and in every method.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], *, metadata: dict[str, str] | None = None) -> None:
@@ -84,24 +84,24 @@ class TensorFileWriter:
             raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Appends the next tensor of `specs`, on any device and of any strides.
+        """Appends the next tensor of `specs`, which may be on any device and have any strides.
 
         Raises:
-            CheckpointError: it is not that one. OSError.
+            CheckpointError: it is not the next tensor. OSError.
         """
-        found = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+        spec = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
         wanted = self._left[-1] if self._left else None
-        if found != wanted:
-            raise _refused(self._path, name, f"is {found}, but {wanted or 'the end of the file'} comes next")
-        # a view's sign is in no byte of its memory
+        if spec != wanted:
+            raise _refused(self._path, name, f"is {spec}, but {wanted or 'the end of the file'} comes next")
+        # a view's lazy conjugation or negation is not in its memory
         for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _CHUNK_BYTES // tensor.dtype.itemsize):
-            on_host = piece.cpu().contiguous()  # named, so that it outlives the view of its memory
+            on_host = piece.cpu().contiguous()  # has a name so that it outlives the view of its memory
             self._append(memory_of(on_host))
         self._left.pop()
         heartbeat.tick()
 
     def close(self) -> Checksum:
-        """Waits until the disk has the whole file; a second call returns the same.
+        """Waits until the whole file is on disk; a repeated call returns the same checksum.
 
         Raises:
             CheckpointError: tensors are missing. OSError.
@@ -128,7 +128,7 @@ class TensorFileWriter:
         self._hash.update(data)
         while data:
             written = self._file.write(data)
-            assert written  # a raw file that blocks writes at least one byte, or raises
+            assert written  # a blocking raw file writes at least one byte, or raises
             self._bytes += written
             data = data[written:]
 
@@ -143,19 +143,19 @@ def read_rows(
     *,
     buffer_bytes: int = 1 << 20,
 ) -> None:
-    """Reads rows [start, end) of dim 0 of a saved tensor into `target`, and converts where its dtype is another one.
+    """Reads rows [start, end) of dim 0 of a saved tensor into `target`, and converts them to its dtype.
 
-    Contiguous host memory of the same dtype is read into as it is, all other through a buffer.
+    Contiguous host memory of the same dtype is read into directly, any other target through a buffer.
 
     Args:
-        stream: of `entry.file`, opened unbuffered or not; its position plays no part.
+        stream: the open file `entry.file`, buffered or not; its position does not matter.
         start, end: 0 and 1 for a 0-d tensor.
-        target: [end - start, *entry.shape[1:]], any device and strides; 0-d for a 0-d tensor.
-        buffer_bytes: bounds the host memory that is needed besides.
+        target: [end - start, *entry.shape[1:]] on any device with any strides; 0-d for a 0-d tensor.
+        buffer_bytes: limit on the additional host memory.
 
     Raises:
-        OSError: the file ends too early, or cannot be read; part of `target` may have been written.
-        CheckpointError: its dtype is none of torch's.
+        OSError: the file ends too early or cannot be read; part of `target` may have been written.
+        CheckpointError: torch has no such dtype.
     """
     if entry.dtype not in TORCH_DTYPES:
         raise _refused(entry.file, "a tensor", f"is {entry.dtype}, which cannot be read")
@@ -178,7 +178,7 @@ def read_rows(
 
 
 def _header(path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
-    """The length, and the JSON padded with spaces so that data begins at a multiple of 8."""
+    """Returns the header: its length, and the JSON padded with spaces so that data begins at a multiple of 8."""
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for spec in specs:
@@ -200,7 +200,7 @@ def _header(path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | 
 
 
 def _pieces(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
-    """The tensor in row-major order as views of at most so many elements each."""
+    """Yields the tensor in row-major order as views of at most `max_elements` each."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(max_elements)
     elif tensor.numel() <= max_elements:
@@ -212,8 +212,8 @@ def _pieces(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, not copied; valid while the tensor lives."""
-    # not through numpy, which pins a storage to its size: the tensor could not be freed by sleep any more
+    """Returns the bytes of a contiguous host tensor without a copy; valid while the tensor lives."""
+    # not through numpy, which fixes a storage's size, so that a sleep could not free the tensor any more
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

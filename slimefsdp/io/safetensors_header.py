@@ -1,7 +1,7 @@
-"""Reads where the tensors of a safetensors file lie; the safetensors library checks the header.
+"""Reads the positions of the tensors in a safetensors file; the safetensors library checks the header.
 
-The bytes themselves are read by `slimefsdp.io.safetensors_file`, without the library's memory map. Neither torch nor
-numpy is imported here, so that the command line can judge a model folder in a moment.
+The bytes themselves are read by `slimefsdp.io.safetensors_file`, without the library's memory map. This module imports
+neither torch nor numpy, so that the command line can check a model folder quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimefsdp.io.user_files import open_plain, parse_json, read_plain
 COPY_AGAIN = "copy or download the file again"
 _MAX_JSON_BYTES = 100_000_000  # the limit of the safetensors library for its headers
 _LFS_MARK = b"version https://git-lfs"
-# the format has dtypes below one byte (https://github.com/huggingface/safetensors, Dtype::bitsize)
+# the format has dtypes of less than a byte (https://github.com/huggingface/safetensors, Dtype::bitsize)
 _DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -32,7 +32,7 @@ _DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes at the absolute `offset` of `file`, row-major, little-endian.
+    """The position of a tensor: `nbytes` bytes at the absolute `offset` of `file`, row-major, little-endian.
 
     `dtype` is the format's own name, e.g. "BF16".
     """
@@ -56,35 +56,35 @@ def read_header(file: Path) -> TensorFile:
     """Reads the header of a safetensors file.
 
     Raises:
-        ModelError: the file breaks the format. OSError: it cannot be read.
+        ModelError: the file violates the format. OSError: it cannot be read.
     """
-    with open_plain(file) as stream:  # the library would wait for a pipe
+    with open_plain(file) as stream:  # the library would block on a pipe
         start = stream.read(len(_LFS_MARK))
     _refuse_lfs_pointer(file, start)
     try:
         with safe_open(file, "numpy") as library:
-            # the library has checked that the tensors fill the file in this order, without gaps
+            # the library has checked that the tensors fill the file in this order without gaps
             slices = {name: library.get_slice(name) for name in library.offset_keys()}
             described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
             metadata = dict(sorted((library.metadata() or {}).items()))  # the library's order is random
-    except (SafetensorError, MemoryError) as error:  # MemoryError: there are no addresses for a file of its length
+    except (SafetensorError, MemoryError) as error:  # MemoryError: the file's length exceeds the address space
         raise ModelError(f"{file} is no sound safetensors file: {error!s:.300}", hint=COPY_AGAIN) from error
     offset, tensors = 8 + int.from_bytes(start[:8], "little"), {}
     for name, dtype, shape in described:
-        if dtype not in _DTYPE_BITS:  # of a later release of the library
+        if dtype not in _DTYPE_BITS:  # from a newer release of the library
             raise ModelError(f"{file}: tensor {name:.200} has the unknown dtype {dtype}", hint="update slimefsdp")
         tensors[name] = TensorEntry(file, dtype, shape, offset, math.prod(shape) * _DTYPE_BITS[dtype] // 8)
         offset += tensors[name].nbytes
-    # tensors without elements share an offset, and the library's order of these is random
+    # tensors without elements share an offset, and the library's order of them is random
     ordered = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes, item[0]))
     return TensorFile(dict(ordered), metadata)
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Reads a JSON object that nobody vouches for, such as a config.json.
+    """Reads a JSON object from an untrusted file, such as a config.json.
 
     Raises:
-        ModelError: the file holds something else, or names a key twice. OSError: it cannot be read.
+        ModelError: the file is not a JSON object, or has a key twice. OSError: it cannot be read.
     """
     raw = read_plain(file, _MAX_JSON_BYTES)
     _refuse_lfs_pointer(file, raw)

@@ -1,8 +1,8 @@
-"""Files that users name: how their paths are written, and how they are opened and their JSON is read.
+"""Expands paths that users write, and opens the files and reads the JSON that they name.
 
-Nothing in them may hold up, fill or mislead the process: a pipe without a writer waits, a device has no end, and of a
-key that JSON gives twice other readers take another value. `~` and `$VAR` expand in a path wherever one is written,
-in settings and on the command line alike; `$$` is a dollar.
+The files are untrusted: a pipe without a writer would block, a device has no end, and JSON with a duplicate key means
+different things to different readers. `~` and `$VAR` are expanded in all paths, in settings as on the command line;
+`$$` stands for a dollar.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from slimefsdp.errors import short_repr
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars finds them
 
-_MOST_BYTES, _MOST_CHARACTERS = 255, 4000  # of one name, of a whole path; Linux takes no more
+_MOST_BYTES, _MOST_CHARACTERS = 255, 4000  # Linux's limits on one name and on a whole path
 
 
 class NoPath(ValueError):
-    """What was written leads nowhere; `rule` says why, `hint` the way out."""
+    """A text is not a usable path; `rule` says why, and `hint` the way out."""
 
     def __init__(self, rule: str, hint: str) -> None:
         super().__init__(f"{rule}: {hint}")
@@ -33,12 +33,11 @@ class NoPath(ValueError):
 
 
 def path_of(text: Any) -> Path:
-    """The path that a text names, with `~` and variables of the environment expanded.
+    """Returns the path that a text names, with `~` and environment variables expanded.
 
     Raises:
-        NoPath: it is no text, names a variable that is not set, or the home of an unknown user; or has what a shell
-            would replace, or begins like the address of a store elsewhere: as paths they would be odd folders here; or
-            is longer than file systems take.
+        NoPath: it is not a text, is too long for a file system, or names an unset variable or the home of an unknown
+            user. It is also refused if it has shell syntax or is a URL, which would become an odd local folder.
     """
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise NoPath("must be a path", "write the path of a file or folder")
@@ -59,10 +58,10 @@ def path_of(text: Any) -> Path:
 
 
 def possible(path: Path) -> Path:
-    """The path, if a file system can have it.
+    """Returns the path, if a file system can have it.
 
     Raises:
-        NoPath: it holds a NUL or half a character, or a name of it, or all of it, is too long.
+        NoPath: it has a NUL or half a surrogate pair, or a name in it or the whole path is too long.
     """
     try:
         longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
@@ -76,7 +75,7 @@ def possible(path: Path) -> Path:
 
 
 def path_argument(text: str) -> Path:
-    """`path_of` as the type of an argument of argparse, whose message has the hint on a line of its own."""
+    """Applies `path_of` as the type of an argparse argument; the error message has the hint on its own line."""
     try:
         return path_of(text)
     except NoPath as error:
@@ -88,12 +87,12 @@ _MEMORY_DISK = Path("/dev/shm")
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file, open for reading, at once; links are followed.
+    """Opens a plain file for reading without blocking; follows links.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, a device, a socket or a folder. ValueError: a NUL in the path.
+        OSError: it cannot be opened, or is a pipe, device, socket or folder. ValueError: the path has a NUL.
     """
-    # of a pipe without a writer, another open would wait for one
+    # an ordinary open of a pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -108,10 +107,10 @@ def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_plain(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """All of a file of at most so many bytes.
+    """Reads a whole file of at most `most_bytes`.
 
     Raises:
-        OSError: as `open_plain`, or there are more. ValueError: a NUL in the path.
+        OSError: as in `open_plain`, or the file is larger. ValueError: the path has a NUL.
     """
     with open_plain(path) as file:
         raw = file.read(most_bytes + 1)
@@ -121,32 +120,32 @@ def read_plain(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def can_keep_files(folder: Path) -> bool:
-    """Whether a folder is none of those that the kernel makes up, whatever permissions say of them.
+    """Returns whether a folder is on a real or memory disk, and not in a file system of the kernel such as /proc.
 
     Raises:
-        OSError, RuntimeError: it is no path, or leads round in a circle.
+        OSError, RuntimeError: it is not a path, or a loop of links.
     """
-    place = folder.resolve()
-    return place.is_relative_to(_MEMORY_DISK) or not any(place.is_relative_to(path) for path in _NO_DISK)
+    resolved = folder.resolve()
+    return resolved.is_relative_to(_MEMORY_DISK) or not any(resolved.is_relative_to(path) for path in _NO_DISK)
 
 
 def refuse_unless_plain(path: Path) -> None:
-    """Refuses a path to append to that exists and is no plain file.
+    """Refuses an existing path that is not a plain file, before something is appended to it.
 
     Raises:
-        OSError: it is a pipe, a device, a socket or a folder.
+        OSError: it is a pipe, device, socket or folder.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; bytes are UTF-8.
+    """Parses a JSON text; bytes are UTF-8.
 
-    Numbers are as Python reads them: whole ones of up to 4,300 digits, and NaN. Who computes with them checks them.
+    Numbers are those that Python accepts: integers of up to 4,300 digits, and NaN. Callers check the numbers they use.
 
     Raises:
-        ValueError: in one line; it is no JSON, names a key twice, or is nested deeper than Python can follow.
+        ValueError: it is not JSON, has a key twice, or is nested too deeply; the message is one line.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -156,7 +155,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and dictionaries are inside each other on more than so many levels."""
+    """Returns whether lists and dictionaries are nested on more than `levels` levels."""
     level = [value]
     for _ in range(levels):
         inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))

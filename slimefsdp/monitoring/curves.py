@@ -1,6 +1,6 @@
-"""One picture of a run: a panel for each thing worth watching whose data is among the metrics.
+"""Draws one picture of a run, with a panel for each aspect that has metrics.
 
-`RunCurves` draws it from a run's metrics.jsonl while the run goes on and when it ends.
+`RunCurves` draws it from a run's metrics.jsonl, during the run and at its end.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slimefsdp.monitoring.metrics_log import METRICS_FILE, read_metrics
 Row = Mapping[str, float | None]
 
 _COLUMNS = 3
-_NO_SHARES = re.compile(r"(^|/)(loss|chosen|rejected|margins)$")  # though their values may lie between 0 and 1
-_DIFFERENCE = "largest |log-prob difference|, nats"  # over several orders of magnitude, or none
+_NO_SHARES = re.compile(r"(^|/)(loss|chosen|rejected|margins)$")  # not shares, even if all values are between 0 and 1
+_DIFFERENCE = "largest |log-prob difference|, nats"  # drawn on a symmetric log scale, since values may be 0 or tiny
 _BYTES = EngFormatter("B", places=1)
 _BAND = re.compile(r"(.*pass@\d+)_(low|high)")
-_DRAWING_SHARE = 0.01  # of a run's time, at most
+_DRAWING_SHARE = 0.01  # the share of a run's time that drawing may take
 CURVES = "curves.png"
 
-# heading, unit, metrics and what their lines are called; what begins with "share" is drawn in percent
+# heading, unit, and the name of each metric's line; a unit that begins with "share" is shown in percent
 _STEP_PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("Training reward", "mean reward per response", {"rollout/reward": ""}),
     (
@@ -55,7 +55,7 @@ _STEP_PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric over the steps that have a finite value of it; both [points]."""
+    """The finite values of one metric and their steps, both [points]."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -63,30 +63,32 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One set of axes of the picture."""
+    """A set of axes of the picture."""
 
     heading: str
     unit: str
     lines: Mapping[str, Series]  # by their names in the legend
-    bands: Mapping[str, tuple[Series, Series]] = field(default_factory=dict)  # bounds of lines of these names
-    is_evaluation: bool = False  # few points, which are marked, and no running mean
-    is_stacked: bool = False  # parts of a whole
+    bands: Mapping[str, tuple[Series, Series]] = field(
+        default_factory=dict
+    )  # lower and upper bounds, by name of a line
+    is_evaluation: bool = False  # there are few points, so draw markers and no running mean
+    is_stacked: bool = False  # the lines are parts of a whole
 
     @property
     def is_share(self) -> bool:
-        """Whether values lie between 0 and 1, and are shown in percent."""
+        """Returns whether values lie between 0 and 1 and are shown in percent."""
         return self.unit.startswith("share")
 
 
 def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Sequence[str] = ()) -> None:
-    """Writes the run's curves as a PNG; the file at `path` is replaced whole or not at all.
+    """Writes the run's curves as a PNG; the file at `path` is replaced atomically.
 
     Args:
-        rows: as `read_metrics` returns them; None, NaN and infinities are left out of the lines.
-        path: its folder is made if it is missing.
-        title: one line over the picture.
-        heldout_sets: names of held-out sets, whose metrics eval/NAME/.. have panels of their own; a set without a name
-            has the metrics eval/.. that are left over.
+        rows: rows as returned by `read_metrics`; None, NaN and infinities are left out of the lines.
+        path: the PNG; its folder is made if it is missing.
+        title: one line above the panels.
+        heldout_sets: names of held-out sets, whose metrics eval/NAME/.. get panels of their own; all other metrics
+            eval/.. belong to the set without a name.
     """
     series = {name: series_of(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
     series = {name: line for name, line in series.items() if len(line.steps)}
@@ -95,7 +97,7 @@ def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Se
     height = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(4.5 * columns, 2.9 * height + 0.7), layout="constrained")
     FigureCanvasAgg(figure)
-    # parse_math is off wherever a name that users chose is drawn: a `$` in it is a dollar sign
+    # parse_math is off for all texts with names that users chose, where a `$` is a dollar sign
     figure.suptitle(title, fontweight="bold", parse_math=False)
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(height, columns, index + 1)
@@ -119,8 +121,8 @@ class RunCurves:
     Args:
         run_dir: the folder of metrics.jsonl and of the picture.
         algorithm: part of the title, after the folder's name.
-        heldout_sets: as for `draw_curves`.
-        clock: seconds, never going back.
+        heldout_sets: as in `draw_curves`.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class RunCurves:
         self._has_reported = False
 
     def draw_if_due(self) -> None:
-        """Draws after the first step, and then so rarely that drawing takes at most 1 % of the time."""
+        """Draws after the first step, and then seldom enough that drawing takes at most 1 % of the time."""
         if self._clock() < self._next_s:
             return
         began = self._clock()
@@ -142,7 +144,7 @@ class RunCurves:
         self._next_s = now + (now - began) / _DRAWING_SHARE
 
     def draw(self) -> None:
-        """Draws all rows that are in metrics.jsonl now; does nothing where there are none."""
+        """Draws all rows of metrics.jsonl; does nothing if there are none."""
         try:
             rows = read_metrics(self._run_dir) if (self._run_dir / METRICS_FILE).exists() else []
             if rows:
@@ -155,23 +157,23 @@ class RunCurves:
 
 
 def series_of(rows: Sequence[Row], name: str) -> Series:
-    """Returns the finite values of a metric by step; a step that was written twice keeps its last value."""
-    found = {row["step"]: value for row in rows if (value := row.get(name)) is not None and math.isfinite(value)}
-    points = np.array(sorted(found.items()), dtype=np.float64).reshape(-1, 2)
+    """Returns the finite values of a metric by step; of a step that was written twice, the last value."""
+    values = {row["step"]: value for row in rows if (value := row.get(name)) is not None and math.isfinite(value)}
+    points = np.array(sorted(values.items()), dtype=np.float64).reshape(-1, 2)
     return Series(points[:, 0], points[:, 1])
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean over the points within `window // 2` of each one, fewer at the ends; [points]."""
+    """Returns the mean over the points within `window // 2` of each point, fewer at the ends; [points]."""
     reach = window // 2
-    here = slice(reach, reach + len(values))
-    # not by differences of a cumulative sum: one exploded gradient norm would cancel every later digit
-    sums = np.convolve(values, np.ones(2 * reach + 1))[here]
-    return sums / np.convolve(np.ones_like(values), np.ones(2 * reach + 1))[here]
+    inside = slice(reach, reach + len(values))
+    # a difference of cumulative sums would lose all later digits to a single exploded gradient norm
+    sums = np.convolve(values, np.ones(2 * reach + 1))[inside]
+    return sums / np.convolve(np.ones_like(values), np.ones(2 * reach + 1))[inside]
 
 
 def panels_of(series: Mapping[str, Series], heldout_sets: Sequence[str] = ()) -> Iterator[Panel]:
-    """Yields the panels that have data: results first, then the training's health, then cost."""
+    """Yields the panels that have data: results first, then the health of the training, then its cost."""
     held_out = {name.removeprefix("eval/"): line for name, line in series.items() if name.startswith("eval/")}
     for heldout_set in filter(None, heldout_sets):
         own = [name for name in held_out if name.startswith(f"{heldout_set}/")]
@@ -180,14 +182,14 @@ def panels_of(series: Mapping[str, Series], heldout_sets: Sequence[str] = ()) ->
     yield from _held_out_panels(held_out, "")
     for heading, unit, names in _STEP_PANELS:
         lines = {label: series[name] for name, label in names.items() if name in series}
-        if any(line.values.any() for line in lines.values()):  # steps of one update have nothing to clip
+        if any(line.values.any() for line in lines.values()):  # an all-zero line shows nothing, such as no clipping
             yield Panel(heading, unit, lines)
     if parts := _seconds_of_parts(series):
         yield Panel("Where the time goes", "seconds per step", parts, is_stacked=True)
 
 
 def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
-    """Yields the panels of one set of prompts: its shares together, other scales each in its own, then greedy ones."""
+    """Yields the panels of one held-out set: one for all shares, one for each other metric, and greedy ones last."""
     greedy = {name.removeprefix("greedy_"): held_out.pop(name) for name in list(held_out) if name.startswith("greedy_")}
     bounds = {name: held_out.pop(name) for name in list(held_out) if _BAND.fullmatch(name)}
     held_out = {name: line for name, line in held_out.items() if not name.startswith("ended_by_")}
@@ -207,7 +209,7 @@ def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
 
 
 def _seconds_of_parts(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Returns seconds per part; what no part of `seconds/step` accounts for is `other`."""
+    """Returns the seconds of each part; `other` is the rest of `seconds/step`."""
     names = [name for name in series if name.startswith("seconds/") and name != "seconds/step"]
     if not names:
         return {}
@@ -226,7 +228,7 @@ def _seconds_of_parts(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    """Draws the lines and a legend with their last values; of parts, with the medians of the steps that have them."""
+    """Draws the lines, and a legend with their last values; for stacked parts, with the medians of nonzero values."""
     axes.set_title(panel.heading, loc="left", fontsize=10, parse_math=False)
     axes.set_ylabel(panel.unit)
     axes.grid(alpha=0.3)
@@ -237,7 +239,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
             for name, values in zip(panel.lines, stack, strict=True)
         ]
         axes.stackplot(steps, *stack, labels=labels, step="mid")
-        # a slow first step would flatten all others
+        # the slow first step must not flatten all others
         axes.set_ylim(0, 1.3 * float(np.quantile(np.sum(stack, axis=0), 0.95)) or 1)
     for label, line in ({} if panel.is_stacked else panel.lines).items():
         values = line.values

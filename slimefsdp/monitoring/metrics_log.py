@@ -1,7 +1,7 @@
-"""The numbers a run leaves behind: lines of metrics.jsonl, the same as TensorBoard scalars, and wandb if asked.
+"""Writes the metrics of a run to metrics.jsonl, to TensorBoard and, if asked, to wandb.
 
-metrics.jsonl is the record; the other two are views of it. A line is
-{"step": .., "time": seconds since the epoch, ..}; a step may have several.
+metrics.jsonl is the record; the other two show the same numbers. A line is
+{"step": .., "time": seconds since the epoch, ..}; a step may have several lines.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ WANDB_ID = "wandb_id"  # a file with the id of the run at Weights & Biases
 
 
 class MetricsLog:
-    """Appends the metrics of a run to its files. One writing process per run folder.
+    """Appends the metrics of a run to its files. Only one process may write to a run folder.
 
-    A line torn by an earlier process that died is removed on opening, so that the next one starts on a line of its own.
+    A line torn by an earlier process that died is removed on opening, so that the next line is complete.
 
     Args:
-        run_dir: made if it is missing.
-        wandb: also log to Weights & Biases, with these arguments of `wandb.init`; None: do not. The id of the wandb run
-            is kept in the run folder.
-        resumes: go on with the wandb run whose id is there, instead of beginning another one.
+        run_dir: the run folder; made if it is missing.
+        wandb: arguments of `wandb.init` to also log to Weights & Biases; None: do not. The id of the wandb run is kept
+            in the run folder.
+        resumes: whether to continue the wandb run with that id, instead of beginning another one.
 
     Raises:
-        ConfigError: wandb is asked for and not installed, or does not start.
+        ConfigError: wandb is not installed, or does not start.
         ResourceError: the folder cannot be written.
         CheckpointError: metrics.jsonl has a damaged line before its last.
     """
@@ -72,17 +72,17 @@ class MetricsLog:
                     if self._wandb_run is not None:
                         self._wandb_run.finish(exit_code=int(error is not None))
         except ResourceError:
-            if error is None:  # else it would hide what ended the run, which may be the same
+            if error is None:  # otherwise it would hide the error that ended the run, and may even be the same
                 raise
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line for `step` and hand it to the operating system; a step may be written several times.
+        """Appends one line for `step` and flushes it; a step may be written several times.
 
-        NaN and infinities become null in metrics.jsonl, because JSON has no words for them and strict readers would
-        refuse the line; TensorBoard and wandb get them as they are.
+        NaN and infinities become null in metrics.jsonl, since strict JSON readers would refuse them. TensorBoard and
+        wandb get them unchanged.
 
         Raises:
-            ResourceError: the disk refuses; when it no longer does, the next line begins after a whole one.
+            ResourceError: the disk is full or fails; a later line still begins after a complete one.
         """
         assert not metrics.keys() & {"step", "time"}, "these two names belong to the log itself"
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -97,10 +97,10 @@ class MetricsLog:
             self._wandb_run.log({**numbers, "step": step})
 
     def truncate_after(self, step: int) -> None:
-        """Forget every later step, as if the run had ended after `step`; a resumed run calls this before it goes on.
+        """Removes all later steps, as if the run had ended after `step`; a resumed run calls this first.
 
-        metrics.jsonl is replaced whole or not at all; TensorBoard is told to drop the points. wandb cannot forget: it
-        keeps the later steps that it has, and gets them again from the run that goes on.
+        metrics.jsonl is replaced atomically, and TensorBoard is told to drop the points. wandb cannot remove steps: it
+        keeps the later ones, and gets them again from the resumed run.
         """
         self._lines.close()
         self._keep_lines(step)
@@ -118,7 +118,7 @@ class MetricsLog:
         temporary.replace(self._path)
 
     def _open_scalars(self, *, purge_step: int | None) -> None:
-        # imported here: it takes a second, and readers of metrics do not need it
+        # imported here, since it takes a second and readers of metrics do not need it
         from torch.utils.tensorboard import SummaryWriter
 
         self._hook_before = threading.excepthook
@@ -135,7 +135,7 @@ class MetricsLog:
 
 
 def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], Any]:
-    """Prints no traceback of TensorBoard's thread, whose error the next call on its writer raises."""
+    """Suppresses the traceback of TensorBoard's thread, whose error is raised by the next call on its writer."""
 
     def report(failed: threading.ExceptHookArgs) -> None:
         if not type(failed.thread).__module__.startswith("tensorboard."):
@@ -145,9 +145,9 @@ def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callabl
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
-    """The rows of a run's metrics.jsonl in the order they were written; None where the value was NaN or infinite.
+    """Returns the rows of a run's metrics.jsonl in their order; None stands for NaN and infinities.
 
-    A last line that was cut short (the writer was killed, or is writing) is left out.
+    An incomplete last line is left out: its writer was killed, or is still writing it.
 
     Raises:
         ConfigError: the folder has no readable metrics.jsonl.
@@ -163,11 +163,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Each line without its end, and its row; a torn last line is left out."""
+    """Returns each complete line without its end, and its row; leaves out an incomplete last line."""
     with open_plain(path) as file:
         lines = file.read().removesuffix(b"\n").split(b"\n")
     rows = [_row(line) for line in lines]
-    if rows[-1] is None:  # a prefix of a row never closes its brace, so it cannot be taken for a row
+    if rows[-1] is None:  # a part of a row has no closing brace, so it is never taken for a row
         del lines[-1], rows[-1]
     whole = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
     if len(whole) < len(rows):
@@ -188,22 +188,22 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _begin_wandb_run(module: Any, arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
-    """The wandb run of this folder, begun or gone on with, whose curves are drawn over the metric `step`."""
+    """Begins or continues the wandb run of this folder; its curves have the metric `step` as their x axis."""
     file = run_dir / WANDB_ID
     with disk_reported(run_dir):
         known = read_plain(file, 1000).decode(errors="replace").strip() if resumes and file.exists() else ""
         run_id = known if re.fullmatch(r"[\w-]{1,64}", known, re.ASCII) else secrets.token_hex(8)
         file.write_text(run_id + "\n")
     try:
-        # allow: one that was begun offline, and not sent yet, is none that a server knows
+        # "allow": a run that began offline and was not sent yet is unknown to the server
         run = module.init(**arguments, id=run_id, resume="allow", dir=str(run_dir))
-    except Exception as error:  # of several kinds: no key, no such project, no network
+    except Exception as error:  # its type depends on the cause: no key, no such project, no network
         raise ConfigError(
             f"wandb did not start: {error}",
             field="run.wandb_project",
             hint="log in with `wandb login`, set WANDB_MODE=offline, or leave the setting out",
         ) from error
-    # not wandb's own count of steps: it refuses those that a resumed run takes again
+    # wandb's own step count refuses the steps that a resumed run takes again
     run.define_metric("*", step_metric="step")
     return run
 

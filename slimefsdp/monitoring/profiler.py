@@ -1,10 +1,9 @@
-"""Where the time of chosen updates goes: a trace of every rank, each rank's compute, communication and idle time, and
-which collectives are under way in which phase.
+"""Profiles chosen updates: a trace of every rank, its compute, communication and idle time, and collectives by phase.
 
-Phases are named in every update (`phase`), for torch's profiler and for whatever reads NVTX ranges.
+Phases are named in every update (`phase`), for torch's profiler and for tools that read NVTX ranges.
 
-Updates are chosen by their number since the first one of the run, so all ranks profile the same ones, and a resumed run
-counts on. Of an update that is not chosen nothing is recorded.
+Updates are chosen by their number since the first one of the run, so that all ranks profile the same ones and a resumed
+run continues the count. Nothing is recorded of other updates.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh
 
-# what a trace calls collectives, and sending and receiving, on the host; on a GPU they are NCCL's kernels
+# prefixes of collectives, sends and receives of the host in a trace; on a GPU they are NCCL kernels
 _HOST_COMMUNICATION = ("gloo:", "nccl:", "c10d::", "_c10d_functional::")
-# operators that only call others, hooks with collectives among them
+# prefixes of operators that only call others, such as hooks with collectives
 _HOST_CONTAINERS = ("autograd::", "torch::")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_MEMORY_EVENTS = 1_000_000  # of CUDA's allocator, the newest so many are kept
-_PHASE = "slimefsdp::"  # what the annotation of a phase begins with
+_MEMORY_EVENTS = 1_000_000  # number of newest events of CUDA's allocator to keep
+_PHASE = "slimefsdp::"  # prefix of the annotation of a phase
 _OTHER = "other"
-# what the names of operators and kernels have in them, without underscores -> the collective
+# part of an operator's or kernel's name, without underscores -> the collective
 _COLLECTIVES = {
     "reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce", "alltoall": "all-to-all",
     "send": "send, receive", "recv": "send, receive", "broadcast": "broadcast",
@@ -47,21 +46,21 @@ _COLLECTIVES = {
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names what runs inside of it, for torch's profiler and on CUDA as an NVTX range; it takes some microseconds."""
+    """Names the code inside of it for torch's profiler, and on CUDA as an NVTX range; it costs some microseconds."""
     with record_function(_PHASE + name), torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext():
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How one rank spent an update, in seconds of wall clock; compute, exposed and idle add up to the whole."""
+    """The wall-clock seconds of one rank in an update; compute, exposed and idle add up to the whole."""
 
     seconds: float
-    compute: float  # at least one operator at work: a kernel on a GPU, an operator on a CPU
-    communication: float  # at least one collective or message under way
-    exposed: float  # of it, while nothing was computed
-    peak_bytes: int | None = None  # of tensors: all on a GPU, on a CPU those made since it began; None: not recorded
-    # (phase, collective) -> seconds in which at least one such was under way that was begun in the phase
+    compute: float  # with at least one operator running: a kernel on a GPU, an operator on a CPU
+    communication: float  # with at least one collective or message in flight
+    exposed: float  # the part of communication during which nothing was computed
+    peak_bytes: int | None = None  # of tensors: all on a GPU, those made in the update on a CPU; None: not recorded
+    # (phase, collective) -> seconds with at least one such collective in flight that began in the phase
     by_phase: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
@@ -70,15 +69,15 @@ class Shares:
 
 
 class UpdateProfiler:
-    """One rank's profiler.
+    """The profiler of one rank.
 
     Args:
-        updates: the numbers of those to profile; 1 is the first update of a run.
-        folder: where traces and tables go; the same on every rank.
-        mesh: whose ranks take the updates.
-        with_memory: also record every allocation: in the traces, and as a snapshot of CUDA's allocator.
-        record_shapes, with_stack: as of `torch.profiler.profile`; the traces have the shapes of operators' inputs, and
-            the Python frames that called them.
+        updates: the numbers of the updates to profile; 1 is the first update of a run.
+        folder: the folder of traces and tables; the same on every rank.
+        mesh: the mesh whose ranks take the updates.
+        with_memory: also records every allocation, in the traces and as a snapshot of CUDA's allocator.
+        record_shapes, with_stack: as in `torch.profiler.profile`; adds the shapes of operators' inputs, and the Python
+            frames that called them.
     """
 
     def __init__(
@@ -102,9 +101,9 @@ class UpdateProfiler:
         }
 
     def profiled(self, update: int) -> AbstractContextManager[None]:
-        """Collective: what update number `update` is taken inside of; nothing happens unless it was chosen.
+        """Returns a context to take update number `update` in; it is collective, and does nothing for other updates.
 
-        Where a rank cannot write its trace there is a warning, and the update counts: training needs no profile.
+        If a rank cannot write its trace, it only warns, since training does not need the profile.
         """
         return self._recorded(update) if update in self._updates else nullcontext()
 
@@ -123,17 +122,17 @@ class UpdateProfiler:
                         torch.cuda.synchronize()
             finally:
                 profiler.stop()
-            # reached by all ranks or by none: an update fails on all of them
-            found: list[Shares | str] = []
-            run_together(lambda: found.append(self._written(profiler, update, name)), group)
+            # all ranks get here or none does, since an update fails on all of them
+            written: list[Shares | str] = []
+            run_together(lambda: written.append(self._written(profiler, update, name)), group)
         by_rank: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(by_rank, found[0], group=group)
+        dist.all_gather_object(by_rank, written[0], group=group)
         run_on_first(lambda: self._report(update, name, by_rank), group)
 
     def _report(self, update: int, name: str, by_rank: Sequence[Shares | str]) -> None:
-        failed = [f"rank {rank}: {one}" for rank, one in enumerate(by_rank) if isinstance(one, str)]
+        failed = [f"rank {rank}: {result}" for rank, result in enumerate(by_rank) if isinstance(result, str)]
         if not failed:
-            table = shares_table(name, [one for one in by_rank if isinstance(one, Shares)])
+            table = shares_table(name, [result for result in by_rank if isinstance(result, Shares)])
             print(table, file=sys.stderr, flush=True)
             try:
                 self._stem(update).with_suffix(".txt").write_text(table + "\n")
@@ -147,18 +146,18 @@ class UpdateProfiler:
         return self._folder / f"update_{update:06d}"
 
     def _written(self, profiler: profile, update: int, name: str) -> Shares | str:
-        """Returns what the rank's trace says, or why it could not be written; then nothing of it is left."""
+        """Writes the rank's trace and returns its shares, or why it could not be written; leaves no incomplete file."""
         of_rank = f"{self._stem(update)}_rank{dist.get_rank(self._mesh.group)}"
         plain, packed, memory = (Path(f"{of_rank}{end}") for end in (".json", ".json.gz", "_memory.pickle"))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(plain))  # its own compression goes line by line, and takes longer
+            profiler.export_chrome_trace(str(plain))  # its own compression is slower, since it goes line by line
             trace = plain.read_bytes()
             events = json.loads(trace)["traceEvents"]
             packed.write_bytes(gzip.compress(trace, compresslevel=3))
             if self._with_memory and self._mesh.device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(memory))
-        except (OSError, ValueError) as error:  # ValueError: a full disk cut the trace, and torch did not say so
+        except (OSError, ValueError) as error:  # ValueError: a full disk truncated the trace, which torch ignores
             for file in (packed, memory):
                 _remove(file)
             return str(error)
@@ -168,7 +167,7 @@ class UpdateProfiler:
 
 
 def _remove(file: Path) -> None:
-    with suppress(OSError):  # of a folder that cannot be written
+    with suppress(OSError):  # the folder cannot be written
         file.unlink()
 
 
@@ -185,8 +184,8 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
     """Returns how the time of one annotated span was spent.
 
     Args:
-        events: `traceEvents` of a Chrome trace of torch's profiler; times in microseconds.
-        name: of the annotation; it is in the trace once.
+        events: `traceEvents` of a Chrome trace of torch's profiler; times are in microseconds.
+        name: the name of the annotation, which occurs once in the trace.
     """
     events = list(events)
     timed = [event for event in events if event.get("ph") == "X"]
@@ -208,27 +207,29 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
     compute, communication = (_covered(spans[kind]) for kind in ("compute", "communication"))
     either = _covered(spans["compute"] + spans["communication"])
     seconds = (span["dur"] / 1e6, compute / 1e6, communication / 1e6, (either - compute) / 1e6)
-    by_phase = {key: _covered(found) / 1e6 for key, found in in_phases.items()}
+    by_phase = {key: _covered(intervals) / 1e6 for key, intervals in in_phases.items()}
     return Shares(*seconds, peak_bytes=_peak_bytes(events, on_device), by_phase=by_phase)
 
 
 class _Phases:
-    """Which phase of an update an event of its trace was begun in, by the time on the host."""
+    """Finds the phase of an update in which an event of the trace began, by the time on the host."""
 
     def __init__(self, timed: Sequence[Mapping[str, Any]]) -> None:
-        named = [one for one in timed if one.get("cat") == "user_annotation" and one["name"].startswith(_PHASE)]
-        self._spans = sorted((one["ts"], one["ts"] + one["dur"], one["name"].removeprefix(_PHASE)) for one in named)
-        # kernels run later than the host starts them; both events have a number in common
+        named = [event for event in timed if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)]
+        self._spans = sorted(
+            (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(_PHASE)) for event in named
+        )
+        # kernels run later than their launch on the host; both events have the same correlation number
         self._launches = {
-            one["args"]["correlation"]: one["ts"]
-            for one in timed
-            if one.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in one.get("args", {})
+            event["args"]["correlation"]: event["ts"]
+            for event in timed
+            if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
         }
 
     def of(self, event: Mapping[str, Any]) -> str:
         began = self._launches.get(event.get("args", {}).get("correlation"), event["ts"])
-        place = bisect.bisect_right(self._spans, began, key=lambda span: span[0]) - 1
-        return self._spans[place][2] if place >= 0 and began < self._spans[place][1] else _OTHER
+        index = bisect.bisect_right(self._spans, began, key=lambda span: span[0]) - 1
+        return self._spans[index][2] if index >= 0 and began < self._spans[index][1] else _OTHER
 
 
 def _collective(name: str) -> str:
@@ -237,7 +238,7 @@ def _collective(name: str) -> str:
 
 
 def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
-    """The shares of every rank as lines of text; compute, exposed and idle are 100 %."""
+    """Returns the shares of every rank as lines of text; compute, exposed and idle add up to 100 %."""
     lines = [title, "rank   seconds  compute  communication  of it exposed     idle   peak MB"]
     for rank, shares in enumerate(by_rank):
         parts = [shares.compute, shares.communication, shares.exposed, shares.idle]
@@ -249,23 +250,23 @@ def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
 
 
 def _phase_lines(by_rank: Sequence[Shares]) -> list[str]:
-    """Communication by phase, as means over the ranks; no line where there was none."""
+    """Returns lines with the communication of each phase, as means over ranks; none if there was none."""
     keys = list(dict.fromkeys(key for shares in by_rank for key in shares.by_phase))
     if not keys:
         return []
-    # phases in the order of their first collective, and what is in none of them last
+    # phases in the order of their first collective; what is in no phase comes last
     phases = sorted(dict.fromkeys(phase for phase, _ in keys), key=lambda phase: phase == _OTHER)
-    collectives = sorted(dict.fromkeys(collective for _, collective in keys), key=lambda one: one == _OTHER)
+    collectives = sorted(dict.fromkeys(collective for _, collective in keys), key=lambda name: name == _OTHER)
     widths = [max(len(collective), 8) for collective in collectives]
     first = max(len("in phase"), *map(len, phases))
     lines = ["communication begun in each phase, % of the update, mean over ranks; what is under way at once overlaps"]
     lines.append("  ".join(["in phase".ljust(first), *map(str.rjust, collectives, widths)]))
-    for one in phases:
+    for name in phases:
         cells = []
         for collective, width in zip(collectives, widths, strict=True):
-            share = fmean(shares.by_phase.get((one, collective), 0.0) / shares.seconds for shares in by_rank)
+            share = fmean(shares.by_phase.get((name, collective), 0.0) / shares.seconds for shares in by_rank)
             cells.append((f"{100 * share:.1f} %" if share else "-").rjust(width))
-        lines.append("  ".join([one.ljust(first), *cells]))
+        lines.append("  ".join([name.ljust(first), *cells]))
     return lines
 
 
@@ -288,13 +289,13 @@ def _peak_bytes(events: Iterable[Mapping[str, Any]], on_device: bool) -> int | N
     if not changes:
         return None
     first = min(changes, key=lambda event: float(event["ts"]))["args"]
-    # of a CPU's total only differences mean anything: what earlier profiles saw made and not freed is still in it
+    # on a CPU only differences of the total are valid, since it includes tensors that earlier profiles saw and kept
     before = 0 if on_device else first["Total Allocated"] - first["Bytes"]
     return max(int(event["args"]["Total Allocated"]) for event in changes) - int(before)
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of spans [start, end)."""
+    """Returns the length of the union of spans [start, end)."""
     if not spans:
         return 0.0
     starts, ends = np.array(sorted(spans)).T

@@ -1,4 +1,4 @@
-"""A run's progress as plain lines: a header, then one aligned row per step, on a terminal or in a log file."""
+"""Prints a run's progress as plain lines: a header, then one aligned row per step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 from typing import TextIO
 
 ROWS_PER_HEADER = 20
-_MIN_WIDTH = 7  # the longest a float gets in `.0e` form is `-1e-300`, so every number fits
+_MIN_WIDTH = 7  # fits every number, since the longest `.0e` form is `-1e-300`
 _GAP = "  "
 _STEPS_OF_ETA = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One metric of the table: its heading, its name in the loop's metrics, and how it is best written."""
+    """A column of the table: its heading, the name of its metric, and the preferred number format."""
 
     title: str
     metric: str
     spec: str = ".3f"
-    instead: str | None = None  # shown of a row without the metric
-    is_optional: bool = False  # has no place in the first header: many runs never have the metric
+    instead: str | None = None  # the metric to show in rows without the main one
+    is_optional: bool = False  # whether to leave it out of the first header, since many runs never have the metric
 
     @property
     def width(self) -> int:
         return max(_MIN_WIDTH, len(self.title))
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Returns the column's value in one row."""
+        """Returns the column's value in a row, or None."""
         if self.metric in metrics or self.instead is None:
             return metrics.get(self.metric)
         return metrics.get(self.instead)
@@ -65,27 +65,27 @@ DPO_COLUMNS = (
 
 
 def with_held_out(columns: Sequence[Column], held_out: Sequence[Column]) -> tuple[Column, ...]:
-    """The columns with these in the place of the one of held-out records."""
-    place = next(index for index, column in enumerate(columns) if column.metric.startswith("eval/"))
-    return (*columns[:place], *held_out, *columns[place + 1 :])
+    """Returns the columns with `held_out` in place of the single column for held-out records."""
+    position = next(index for index, column in enumerate(columns) if column.metric.startswith("eval/"))
+    return (*columns[:position], *held_out, *columns[position + 1 :])
 
 
 class ProgressTable:
     """Prints one line per step; all lines of a table have the same width.
 
-    The step stands first and the time left last, around the given columns. The header is repeated every 20 rows. After
-    the first step the columns are those of which a row has had a value, under a header of their own.
+    The step comes first and the remaining time last. The header is repeated every 20 rows. After the first step, only
+    columns that have had a value are shown, under a new header.
 
     Args:
-        columns: what to show of the metrics, such as `GRPO_COLUMNS`; a value that a row lacks is printed as `-`.
+        columns: the metrics to show, such as `GRPO_COLUMNS`; a missing value is printed as `-`.
         total_steps: the step after which the run ends.
-        stream: the standard output of the moment if not given.
+        stream: where to print; None: the standard output at this moment.
     """
 
     def __init__(self, columns: Sequence[Column], *, total_steps: int, stream: TextIO | None = None) -> None:
         self._columns = tuple(columns)
         self._shown = self._columns
-        self._known: set[Column] = set()  # of which a row had a value
+        self._known: set[Column] = set()  # columns that have had a value
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
         self._step_width = max(len("step"), 2 * len(str(total_steps)) + 1)
@@ -93,10 +93,10 @@ class ProgressTable:
         self._recent_seconds: deque[float] = deque(maxlen=_STEPS_OF_ETA)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the row of a finished step, 0 <= step <= total_steps.
+        """Prints the row of a finished step, 0 <= step <= total_steps.
 
-        The time left is the median of the last 20 values of `seconds/step` (`train_seconds` where there is no rollout)
-        times the steps to go: a median, because the first step and those with an evaluation are longer.
+        The remaining time is the median of the last 20 values of `seconds/step` (`train_seconds` without a rollout)
+        times the remaining steps; the median, because the first step and those with an evaluation take longer.
         """
         assert 0 <= step <= self._total_steps
         seconds = metrics.get("seconds/step", metrics.get("train_seconds", math.nan))
@@ -132,14 +132,14 @@ class ProgressTable:
         self._print(["-" * len(title) for title in titles])
 
     def _print(self, cells: list[str]) -> None:
-        # flushed: a log file that is followed should show the step when it ends
+        # flushed, so that someone who follows a log file sees each step when it ends
         print(_GAP.join(cells), file=self._stream, flush=True)
 
 
 def number_text(value: float, spec: str, width: int) -> str:
-    """`value` in at most `width` >= 7 characters: by `spec` if it fits and does not round to zero, else shorter."""
+    """Returns `value` in `width` >= 7 characters or fewer: as `spec`, or shorter if that is too long or rounds to 0."""
     if value == 0 and spec.endswith("e"):
-        return "0"  # engines that agree to the last bit: plainer than 0.0e+00
+        return "0"  # instead of 0.0e+00, for engines that agree to the last bit
     text = format(value, spec)
     rounds_to_zero = value != 0 and not any(digit in text for digit in "123456789") and math.isfinite(value)
     if rounds_to_zero or len(text) > width:
@@ -148,7 +148,7 @@ def number_text(value: float, spec: str, width: int) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A time >= 0 in at most 7 characters, its two largest units; `-` if it is not known or not finite."""
+    """Returns seconds >= 0 as text in at most 7 characters, in its two largest units; `-` if not finite."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(round(seconds), 60)

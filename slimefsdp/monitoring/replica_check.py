@@ -1,6 +1,6 @@
-"""Looking inside a sharded model: what its units are on this rank, and whether ranks agree on what they hold in common.
+"""Inspects a sharded model: describes its units on this rank, and compares what several ranks hold.
 
-Nothing here trusts a setting: units, dtypes and layouts are read from the sharded modules and tensors themselves.
+Units, dtypes and layouts are read from the sharded modules and tensors themselves, not from settings.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from slimefsdp.distributed.fsdp import parameter_groups
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import Description, Difference, ReplicaCheck, Unit
 
-if TYPE_CHECKING:  # a name for mypy only: models lie above this package
+if TYPE_CHECKING:  # only for mypy: this package must not import models
     from slimefsdp.models.decoder import DecoderModel
 
 
 def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description:
-    """The sharded units of a policy, whose parameters must be sharded at the moment; no collective.
+    """Describes the sharded units of a policy, whose parameters must be sharded at this moment; no collective.
 
     Args:
-        axes: of the mesh, with their sizes.
+        axes: the axes of the mesh with their sizes.
     """
     names = {id(parameter): name for name, parameter in policy.all_parameters()}
     modules_of: dict[int, list[str]] = {}
@@ -38,7 +38,7 @@ def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description
             for group in parameter_groups(module):
                 # several modules may have been wrapped as one unit
                 modules_of.setdefault(id(group), []).append(path.removeprefix("hf.") or "(root)")
-                # left alone, the outermost unit stays gathered, which torch settles at its first forward
+                # with an automatic setting, the outermost unit stays gathered; torch decides this in its first forward
                 keeps = module is policy and module._get_fsdp_state()._auto_reshard_after_forward
                 groups[id(group)] = group, group.post_forward_mesh_info is not None and not keeps
     return Description(
@@ -54,13 +54,13 @@ def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description
 
 
 def model_tensors(policy: DecoderModel, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as `model.*` and buffers as `buffer.*`, each after `prefix`."""
+    """Yields parameters as `model.*` and buffers as `buffer.*`, with `prefix` before the names."""
     yield from ((f"{prefix}model.{name}", parameter) for name, parameter in policy.all_parameters())
     yield from ((f"{prefix}buffer.{name.removeprefix('hf.')}", buffer) for name, buffer in policy.named_buffers())
 
 
 def optimizer_tensors(policy: DecoderModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimiser's state as `optimizer.*`: moments, and whatever else it keeps for each parameter."""
+    """Yields the optimiser's state as `optimizer.*`: moments and all other tensors that it keeps per parameter."""
     for name, parameter in policy.trained_weights():
         yield from ((f"optimizer.{name}.{key}", value) for key, value in optimizer.state[parameter].items())
 
@@ -68,11 +68,11 @@ def optimizer_tensors(policy: DecoderModel, optimizer: torch.optim.Optimizer) ->
 def compare_replicas(
     tensors: Iterable[tuple[str, torch.Tensor]], numbers: Mapping[str, Any], group: dist.ProcessGroup
 ) -> ReplicaCheck:
-    """Collective: whether all ranks that hold the same thing hold the same bits of it.
+    """Compares the bits of everything that several ranks hold; collective.
 
     Args:
-        tensors: named; a shard is compared with the same rows on other ranks, a plain tensor with that of every rank.
-        numbers: plain JSON values that all ranks should hold alike.
+        tensors: named tensors; a shard is compared with the same rows on other ranks, a plain tensor with all ranks.
+        numbers: plain JSON values that should be equal on all ranks.
         group: all ranks.
     """
     own = {f"state.{name}": hashlib.sha256(json.dumps(value).encode()).digest() for name, value in numbers.items()}
@@ -82,8 +82,8 @@ def compare_replicas(
     everyone: list[dict[str, bytes]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, own, group=group)
     holders: dict[str, dict[bytes, list[int]]] = {}
-    for rank, held in enumerate(everyone):
-        for name, digest in held.items():
+    for rank, digests in enumerate(everyone):
+        for name, digest in digests.items():
             holders.setdefault(name, {}).setdefault(digest, []).append(rank)
     return ReplicaCheck(
         checked=sum(sum(map(len, by_content.values())) > 1 for by_content in holders.values()),
@@ -97,7 +97,7 @@ def compare_replicas(
 
 def _unit(name: str, group: Any, names: Mapping[int, str], *, reshards: bool) -> Unit:
     shards = [entry.sharded_param for entry in group.fsdp_params]
-    # what is trained has one dtype; what is frozen beside it may be stored in another
+    # all trained parameters have one dtype; frozen ones next to them may have another
     master = next((shard for shard in shards if shard.requires_grad), shards[0]).dtype
     compute = group.mp_policy.param_dtype or master
     return Unit(
@@ -115,12 +115,13 @@ def _unit(name: str, group: Any, names: Mapping[int, str], *, reshards: bool) ->
 
 
 def _layout(tensor: DTensor) -> str:
-    """Per axis: `dp_replicate 2 replicated, dp_cp 4 sharded on dim 0`."""
+    """Describes the layout of a tensor by axis, e.g. `dp_replicate 2 replicated, dp_cp 4 sharded on dim 0`."""
     mesh = tensor.device_mesh
     axes = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
     return ", ".join(
-        f"{axis} {mesh.size(index)} " + (f"sharded on dim {place.dim}" if isinstance(place, Shard) else "replicated")
-        for index, (axis, place) in enumerate(zip(axes, tensor.placements, strict=True))
+        f"{axis} {mesh.size(index)} "
+        + (f"sharded on dim {placement.dim}" if isinstance(placement, Shard) else "replicated")
+        for index, (axis, placement) in enumerate(zip(axes, tensor.placements, strict=True))
     )
 
 
@@ -129,7 +130,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether another rank should hold the same; a healthy shard differs from those of other rows."""
+    """Returns whether another rank should hold the same content; shards of other rows are expected to differ."""
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
@@ -139,7 +140,7 @@ def _is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    """Returns which part of the whole tensor a shard is, as an index: `[32:64]`; nothing for the whole."""
+    """Returns the index of a shard in the whole tensor, e.g. `[32:64]`; "" for a whole tensor."""
     if not isinstance(tensor, DTensor):
         return ""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -149,7 +150,7 @@ def _rows(tensor: torch.Tensor) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """sha256 of the raw bytes: two zeros of different sign differ, two equal NaNs do not."""
-    # a copy, since memory that numpy has seen could never be freed by a sleep
+    """Returns the sha256 of the raw bytes: zeros of different sign differ, and NaNs with equal bits do not."""
+    # a copy, since memory that numpy has referenced could not be freed by a sleep
     copied = local_shard(tensor).detach().cpu().clone(memory_format=torch.contiguous_format)
     return hashlib.sha256(copied.reshape(-1).view(torch.uint8).numpy().data).digest()

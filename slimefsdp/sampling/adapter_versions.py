@@ -1,7 +1,7 @@
-"""Adapters of one model that take turns in it: whose turn it is, the model's own A and B are those tensors, not copies.
+"""Lets several adapters take turns in one model: the model's A and B become the tensors of the current one, uncopied.
 
-A version has the shapes of the model's adapters, whatever its own rank: what is beyond that is 0, as it is in a trainer
-with room for more. So it computes the trainer's bits, and all versions have as many bytes.
+Every version has the shapes of the model's adapters; a smaller rank is padded with zeros, as in a trainer with room for
+more. A version therefore computes the same bits as its trainer, and all versions have the same size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slimefsdp.models.peft_folder import read_peft_folder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterVersion:
-    """A and B of each adapted matrix, in the model's order, and the factor on B A x."""
+    """The tensors A and B of each adapted matrix, in the model's order, and the factor on B A x."""
 
     tensors: list[torch.Tensor]
     scale: float
@@ -39,8 +39,8 @@ class AdapterVersions:
     """Lets several versions of adapters take turns in one model.
 
     Args:
-        policy: with adapters, its weights whole; its A and B are given up.
-        base: its folder, for errors.
+        policy: a model with adapters and whole weights; its own A and B are freed.
+        base: the folder of the base model, for errors.
     """
 
     def __init__(self, policy: PolicyModel, base: Path) -> None:
@@ -54,15 +54,15 @@ class AdapterVersions:
         self._dtype, self._device = policy.named_weights()[0][1].dtype, policy.named_weights()[0][1].device
         self._in_model: AdapterVersion | None = None
         self._hashing = threading.Lock()
-        self._digest: str | None = None  # of the base, once a folder has one to compare with
+        self._digest: str | None = None  # digest of the base; computed when a folder has one to compare with
         self._empty()
 
     def read(self, folder: Path) -> AdapterVersion:
-        """Reads the adapters of a PEFT folder; a module without one gets A and B of 0. Safe in any thread.
+        """Reads the adapters of a PEFT folder; modules without one get zeros. May be called from any thread.
 
         Raises:
-            ModelError: the folder is malformed, of another model, of more than the model's rank, or has adapters of a
-                module that has none here.
+            ModelError: the folder is malformed or of another model, its rank is too high, or it has adapters of modules
+                that have none here.
         """
         try:
             return self._read(folder)
@@ -87,28 +87,28 @@ class AdapterVersions:
         check_is_of(folder, self._policy, self._base)
         check_base_weights(folder, self._policy, self._base_digest, self._base)
         tensors = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
-        given: list[AdaptedMatrix] = []
-        held = set(folder.targets)
+        matrices: list[AdaptedMatrix] = []
+        targets = set(folder.targets)
         for index, matrix in enumerate(self._matrices):
-            if matrix.name not in held:
+            if matrix.name not in targets:
                 continue
             a, b = tensors[2 * index : 2 * index + 2]
-            if folder.rank < self._rank:  # rows of their own to read into, which are copied below
+            if folder.rank < self._rank:  # read into contiguous tensors, which are copied into the larger ones below
                 a, b = (torch.empty_like(part) for part in _of_rank(folder.rank, a, b))
-            given.append(
+            matrices.append(
                 matrix._replace(a=nn.Parameter(a, requires_grad=False), b=nn.Parameter(b, requires_grad=False))
             )
-        fill_matrices(folder, given, None, device=self._device)
+        fill_matrices(folder, matrices, None, device=self._device)
         if folder.rank < self._rank:
-            places = {matrix.name: index for index, matrix in enumerate(self._matrices)}
-            for matrix in given:
-                a, b = tensors[2 * places[matrix.name] : 2 * places[matrix.name] + 2]
+            indices = {matrix.name: index for index, matrix in enumerate(self._matrices)}
+            for matrix in matrices:
+                a, b = tensors[2 * indices[matrix.name] : 2 * indices[matrix.name] + 2]
                 for part, read in zip(_of_rank(folder.rank, a, b), (matrix.a, matrix.b), strict=True):
                     part.copy_(read)
         return AdapterVersion(tensors, folder.alpha / folder.rank)
 
     def take_turn(self, version: AdapterVersion | None) -> None:
-        """Makes the model compute with these adapters; None: without any, bit-equal to the base."""
+        """Makes the model compute with these adapters; None: without any, bit-equal to the base model."""
         for module in self._modules:
             module.is_on = version is not None
         if version is None or version is self._in_model:
@@ -136,5 +136,5 @@ class AdapterVersions:
 
 
 def _of_rank(rank: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the part of A, [(experts,) room, in], and of B, [(experts,) out, room], that adapters of a rank fill."""
+    """Returns the parts of A, [(experts,) room, in], and of B, [(experts,) out, room], that adapters of a rank fill."""
     return a[..., :rank, :], b[..., :rank]

@@ -1,7 +1,7 @@
-"""Keys and values of the rows that are being decoded, and the attention of one new token of each.
+"""Keys and values of rows in decoding, and the attention of one new token per row.
 
-Both classes are a pack's attention (`slimefsdp.attention.call_plan.PackAttention`): the model hands them query, key and
-value of every layer, one layer after the other.
+Both classes serve as a pack's attention (`slimefsdp.attention.call_plan.PackAttention`): the model passes them query,
+key and value of every layer in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PromptAttention:
     """The attention of packed prompts, which keeps their keys and values.
 
     Args:
-        attend: of the pack.
+        attend: the attention of the pack.
     """
 
     def __init__(self, attend: PackAttention) -> None:
@@ -41,16 +41,16 @@ class PromptAttention:
 
 
 class RowCache:
-    """Keys and values of up to `max_rows` rows, [rows, kv_heads, capacity, head_dim] a layer; rows in use come first.
+    """Keys and values of up to `max_rows` rows, [rows, kv_heads, capacity, head_dim] per layer; used rows come first.
 
-    Memory follows the rows and the longest of them, and goes with the rows: it is for at most four times as many.
+    Memory grows with the rows and the longest of them, and shrinks when at most a quarter of the rows is used.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._layers: list[KeysValues] = []
-        self._positions: list[int] = []  # by row in use: where its next token stands, hence how many it holds
-        # of the step that is being computed
+        self._positions: list[int] = []  # position of the next token of each used row, which is its number of tokens
+        # state of the step in progress
         self._layer = 0
         self._now = torch.empty(0, dtype=torch.int64)
         self._rows = torch.empty(0, dtype=torch.int64)
@@ -58,51 +58,51 @@ class RowCache:
 
     @property
     def rows(self) -> int:
-        """Rows in use."""
+        """Returns the number of used rows."""
         return len(self._positions)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers, in use or not."""
+        """Returns the bytes of all layers, used or not."""
         return sum(cached.nbytes for layer in self._layers for cached in layer)
 
     def append(self, prompt: Sequence[KeysValues], rows: int) -> None:
-        """Adds rows that all hold this prompt.
+        """Adds rows that all begin with the same prompt.
 
         Args:
-            prompt: [tokens, kv_heads, head_dim] of every layer.
+            prompt: keys and values of every layer, [tokens, kv_heads, head_dim] each.
         """
         tokens, first = prompt[0][0].shape[0], self.rows
         self._make_room(prompt, first + rows, tokens + 1)
-        for mine, given in zip(self._layers, prompt, strict=True):
-            for cached, new in zip(mine, given, strict=True):
+        for layer, prompt_layer in zip(self._layers, prompt, strict=True):
+            for cached, new in zip(layer, prompt_layer, strict=True):
                 cached[first : first + rows, :, :tokens] = new.transpose(0, 1)
         self._positions += [tokens] * rows
 
     def remove(self, rows: Sequence[int]) -> list[int]:
-        """Removes rows; returns for each place the old number of the row that is there now."""
+        """Removes rows and fills the holes with later rows; returns the previous index of each remaining row."""
         gone = set(rows)
         kept = self.rows - len(gone)
         holes = sorted(row for row in gone if row < kept)
         movers = [row for row in range(kept, self.rows) if row not in gone]
-        places = list(range(kept))
+        sources = list(range(kept))
         if holes:
             width = max(self._positions[row] for row in movers)
             for layer in self._layers:
                 for cached in layer:
                     cached[holes, :, :width] = cached[movers, :, :width]
             for hole, mover in zip(holes, movers, strict=True):
-                places[hole] = mover
-        self._positions = [self._positions[row] for row in places]
+                sources[hole] = mover
+        self._positions = [self._positions[row] for row in sources]
         if not self._positions:
             self._layers = []
         elif 4 * kept <= self._layers[0][0].shape[0]:
             for index, (keys, values) in enumerate(self._layers):
                 self._layers[index] = (keys[: 2 * kept].clone(), values[: 2 * kept].clone())
-        return places
+        return sources
 
     def begin_step(self) -> torch.Tensor:
-        """Makes room for one more token in every row in use; returns the tokens' positions, int64 [rows]."""
+        """Makes room for one more token in every used row; returns the positions of the new tokens, int64 [rows]."""
         device = self._layers[0][0].device
         width = max(self._positions) + 1
         self._make_room(None, self.rows, width)
@@ -120,7 +120,7 @@ class RowCache:
         scoring: AttentionParams,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the attention of one query per row over the row's keys, its own included: [rows, heads, head_dim]."""
+        """Returns the attention of one query per row to all keys of the row, the new one included."""
         keys, values = self._layers[self._layer]
         self._layer += 1
         keys[self._rows, :, self._now] = k
@@ -140,16 +140,14 @@ class RowCache:
         if scoring.softcap is not None:
             scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         scores = scores + hidden
-        if sinks is not None:  # keys with the value zero
+        if sinks is not None:  # a sink is a key whose value is zero
             sink = sinks.to(wide).unflatten(0, (k.shape[1], -1))[None, :, :, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], dim=-1)
         probabilities = scores.softmax(-1)[..., :width].to(values.dtype)
         return (probabilities @ values).flatten(1, 2)
 
     def _hidden_keys(self, window: int | None, width: int) -> torch.Tensor:
-        """Returns the mask added to scores, float32 [rows, 1, 1, width]: minus infinity at keys that a row's token does
-        not see.
-        """
+        """Returns the mask to add to scores, float32 [rows, 1, 1, width]: -inf at keys that the row must not see."""
         if window not in self._hidden:
             distance = self._now[:, None] - torch.arange(width, device=self._now.device)
             is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -158,10 +156,10 @@ class RowCache:
         return self._hidden[window]
 
     def _make_room(self, like: Sequence[KeysValues] | None, rows: int, tokens: int) -> None:
-        """Allocates memory for so many rows of so many tokens; existing entries are kept.
+        """Allocates memory for this many rows and tokens; keeps existing entries.
 
         Args:
-            like: tensors of every layer, for the first rows.
+            like: keys and values of every layer, to take shapes and dtypes from if there are no rows yet.
         """
         assert rows <= self._max_rows, f"{rows} rows of {self._max_rows}"
         held_rows, _, held_tokens, _ = self._layers[0][0].shape if self._layers else (0, 0, 0, 0)
@@ -172,19 +170,22 @@ class RowCache:
         if tokens > held_tokens:
             new_tokens = -(-max(tokens, held_tokens + held_tokens // 2) // _GRAIN) * _GRAIN
         self._layers = self._layers or list(like or ())
-        for index, layer in enumerate(self._layers):  # one after the other: only one of them is there twice
-            # a token's heads are dim 1 of a prompt's tensors as they are of the cache's. Zeros, as what is hidden is
-            # multiplied all the same, and what lies in memory may not be finite
-            keys, values = (one.new_zeros(new_rows, one.shape[1], new_tokens, one.shape[-1]) for one in layer)
+        for index, layer in enumerate(self._layers):  # in turn, so that only one layer exists twice at a time
+            # Dim 1 is the heads both in a prompt's tensors and in the cache. Zeros, since masked values are still
+            # multiplied, and uninitialised memory may not be finite.
+            keys, values = (
+                cached.new_zeros(new_rows, cached.shape[1], new_tokens, cached.shape[-1]) for cached in layer
+            )
             if held_rows:
                 keys[:held_rows, :, :held_tokens], values[:held_rows, :, :held_tokens] = layer
             self._layers[index] = (keys, values)
 
 
 def require_layers(found: Sequence[KeysValues], expected: int, model: str) -> None:
-    """
+    """Checks that the attention of every layer was called.
+
     Raises:
-        ModelError: not every layer of the model has asked for its attention; some keep a state of another kind.
+        ModelError: some layers keep a state other than keys and values.
     """
     if len(found) != expected:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""Whole models of one architecture that take turns in it: whose turn it is, the model's own weights are those tensors.
+"""Lets several whole models of one architecture take turns in one module: its weights become the current version's.
 
-A version has the base's parameters, in its dtype: read from an exported folder it computes the bits of the trainer that
-exported it. The base's own weights stay beside them.
+A version has the parameters of the base in its dtype. Read from an exported folder, it computes the same bits as the
+trainer that exported it. The base's own weights stay in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slimefsdp.models.hf_folder import read_model_folder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelVersion:
-    """Every parameter, in the model's order."""
+    """Every parameter of one version, in the model's order."""
 
     tensors: list[torch.Tensor]
 
@@ -29,7 +29,7 @@ class ModelVersions:
     """Lets several versions of whole weights take turns in one model.
 
     Args:
-        policy: without adapters, its weights whole; they are the base's.
+        policy: a model without adapters, with the whole weights of the base.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -38,19 +38,19 @@ class ModelVersions:
         self._base = ModelVersion([parameter.data for parameter in self._parameters])
         self._in_model = self._base
         self.version_bytes = sum(parameter.nbytes for parameter in self._parameters)
-        self._building = threading.Lock()  # `load_for_sampling` changes torch's classes while it builds
+        self._building = threading.Lock()  # `load_for_sampling` patches torch classes while it builds
 
     def read(self, folder: Path) -> ModelVersion:
-        """Reads the weights of a Hugging Face folder. Safe in any thread.
+        """Reads the weights of a Hugging Face folder. May be called from any thread.
 
         Raises:
             ModelError: the folder is malformed, or of another model.
         """
         dtype, device = self._parameters[0].dtype, self._parameters[0].device
         try:
-            found = read_model_folder(folder)
+            model_folder = read_model_folder(folder)
             with self._building:
-                policy = load_for_sampling(found, dtype, device)
+                policy = load_for_sampling(model_folder, dtype, device)
             if not policy.is_like(self._policy):
                 raise ModelError(
                     f"{folder} is of another model than the one that is sampled",
@@ -62,7 +62,7 @@ class ModelVersions:
         return ModelVersion([parameter.data for _, parameter in policy.named_weights()])
 
     def take_turn(self, version: ModelVersion | None) -> None:
-        """Makes the model compute with these weights; None: with the base's."""
+        """Makes the model compute with these weights; None: with those of the base."""
         turn = version or self._base
         if turn is self._in_model:
             return

@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 from slimefsdp.errors import BatchError
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # what float32 logits are divided by without an overflow
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # divisors of float32 logits that cause no overflow
 FinishReason = Literal["stop", "length", "abort"]
-"""How a sample ended: by an end token or a stop text, cut at max_new_tokens, or since the engine was told to abort."""
+"""How a sample ended: an end token or a stop text, the limit max_new_tokens, or an abort of the engine."""
 
 
 class VersionSpan(NamedTuple):
-    """Tokens `start` to `end` (exclusive) of a response were drawn from this version of the weights."""
+    """A range of a response's tokens, `start` to `end` (exclusive), that one version of the weights drew."""
 
     version: int
     start: int
@@ -22,31 +22,31 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the samples of a request are drawn.
+    """Parameters of the samples of a request.
 
     Raises:
-        BatchError: naming the value that none can have.
+        BatchError: a value is invalid; the message names it.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
-    greedy: bool = False  # the likeliest token each time; log-probs are as of any other
-    # log-probs are of log_softmax(logits / temperature), over the tokens that `renormalized` says; else of
+    greedy: bool = False  # always the most likely token; log-probs are the same as without it
+    # True: log-probs are log_softmax(logits / temperature), over the tokens that `renormalized` says; False:
     # log_softmax(logits) over all tokens
     tempered: bool = True
-    # over what min_p, top_k and top_p leave, which is what was drawn from; else over all tokens
+    # True: over the tokens that min_p, top_k and top_p keep, from which the draw was made; False: over all tokens
     renormalized: bool = True
-    end_token_ids: frozenset[int] = frozenset()  # one of these ends a sample, and belongs to it
-    stop: tuple[str, ...] = ()  # so does the token that completes one of these texts in the response
-    seed: tuple[int, ...] = ()  # with the number of the sample, the seed of its draws; integers from 0
-    top_k: int | None = None  # of so many likeliest tokens, among equals the first; None: of all
-    # of the fewest likeliest of these that have at least this probability together, after the temperature; 1: of all
+    end_token_ids: frozenset[int] = frozenset()  # tokens that end a sample; the sample includes them
+    stop: tuple[str, ...] = ()  # texts that end a sample, with the token that completes one of them
+    seed: tuple[int, ...] = ()  # integers from 0; with the number of the sample, the seed of its draws
+    top_k: int | None = None  # draw from this many most likely tokens, ties by token id; None: from all
+    # draw from the fewest most likely of these tokens with at least this total probability, after the temperature
     top_p: float = 1.0
-    min_p: float = 0.0  # of tokens with at least this share of the likeliest one's probability, before the others
+    min_p: float = 0.0  # first of all, drop tokens with less than this share of the largest probability
 
     @property
     def is_limited(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Returns whether some tokens are never drawn."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def __post_init__(self) -> None:

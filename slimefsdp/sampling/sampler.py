@@ -1,10 +1,9 @@
-"""Samples of many requests at once, a token at a time: tokens, and the log-prob of each at the moment it was drawn.
+"""Samples many requests at once by continuous batching, with the log-prob of each token at the moment it was drawn.
 
-A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full as long as
-samples wait, and none waits for a longer one. Free rows go to the client that has the fewest, of those whose samples
-wait; requests of one client are served in the order in which they came. A prompt is read once for all of its samples.
-Prompts are read as packs and rows are decoded as packs of single tokens, by the model that is trained
-(`slimefsdp.models.decoder.PolicyModel`).
+A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full and no
+sample waits for a longer one. Free rows go to the waiting client with the fewest rows; the requests of a client are served in
+their order. A prompt is read once for all of its samples. Prompts are read as packs, and rows are decoded as packs of
+single tokens, by the model class that is trained (`slimefsdp.models.decoder.PolicyModel`).
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, r
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 from slimefsdp.sampling.requests import TopTokens
 
-_DRAWS = 64  # random numbers of a row that are made at once
-_TOP_ROWS = 128  # of logits that are held at once for their largest
+_DRAWS = 64  # random numbers of a row to generate at once
+_TOP_ROWS = 128  # rows of logits to hold at once when their largest are searched
 _BELOW_ONE = 1 - 2.0**-40
 _LARGEST_WORD = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled response; `log_probs[i]` belongs to `tokens[i]`, an end token included."""
+    """One sampled response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
     tokens: list[int]
-    log_probs: list[float]  # as `SamplingParams.tempered` asks; in float32, or float64 where the model is
+    log_probs: list[float]  # as `SamplingParams.tempered` says; float32, or float64 if the model is
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]  # one after another, over all tokens
+    versions: tuple[VersionSpan, ...]  # consecutive spans that cover all tokens
 
     @property
     def finished(self) -> bool:
-        """Whether an end token or a stop text ended it."""
+        """Returns whether an end token or a stop text ended it."""
         return self.finish_reason == "stop"
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     number: int
-    context: Sequence[int]  # the prompt, and of a sample that goes on after an update what it has drawn
+    context: Sequence[int]  # the prompt, and the drawn tokens of a sample that continues after a weight update
     samples: list[_Sample]
     wants_prompt_log_probs: bool = False
     prompt_top_k: int = 0
     client: str | None = None
-    cached: list[KeysValues] = field(default_factory=list)  # of the context, a pair a layer
+    cached: list[KeysValues] = field(default_factory=list)  # keys and values of the context by layer
     logits: torch.Tensor | None = None  # [vocab], after the context
 
 
@@ -68,17 +67,17 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # that tokens were drawn from, and of each the first token
-    firsts: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # the weight versions that drew tokens
+    firsts: list[int] = field(default_factory=list)  # the index of the first token of each version
 
     def next_number(self) -> float:
-        """Uniform in [0, 1)."""
+        """Returns a random number in [0, 1)."""
         if not self.drawn:
             self.drawn = self.rng.random(_DRAWS).tolist()
         return self.drawn.pop()
 
     def add(self, token: int, log_prob: float, version: int) -> None:
-        """A token that was drawn from weights of this version."""
+        """Appends a token that weights of this version drew."""
         if not self.versions or self.versions[-1] != version:
             self.versions.append(version)
             self.firsts.append(len(self.tokens))
@@ -86,19 +85,19 @@ class _Sample:
         self.log_probs.append(log_prob)
 
     def completion(self, finish_reason: FinishReason) -> tuple[int, int, Completion]:
-        """Returns what is handed over of it."""
+        """Returns the sample as `step` returns it."""
         spans = map(VersionSpan, self.versions, self.firsts, [*self.firsts[1:], len(self.tokens)])
         return *self.place, Completion(self.tokens, self.log_probs, finish_reason, tuple(spans))
 
 
 class Sampler:
-    """Samples by continuous batching: a model's batch of rows, and the samples that wait for one.
+    """Samples with one model by continuous batching.
 
     Args:
-        policy: in eval mode, its weights whole; between steps they may change, if `take_new_weights` is called then.
-        max_rows: the most samples decoded at once, which bounds the cache.
-        prompt_tokens: of how many tokens prompts are read at once, or of one prompt.
-        decode: the text of token ids, for requests with stop texts.
+        policy: a model in eval mode with whole weights; they may change between steps if `take_new_weights` is called.
+        max_rows: limit on the samples decoded at once, which bounds the cache.
+        prompt_tokens: limit on the tokens of prompts to read at once; a longer prompt is read alone.
+        decode: converts token ids to text, for requests with stop texts.
 
     Raises:
         StateError: the model is in training mode.
@@ -125,13 +124,13 @@ class Sampler:
         self._decode = decode
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Sample] = []  # by row of the cache
-        self._last: list[int] = []  # the token each row has drawn last
+        self._last: list[int] = []  # the last token of each row
         self._cache = RowCache(max_rows)
         self._next_request = 0
-        self.tokens_drawn = 0  # so far, of all samples
-        self._version = 0  # of the weights
-        self._prompt_log_probs: list[tuple[int, np.ndarray]] = []  # that nobody has taken yet
-        self._prompt_top_tokens: dict[int, TopTokens] = {}  # by request
+        self.tokens_drawn = 0  # of all samples so far
+        self._version = 0  # of the current weights
+        self._prompt_log_probs: list[tuple[int, np.ndarray]] = []  # not returned yet
+        self._prompt_top_tokens: dict[int, TopTokens] = {}  # by request; not returned yet
 
     @property
     def is_idle(self) -> bool:
@@ -139,22 +138,22 @@ class Sampler:
 
     @property
     def running_rows(self) -> int:
-        """Samples that are being drawn."""
+        """Returns the number of samples in rows."""
         return len(self._rows)
 
     @property
     def waiting_rows(self) -> int:
-        """Samples that wait for a row, and prompts that only need reading."""
+        """Returns the number of samples that wait for a row, and of prompts that are only to be read."""
         return sum(max(1, len(request.samples)) for request in self._waiting)
 
     @property
     def waiting_requests(self) -> int:
-        """Requests with samples that wait for a row, or a prompt that needs reading."""
+        """Returns the number of requests with samples that wait for a row, or a prompt that is to be read."""
         return len(self._waiting)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the rows' keys and values; 0 while idle."""
+        """Returns the bytes of the rows' keys and values; 0 while idle."""
         return self._cache.nbytes
 
     def add(
@@ -170,16 +169,16 @@ class Sampler:
         """Queues samples of a prompt, after those of the same client.
 
         Args:
-            samples: from 1, or from 0 where the prompt's log-probs are asked for.
-            prompt_log_probs: have `take_prompt_log_probs` return those of this prompt, once it is read.
-            prompt_top_k: and `take_prompt_top_tokens` so many of the likeliest tokens of each place; 0: none.
-            client: who asks; None is a client, too.
+            samples: at least 1, or at least 0 with prompt_log_probs.
+            prompt_log_probs: makes `take_prompt_log_probs` return those of this prompt once it was read.
+            prompt_top_k: makes `take_prompt_top_tokens` return this many tokens for each position; 0: none.
+            client: the sender; None is a client, too.
 
         Returns:
             the request's number, from 0.
 
         Raises:
-            BatchError: the prompt has no tokens, nothing is asked for, or a stop text without a `decode`.
+            BatchError: the prompt has no tokens, nothing is requested, or there is a stop text but no `decode`.
         """
         if len(prompt) == 0:
             problem = f"prompt {self._next_request} has no tokens"
@@ -199,34 +198,34 @@ class Sampler:
         return number
 
     def take_prompt_log_probs(self) -> list[tuple[int, np.ndarray]]:
-        """Returns log-probs of the prompts that were read since the last call, for requests that want them.
+        """Returns the log-probs of prompts that were read since the last call, for requests that want them.
 
         Returns:
             (number of the request, [prompt tokens] log_softmax(logits) of each token given those before it): NaN for
-            the first; float32, or float64 where the model is. They are of the weights that read the prompt first.
+            the first; float32, or float64 if the model is. They are of the weights that read the prompt first.
         """
         taken, self._prompt_log_probs = self._prompt_log_probs, []
         return taken
 
     def take_prompt_top_tokens(self) -> dict[int, TopTokens]:
-        """Returns the likeliest tokens of these prompts by request number, for requests that want them."""
+        """Returns the most likely tokens of these prompts by request number, for requests that want them."""
         taken, self._prompt_top_tokens = self._prompt_top_tokens, {}
         return taken
 
     def take_new_weights(self, version: int) -> None:
         """Continues with changed weights: recomputes the context of all running samples."""
         self._version = version
-        running = [_Request(one.place[0], [*one.prompt, *one.tokens], [one], client=one.client) for one in self._rows]
+        running = [_Request(row.place[0], [*row.prompt, *row.tokens], [row], client=row.client) for row in self._rows]
         for request in self._waiting:
             request.cached, request.logits = [], None
         self._waiting.extendleft(reversed(running))
         self._forget_rows()
 
     def abort(self, requests: Collection[int] | None = None) -> list[tuple[int, int, Completion]]:
-        """Ends all running and waiting samples as they are; returned as by `step`.
+        """Ends all running and waiting samples as they are, and returns them like `step`.
 
         Args:
-            requests: numbers of those to end; None: all.
+            requests: the numbers of the requests to end; None: all.
         """
         rows = [row for row, sample in enumerate(self._rows) if requests is None or sample.place[0] in requests]
         samples = [self._rows[row] for row in rows]
@@ -244,21 +243,21 @@ class Sampler:
 
     def _forget_rows(self) -> None:
         self._rows, self._last = [], []
-        self._cache = RowCache(self._max_rows)  # a new one: an error may have left this in any state
+        self._cache = RowCache(self._max_rows)  # a new one, since an error may have left the old one in any state
 
     @torch.no_grad()
     def step(self, may_begin: int | None = None) -> list[tuple[int, int, Completion]]:
         """Fills free rows and draws one more token for every row; returns the samples that have ended.
 
         Args:
-            may_begin: at most so many waiting samples get a row; None: no limit.
+            may_begin: limit on the waiting samples that get a row; None: no limit.
 
         Returns:
-            (number of the request, number of the sample in it, the sample); nothing once the sampler is idle.
+            (number of the request, number of the sample in it, the sample); empty if the sampler is idle.
 
         Raises:
             ModelError: the model keeps a state other than keys and values.
-            StateError: its logits are not finite. Nothing is being sampled any more.
+            StateError: its logits are not finite. All samples have been removed.
         """
         try:
             ended = self._fill_rows(may_begin)
@@ -274,10 +273,10 @@ class Sampler:
         return ended
 
     def _fill_rows(self, may_begin: int | None) -> list[tuple[int, int, Completion]]:
-        """Starts waiting samples in free rows, with their first token."""
+        """Moves waiting samples into free rows, and draws their first tokens."""
         ended: list[tuple[int, int, Completion]] = []
         begun = 0
-        prompts: Counter[str | None] = Counter()  # read in this step for their log-probs alone, by client
+        prompts: Counter[str | None] = Counter()  # by client, prompts that this step reads only for their log-probs
         while self._waiting and (room := self._max_rows - len(self._rows)) > 0:
             if may_begin is not None and (room := min(room, may_begin - begun)) <= 0:
                 break
@@ -292,7 +291,7 @@ class Sampler:
             request.samples = request.samples[len(begins) :]
             if not request.samples:
                 self._waiting.popleft()
-            if not begins:  # its prompt's log-probs were all that was asked for
+            if not begins:  # only the prompt's log-probs were requested
                 continue
             first = len(self._rows)
             self._cache.append(request.cached, len(begins))
@@ -305,25 +304,25 @@ class Sampler:
         """Moves a request of the client with the fewest rows to the front; returns how many rows it may get now.
 
         Args:
-            room: rows that are free.
-            prompts: by client, how many more count as rows.
+            room: the number of free rows.
+            prompts: by client, prompts that count as rows, too.
         """
         clients = dict.fromkeys(request.client for request in self._waiting)
         if len(clients) == 1:
             return room
         rows = prompts + Counter(sample.client for sample in self._rows)
-        chosen = min(clients, key=rows.__getitem__)  # of equal ones that which waits longest
-        request = next(one for one in self._waiting if one.client == chosen)
+        chosen = min(clients, key=rows.__getitem__)  # among equals, the one that has waited longest
+        request = next(candidate for candidate in self._waiting if candidate.client == chosen)
         self._waiting.remove(request)
         self._waiting.appendleft(request)
         return max(1, room // len(clients))
 
     def _read_prompts(self, free: int) -> None:
-        """Reads the next waiting prompts as one pack, as many as free rows may need and the token budget allows."""
+        """Reads the next waiting prompts as one pack, as many as the free rows need and the token budget allows."""
         requests: list[_Request] = []
         rows = tokens = 0
         for request in self._waiting:
-            if request.cached:  # which waits behind another client's
+            if request.cached:  # it was read before, and waits behind another client's
                 rows += max(1, len(request.samples))
                 continue
             tokens += len(request.context)
@@ -354,17 +353,15 @@ class Sampler:
                     self._prompt_top_tokens[request.number] = top
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
-        """Returns [prompt tokens] from the prompt's [prompt tokens, hidden_dim], bit-equal to the trainer's."""
+        """Returns [prompt tokens] from the prompt's [prompt tokens, hidden_dim]; bit-equal to the trainer's."""
         inputs = self._policy.head_inputs_of(hidden[:-1])
         targets = torch.tensor(request.context[1:], dtype=torch.int64, device=hidden.device)
-        found, _ = token_log_probs(inputs, targets)
-        _require_finite(int(found.isnan().sum()), len(found))
-        return torch.cat([found.new_full((1,), torch.nan), found]).cpu().numpy()
+        log_probs, _ = token_log_probs(inputs, targets)
+        _require_finite(int(log_probs.isnan().sum()), len(log_probs))
+        return torch.cat([log_probs.new_full((1,), torch.nan), log_probs]).cpu().numpy()
 
     def _top_tokens(self, hidden: torch.Tensor, k: int) -> TopTokens:
-        """Returns the k likeliest tokens after each of [rows, hidden_dim], computing logits for a few rows
-        at a time.
-        """
+        """Returns the k most likely tokens after each of [rows, hidden_dim]; computes few rows of logits at a time."""
         tops = [self._logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(_TOP_ROWS)]
         if not tops:
             return TopTokens(np.zeros((0, k), np.int64), np.zeros((0, k), np.float32))
@@ -372,7 +369,7 @@ class Sampler:
         return TopTokens(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, vocab] from [rows, hidden_dim], at least float32."""
+        """Returns [rows, vocab] from [rows, hidden_dim], in float32 or wider."""
         logits: torch.Tensor = self._policy.hf.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._policy.softcap is not None:
@@ -382,11 +379,11 @@ class Sampler:
     def _draw(
         self, samples: Sequence[_Sample], logits: torch.Tensor, *, first_row: int
     ) -> list[tuple[int, int, Completion]]:
-        """Draws a token for each of these consecutive rows; removes the rows that end with it."""
+        """Draws a token for each of these consecutive rows; removes the rows whose samples end with it."""
         tokens, log_probs = draw(
             logits,
             temperature=[sample.params.temperature for sample in samples],
-            # the likeliest is asked for by a number that no sample draws
+            # a negative number stands for the most likely token
             numbers=[-1.0 if sample.params.greedy else sample.next_number() for sample in samples],
             tempered=[sample.params.tempered for sample in samples],
             top_k=[sample.params.top_k for sample in samples],
@@ -408,19 +405,19 @@ class Sampler:
         return ended
 
     def _completes_a_stop(self, sample: _Sample) -> bool:
-        """Whether the last token has completed a stop text; earlier ones have not."""
+        """Returns whether the last token has completed a stop text; the tokens before it have not."""
         if not sample.params.stop:
             return False
         assert self._decode is not None
-        # a character takes at most four tokens, of one byte each; the last token may bring several characters
+        # a character takes at most four tokens of one byte each, and the last token may add several characters
         tail = 4 * max(map(len, sample.params.stop)) + 4
         text = self._decode(sample.tokens[-tail:])
         return any(stop in text for stop in sample.params.stop)
 
     def _remove(self, rows: Sequence[int]) -> None:
-        places = self._cache.remove(rows)
-        self._rows = [self._rows[row] for row in places]
-        self._last = [self._last[row] for row in places]
+        sources = self._cache.remove(rows)
+        self._rows = [self._rows[row] for row in sources]
+        self._last = [self._last[row] for row in sources]
 
 
 def draw(
@@ -434,17 +431,17 @@ def draw(
     min_p: Sequence[float] | None = None,
     renormalized: Sequence[bool] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Draws one token of each row and returns it with its log-prob.
+    """Draws one token for each row; returns the tokens and their log-probs.
 
     Args:
         logits: [rows, vocab].
         temperature: [rows].
-        numbers: [rows] uniform in [0, 1), each of which chooses a token by where it falls among the tokens' summed
-            probabilities; a negative one chooses the likeliest token.
-        tempered: [rows], whether a log-prob is that of the distribution that was drawn from, or that without the
-            temperature over all tokens.
-        top_k, top_p, min_p: [rows], which tokens are drawn from, as `SamplingParams` has them; None: from all.
-        renormalized: [rows], whether a log-prob at the temperature is over these tokens, or over all; None: over these.
+        numbers: [rows] uniform in [0, 1). The number's place among the cumulative probabilities chooses the token; a
+            negative number chooses the most likely token.
+        tempered: [rows], whether a log-prob is of the distribution that was drawn from; otherwise it is without the
+            temperature and over all tokens.
+        top_k, top_p, min_p: [rows], which tokens to draw from, as in `SamplingParams`; None: from all.
+        renormalized: [rows], whether a log-prob at the temperature is over these tokens or over all; None: over these.
 
     Raises:
         StateError: logits are not finite.
@@ -453,7 +450,7 @@ def draw(
     if any(value != 1.0 for value in temperature):
         logits = logits / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1)
-    # log_softmax spreads one NaN or +inf over its row; the likeliest token of such a row would look like any other
+    # log_softmax spreads one NaN or +inf over the row, where argmax would still return a token
     _require_finite(int(log_probs[:, 0].isnan().sum()), len(logits))
     count = len(logits)
     limits = list(zip(top_k or [None] * count, top_p or [1.0] * count, min_p or [0.0] * count, strict=True))
@@ -466,7 +463,7 @@ def draw(
         chosen = log_probs.argmax(-1)
     else:
         summed = log_probs.exp().cumsum(-1, dtype=torch.float64)
-        # of the sum as it is, not of 1: a number just below 1 must not fall behind the last token that has a chance
+        # scaled by the actual sum, not by 1, so that a number just below 1 cannot select a token without probability
         wanted = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * summed[:, -1:] * _BELOW_ONE
         chosen = torch.searchsorted(summed, wanted, right=True)[:, 0]
         if any(number < 0 for number in numbers):
@@ -474,9 +471,9 @@ def draw(
             chosen = torch.where(greedy, log_probs.argmax(-1), chosen)
     of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
     if limited and renormalized is not None:
-        for place, row in enumerate(limited):
+        for index, row in enumerate(limited):
             if not renormalized[row]:
-                of_chosen[row] = of_all[place, chosen[row]]
+                of_chosen[row] = of_all[index, chosen[row]]
     is_other = [value != 1.0 for value in temperature]
     for row in limited:
         is_other[row] = True
@@ -497,9 +494,9 @@ def _require_finite(broken: int, rows: int) -> None:
 
 
 def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, float, float]]) -> torch.Tensor:
-    """Returns renormalised log-probs of the tokens that (top_k, top_p, min_p) leave; minus infinity for the others.
+    """Returns renormalised log-probs of the tokens that (top_k, top_p, min_p) keep; minus infinity for the others.
 
-    min_p comes first, then top_k, and top_p is of what they have left, as in vLLM; the likeliest token always stays.
+    As in vLLM, min_p is applied first, then top_k, then top_p to what these have kept. The most likely token stays.
 
     Args:
         log_probs: [rows, vocab].
@@ -512,7 +509,7 @@ def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, 
     ordered = ordered.masked_fill(is_out, float("-inf"))
     top_p = torch.tensor([p for _, p, _ in limits], dtype=torch.float64, device=device)
     summed = ordered.exp().cumsum(-1, dtype=torch.float64)
-    # a token is needed as long as those before it do not have enough; sums of all are 1 but for rounding
+    # a token is kept as long as the tokens before it have too little probability; whole rows may not sum to 1 exactly
     enough = torch.where(top_p < 1.0, top_p * summed[:, -1], float("inf"))
     is_needed = torch.cat([summed.new_zeros(len(summed), 1), summed[:, :-1]], dim=-1) < enough[:, None]
     ordered = ordered.masked_fill(~is_needed, float("-inf")).log_softmax(-1)
@@ -528,31 +525,31 @@ def sample(
     max_rows: int = 256,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> list[tuple[int, Completion]]:
-    """Samples several completions of each prompt, each with the index of its prompt; grouped by prompt, in order.
+    """Draws several completions of each prompt; returns each with the index of its prompt, grouped and in order.
 
-    The same weights and arguments give the same completions. What is drawn for a prompt depends on its place and not
-    on the other prompts or on `max_rows`, but for the last digits of its probabilities.
+    The same weights and arguments give the same completions. The draws for a prompt depend on its index, and not on the
+    other prompts or `max_rows`, except for the last digits of its probabilities.
 
     Args:
-        prompts: token ids, by the places that, after `params.seed`, their draws depend on.
+        prompts: token ids by index; the index follows `params.seed` in the seed of the draws.
 
     Raises:
-        BatchError: a prompt has no tokens. ModelError, StateError: as `Sampler`.
+        BatchError: a prompt has no tokens. ModelError, StateError: as in `Sampler`.
     """
     sampler = Sampler(policy, max_rows=max_rows, decode=decode)
-    places = list(prompts)
-    for place, prompt in prompts.items():
-        sampler.add(prompt, samples_per_prompt, replace(params, seed=(*params.seed, place)))
+    prompt_indices = list(prompts)
+    for prompt_index, prompt in prompts.items():
+        sampler.add(prompt, samples_per_prompt, replace(params, seed=(*params.seed, prompt_index)))
     completions: dict[tuple[int, int], Completion] = {}
     while not sampler.is_idle:
         for request, index, completion in sampler.step():
             completions[request, index] = completion
-    return [(places[request], completions[request, index]) for request, index in sorted(completions)]
+    return [(prompt_indices[request], completions[request, index]) for request, index in sorted(completions)]
 
 
 def _generator(seed: Sequence[int], index: int) -> np.random.Generator:
-    # numpy takes [3] and [3, 0] for the same seed: the length makes them two
+    # numpy makes the same seed of [3] and [3, 0]; the length tells them apart
     words = [len(seed), *seed, index]
-    if max(words) > _LARGEST_WORD:  # numpy cuts these into words of 32 bits, as many as each has, and joins all of them
+    if max(words) > _LARGEST_WORD:  # numpy splits each into words of 32 bits and joins all; bit lengths keep it unique
         words = [_LARGEST_WORD, len(seed), *(number.bit_length() for number in seed), *seed, index]
     return np.random.Generator(np.random.PCG64(words))

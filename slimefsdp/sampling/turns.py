@@ -1,9 +1,9 @@
 """Samples from several versions of a model's weights in turn.
 
-Each version in use has a `Sampler`, and so rows and a cache, of its own. Rows are bounded over all of them: a version
-may use what others do not, and gives it up as its samples end, since of the rows that are free it is given no more than
-its share while another one that waits has less. What a sample draws follows from its version, its seed and its number;
-other samples only change the rounding of its probabilities.
+Each version in use has its own `Sampler`, with its own rows and cache. The number of rows is limited over all versions.
+A version may use rows that others leave free, but gets no more than its share of free rows while another version that
+waits has less. The draws of a sample depend only on its version, seed and number; other samples only change the
+rounding of its probabilities.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from slimefsdp.sampling.sampler import Completion, Sampler
 
 
 class Versions(Protocol):
-    """Versions of weights that take turns in one model: `AdapterVersions` or `ModelVersions`."""
+    """Versions of weights that take turns in one model; see `AdapterVersions` and `ModelVersions`."""
 
-    version_bytes: int  # of each
+    version_bytes: int  # of each version
 
     def read(self, folder: Path) -> Any:
-        """Reads the version in a folder. Safe in any thread."""
+        """Reads the version in a folder. May be called from any thread."""
         ...
 
     def take_turn(self, version: Any) -> None:
-        """Makes the model compute with a version; None: with the base."""
+        """Makes the model compute with a version; None: with the base model."""
         ...
 
     def forget(self, version: Any) -> None:
-        """Releases what the model holds of a version."""
+        """Frees what the model holds of a version."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request that is not answered yet."""
+    """A request that was not answered yet."""
 
     number: int
     samples: list[SampledTokens | None]
-    left: int  # samples, and log-probs of the prompt
+    left: int  # number of missing samples and prompt log-probs
     prompt_log_probs: np.ndarray | None = None
     prompt_top_tokens: TopTokens | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A version in use, or the base (None)."""
+    """A version in use, or the base model (None), with its sampler."""
 
     version: Any  # of `Versions`
     sampler: Sampler
-    pending: dict[int, _Pending] = field(default_factory=dict)  # by the sampler's number
+    pending: dict[int, _Pending] = field(default_factory=dict)  # by the request's number in the sampler
 
 
 class VersionedSampler:
-    """Samples from several versions of one model's weights in turn; for use by one thread.
+    """Samples from several versions of one model's weights in turn; only one thread may use it.
 
     Args:
-        policy: in eval mode, its weights whole; nobody else changes them.
-        weights: what takes turns in the model.
-        max_rows: the most samples drawn at once, over all versions.
-        memory_bytes: the most that versions may have together.
-        max_samples: of a request.
-        decode: the text of token ids, for requests with stop texts.
+        policy: a model in eval mode with whole weights, which nothing else may change.
+        weights: reads versions and switches the model between them.
+        max_rows: limit on the samples drawn at once, over all versions.
+        memory_bytes: limit on the bytes of all versions together.
+        max_samples: limit on the samples of a request.
+        decode: converts token ids to text, for requests with stop texts.
 
     Raises:
         StateError: the model is in training mode.
@@ -94,18 +94,18 @@ class VersionedSampler:
         self._base = _Lane(None, self._sampler())
         self._lanes: dict[str, _Lane] = {}
         self._reserved: set[str] = set()  # versions that are being read
-        self._turns: deque[_Lane] = deque()  # those with something to do, whose turn is next first
-        self._lane_of: dict[int, tuple[_Lane, int]] = {}  # by number of the request: whose, and its number there
+        self._turns: deque[_Lane] = deque()  # lanes with work, in the order of their turns
+        self._lane_of: dict[int, tuple[_Lane, int]] = {}  # request -> its lane, and its number in the lane's sampler
         self._next_number = 0
-        self._tokens_drawn = 0  # by versions that are gone
+        self._tokens_drawn = 0  # by dropped versions
 
     # ------------------------------------------------------------------ versions
 
     def reserve(self, name: str) -> None:
-        """Reserves memory for a version that is about to be read.
+        """Reserves memory for a version that will be read.
 
         Raises:
-            StateError: there is one of this name. ResourceError: there is no memory for it; what is held stays.
+            StateError: the name is taken. ResourceError: there is no memory for it; other versions stay.
         """
         if name in self._lanes or name in self._reserved:
             raise StateError(
@@ -126,16 +126,16 @@ class VersionedSampler:
         self._reserved.discard(name)
 
     def hold(self, name: str, version: Any) -> int:
-        """Accepts requests for a version whose memory is reserved; returns its bytes."""
+        """Accepts requests for a version whose memory was reserved; returns its bytes."""
         self._reserved.remove(name)
         self._lanes[name] = _Lane(version, self._sampler())
         return self._weights.version_bytes
 
     def drop(self, name: str) -> list[int]:
-        """Forgets a version; returns the numbers of its requests, which get no answer.
+        """Drops a version; returns the numbers of its requests, which get no answer.
 
         Raises:
-            StateError: there is none of this name.
+            StateError: there is no version of this name.
         """
         lane = self._lane(name)
         del self._lanes[name]
@@ -150,7 +150,7 @@ class VersionedSampler:
 
     @property
     def versions(self) -> list[str]:
-        """The versions in the order of their arrival."""
+        """Returns the names of the versions in the order of their arrival."""
         return list(self._lanes)
 
     # ------------------------------------------------------------------ requests
@@ -159,7 +159,7 @@ class VersionedSampler:
         """Queues a request; returns its number.
 
         Raises:
-            StateError: there is no such version. BatchError: naming what of the request cannot be.
+            StateError: the version does not exist. BatchError: a value is invalid; the message names it.
         """
         lane = self._lane(request.version)
         prompt = self._checked_prompt(request)
@@ -197,7 +197,7 @@ class VersionedSampler:
         return number
 
     def cancel(self, number: int) -> None:
-        """Cancels a request and frees its rows; does nothing if it was answered."""
+        """Cancels a request and frees its rows; does nothing if it was answered already."""
         if number not in self._lane_of:
             return
         lane, inside = self._lane_of.pop(number)
@@ -214,7 +214,7 @@ class VersionedSampler:
         """Draws one token for each row of the next version.
 
         Returns:
-            (number of the request, its answer); an error for each of a version's, where its turn failed.
+            (number of the request, its answer); if the turn fails, an error for every request of the version.
         """
         if not self._turns:
             return []
@@ -223,7 +223,7 @@ class VersionedSampler:
         try:
             self._weights.take_turn(lane.version)
             answers += self._taken(lane, lane.sampler.step(self._may_begin(lane)))
-        except Exception as error:  # the sampler holds nothing of this version any more; others go on
+        except Exception as error:  # the sampler has dropped all samples of this version; other versions continue
             meant = _meant(error)
             lane.sampler.take_prompt_log_probs()
             lane.sampler.take_prompt_top_tokens()
@@ -236,7 +236,7 @@ class VersionedSampler:
         return answers
 
     def stats(self) -> SamplingStats:
-        """Returns how much is being sampled and held."""
+        """Returns the present load and memory use."""
         samplers = [lane.sampler for lane in (self._base, *self._lanes.values())]
         return SamplingStats(
             running_rows=sum(sampler.running_rows for sampler in samplers),
@@ -263,7 +263,7 @@ class VersionedSampler:
         return self._lanes[name]
 
     def _may_begin(self, lane: _Lane) -> int:
-        """Returns how many of a version's samples may begin while other versions in `_turns` wait for their share."""
+        """Returns how many samples of a version may begin, given that other versions wait for their share of rows."""
         others = [other.sampler for other in self._turns]
         share = max(1, self._max_rows // (len(others) + 1))
         running = lane.sampler.running_rows
@@ -272,7 +272,7 @@ class VersionedSampler:
         return max(0, min(free, max(free - wanted, share - running)))
 
     def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, Completion]]) -> list[tuple[int, SampleAnswer]]:
-        """Assigns new results to their requests; returns the requests that are complete."""
+        """Adds new results to their requests; returns the requests that are complete."""
         came: list[int] = []
         tops = lane.sampler.take_prompt_top_tokens()
         for inside, log_probs in lane.sampler.take_prompt_log_probs():
@@ -280,8 +280,10 @@ class VersionedSampler:
                 lane.pending[inside].prompt_log_probs = log_probs
                 lane.pending[inside].prompt_top_tokens = tops.get(inside)
                 came.append(inside)
-        for inside, place, one in ended:
-            lane.pending[inside].samples[place] = SampledTokens(one.tokens, one.log_probs, one.finish_reason)
+        for inside, index, completion in ended:
+            lane.pending[inside].samples[index] = SampledTokens(
+                completion.tokens, completion.log_probs, completion.finish_reason
+            )
             came.append(inside)
         answers = []
         for inside in came:
@@ -298,7 +300,7 @@ class VersionedSampler:
     def _checked_prompt(self, request: SampleRequest) -> list[int]:
         try:
             prompt = np.asarray(request.prompt)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # ragged lists
             prompt = np.asarray(None)
         if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
             raise BatchError("the prompt is no list of integers", field="prompt", hint="give token ids")
@@ -306,9 +308,9 @@ class VersionedSampler:
             raise BatchError("the prompt has no tokens", field="prompt", hint="give it some")
         outside = np.flatnonzero((prompt < 0) | (prompt >= self._vocab_size))
         if outside.size:
-            place = int(outside[0])
+            position = int(outside[0])
             raise BatchError(
-                f"token {place} of the prompt is {int(prompt[place])}, and the vocabulary has {self._vocab_size}",
+                f"token {position} of the prompt is {int(prompt[position])}, and the vocabulary has {self._vocab_size}",
                 field="prompt",
                 hint="encode it with the model's tokenizer",
             )
@@ -326,10 +328,10 @@ class VersionedSampler:
 def _meant(error: Exception) -> Exception:
     if not is_out_of_memory(error):
         return error
-    meant = ResourceError(
+    resource_error = ResourceError(
         f"there was no memory to sample with: {str(error).partition(chr(10))[0]}",
         field="max_rows",
         hint="sample fewer or shorter ones at once, or hold fewer versions",
     )
-    meant.__cause__ = error
-    return meant
+    resource_error.__cause__ = error
+    return resource_error
