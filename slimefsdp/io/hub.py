@@ -1,8 +1,8 @@
 """Models and data sets of the Hugging Face hub: recognises their ids, and finds or downloads their files.
 
-A name is an id if it has the form `owner/name`, optionally followed by `@` and a branch, tag or commit, and this machine
-has no such path. huggingface_hub puts the files into the user's cache, in folders that are named by commit and never
-change. Importing this module does not import huggingface_hub.
+A name is an id if it has the form `owner/name`, optionally followed by `@` and a branch, tag or commit, and there is
+no such path on this machine. huggingface_hub puts the files into the user's cache, in folders that are named by commit
+and never change. Importing this module does not import huggingface_hub.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Samples many requests at once by continuous batching, with the log-prob of each token at the moment it was drawn.
 
 A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full and no
-sample waits for a longer one. Free rows go to the waiting client with the fewest rows; the requests of a client are served in
-their order. A prompt is read once for all of its samples. Prompts are read as packs, and rows are decoded as packs of
-single tokens, by the model class that is trained (`slimefsdp.models.decoder.PolicyModel`).
+sample waits for a longer one. Free rows go to the waiting client with the fewest rows; the requests of a client are
+served in their order. A prompt is read once for all of its samples. Prompts are read as packs, and rows are decoded as
+packs of single tokens, by the model class that is trained (`slimefsdp.models.decoder.PolicyModel`).
 """
 
 from __future__ import annotations
