@@ -95,7 +95,7 @@ def summary(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The rows of docs/rollouts.md."""
+    """Returns a Markdown table; docs/rollouts.md summarises it."""
     lines = ["| run | updates | times those in turn | accuracy at the end |", "|---|---|---|---|"]
     for name, one in found.items():
         if name != "threshold":
