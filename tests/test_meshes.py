@@ -26,6 +26,7 @@ from slimefsdp.training.advantages import response_advantages
 from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients, micro_batches, objective_for
 from tests.support import tiers
+from tests.support.all_pairs import all_pairs
 from tests.support.comparisons import (
     error_norm,
     largest_difference,
@@ -49,9 +50,10 @@ def mesh(dp_replicate: int, dp: int, cp: int, strategy: str = "auto") -> dict[st
     }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 2, 2), (1, 1, 4)], ids=str)
-@pytest.mark.parametrize("max_tokens", [20, 512])
+@pytest.mark.parametrize(
+    ("axes", "strategy", "max_tokens"),
+    all_pairs(((1, 1, 2), (1, 2, 2), (1, 1, 4)), STRATEGIES, (20, 512)),
+)
 def test_gradients_with_context_parallelism_equal_a_plain_step_in_float64(
     folder: Path, ranks: RankPool, strategy: str, axes: tuple[int, int, int], max_tokens: int
 ) -> None:
@@ -163,9 +165,7 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
     )
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(("kind", "tie", "dtype"), all_pairs(("qwen3", "llama"), (False, True), ("float32", "float64")))
 def test_one_fsdp_rank_differs_from_the_bare_module_in_no_bit(
     tiny_folder: TinyFolder, ranks: RankPool, dtype: str, kind: str, tie: bool
 ) -> None:

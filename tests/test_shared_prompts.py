@@ -14,6 +14,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
+from tests.support.all_pairs import all_pairs
 from tests.support.comparisons import largest_difference, plain_gradients
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings
@@ -229,9 +230,9 @@ def updates_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> list
     return step_and_updates(trainer, batch)[1]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", [{}, {"cp": 2}], ids=str)
-@pytest.mark.parametrize("old", ["auto", "recompute"])
+@pytest.mark.parametrize(
+    ("precision", "mesh", "old"), all_pairs(("float32", "bfloat16"), ({}, {"cp": 2}), ("auto", "recompute"))
+)
 def test_the_first_ratio_is_exactly_1_and_the_kl_to_an_equal_reference_exactly_0(
     folder: Path, ranks: RankPool, precision: str, mesh: dict[str, int], old: str
 ) -> None:

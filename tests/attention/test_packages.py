@@ -16,6 +16,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
 from slimefsdp.trainer import Trainer
 from tests.support import fake_flash_attn
+from tests.support.all_pairs import all_pairs
 from tests.support.attention_cases import CPU, Case, inputs, largest_differences
 from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
@@ -48,9 +49,10 @@ def whole_pack(rank: int, case: Case, attention: Attention) -> list[torch.Tensor
     return results
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("lengths", [(33, 7, 1, 90, 2, 50, 3), (64, 64), (5,), (130, 2)])
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(
+    ("cp", "lengths", "window"),
+    all_pairs((2, 4), ((33, 7, 1, 90, 2, 50, 3), (64, 64), (5,), (130, 2)), (None, 8)),
+)
 def test_ring_flash_attn_equals_one_process_after_padding(
     ranks: RankPool, cp: int, lengths: tuple[int, ...], window: int | None
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import Choice
+from tests.support.all_pairs import all_pairs
 from tests.support.attention_cases import (
     CPU,
     HEADS,
@@ -57,10 +58,12 @@ TREE = (40, 13, 1, 25, 30, 5, 9, 20), (None, 0, 0, 0, None, 4, 5, 5)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "cp"),
-    [(name, cp) for name in STRATEGIES for cp in (1, 2, 3, 4) if name != "ulysses" or HEADS % cp == 0],
-)
-@pytest.mark.parametrize("layout", ["zigzag", "hybrid", "contiguous", "one rank has everything"])
+    ("cp", "strategy", "layout"),
+    all_pairs(
+        (1, 2, 3, 4), STRATEGIES, ("zigzag", "hybrid", "contiguous", "one rank has everything"),
+        where=lambda cp, strategy, _: strategy != "ulysses" or HEADS % cp == 0,
+    ),
+)  # fmt: skip
 def test_packed_sequences_equal_one_process_in_float64(ranks: RankPool, cp: int, strategy: str, layout: str) -> None:
     case = Case(RAGGED, layout=layout)
     for found in ranks.run(cp, of_ranks, case, strategy):
@@ -68,7 +71,7 @@ def test_packed_sequences_equal_one_process_in_float64(ranks: RankPool, cp: int,
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("lengths", [(1,), (2,), (3, 1), (7,), (1, 1, 1, 1, 1), (5, 2, 200)])
+@pytest.mark.parametrize("lengths", [(1,), (3, 1), (5, 2, 200)])
 def test_shorter_sequences_than_chunks_and_ranks_without_tokens(
     ranks: RankPool, strategy: str, lengths: tuple[int, ...]
 ) -> None:
@@ -76,19 +79,16 @@ def test_shorter_sequences_than_chunks_and_ranks_without_tokens(
     assert max(largest_differences(case, ranks.run(4, of_ranks, case, strategy)[0])) <= 1e-12
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("cp", "strategy", "sinks"), all_pairs((1, 2, 4), STRATEGIES, (False, True)))
 def test_float32_stays_within_5e_6_of_the_definition(ranks: RankPool, cp: int, strategy: str, sinks: bool) -> None:
     case = Case((300, 2, 64, 17), dtype=torch.float32, sinks=sinks)
     assert max(largest_differences(case, ranks.run(cp, of_ranks, case, strategy)[0])) <= 5e-6
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("cp", "strategy", "softcap", "sinks", "layout"),
+    all_pairs((1, 2, 4), STRATEGIES, (None, 1.5), (False, True), ("zigzag", "contiguous")),
+)
 def test_shared_prompts_soft_caps_and_sinks_in_any_combination(
     ranks: RankPool, cp: int, strategy: str, softcap: float | None, sinks: bool, layout: str
 ) -> None:
@@ -135,10 +135,10 @@ def test_shared_prompts_on_three_ranks_some_of_them_without_tokens(ranks: RankPo
             assert max(largest_differences(case, found)) <= 1e-12
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("strategy", ["ulysses", "all_gather"])
-@pytest.mark.parametrize("window", [1, 8, 40, 1000])
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    ("cp", "strategy", "window", "tree"),
+    all_pairs((1, 2, 4), ("ulysses", "all_gather"), (1, 8, 40, 1000), (False, True)),
+)
 def test_sliding_windows_reach_across_ranks_and_into_shared_prompts(
     ranks: RankPool, cp: int, strategy: str, window: int, tree: bool
 ) -> None:

@@ -123,8 +123,7 @@ def save_on_rank(rank: int, path: Path, state: dict[str, torch.Tensor], prefix: 
     torch_dcp.save(sharded, checkpoint_id=path)
 
 
-@pytest.mark.parametrize("prefix", ["", "model.", "app.model."])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("world_size", "prefix"), [(1, "model."), (2, "app.model."), (4, "")])
 def test_what_plain_torch_saved_on_any_ranks_comes_back_in_every_bit(
     tmp_path: Path, ranks: RankPool, world_size: int, prefix: str
 ) -> None:

@@ -21,7 +21,7 @@ from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep, make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
-from tests.support.tiny_models import ARCHITECTURES, TinyFolder
+from tests.support.tiny_models import TinyFolder
 
 CPU = torch.device("cpu")
 DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
@@ -49,17 +49,13 @@ def mesh(dp_replicate: int, dp: int, cp: int, **others: Any) -> dict[str, dict[s
 SAME = {
     "two copies of two shards": mesh(2, 2, 1),
     "two copies, cp": mesh(2, 1, 2),
-    "shards over dp and cp": mesh(1, 2, 2),
     "parameters kept, copies, cp": mesh(2, 1, 2, fsdp={"sharding": "keep_parameters"}),
     "summed once": mesh(1, 2, 1, fsdp={"sharding": "optimizer"}),
     "summed once, copies, cp, prefetched": mesh(2, 1, 2, fsdp={"sharding": "optimizer", "prefetch_layers": 1}),
-    "summed once on the only rank": mesh(1, 1, 1, fsdp={"sharding": "optimizer"}),
     "summed once, on the host, recomputed": mesh(
         1, 2, 1, fsdp={"sharding": "optimizer", "cpu_offload": True}, model={"activation_checkpointing": "full"}
     ),
     "whole on every rank, cp": mesh(2, 1, 2, fsdp={"sharding": "replicate"}),
-    "whole on the only rank": mesh(1, 1, 1, fsdp={"sharding": "replicate"}),
-    "on the host": mesh(1, 2, 1, fsdp={"cpu_offload": True, "pin_memory": False}),
     "copies on the host": mesh(2, 1, 2, fsdp={"cpu_offload": True}),
     "small units, recomputed, prefetched": mesh(
         1, 2, 1, fsdp={"wrap_layers": BLOCKS, "prefetch_layers": 2}, model={"activation_checkpointing": "full"}
@@ -67,13 +63,9 @@ SAME = {
     "units in units": mesh(1, 2, 1, fsdp={"wrap_layers": ["Qwen3DecoderLayer", "Qwen3MLP"], "prefetch_layers": 1}),
     "units by size": mesh(1, 2, 1, fsdp={"wrap_min_parameters": 3000, "sharding": "keep_parameters"}),
     "root alone": mesh(1, 2, 1, fsdp={"wrap_min_parameters": 10**9, "prefetch_layers": 2}),
-    "prefetched far, recomputed": mesh(
-        1, 2, 1, fsdp={"prefetch_layers": 9}, model={"activation_checkpointing": "full"}
-    ),
     "every second layer recomputed": mesh(
         1, 1, 1, model={"activation_checkpointing": "full", "checkpoint_every_n_layers": 2}
     ),
-    "recomputed, cp": mesh(1, 1, 2, model={"activation_checkpointing": "full"}),
     "selectively recomputed, cp": mesh(1, 1, 2, model={"activation_checkpointing": "selective"}),
     "everything": mesh(
         2, 1, 2,
@@ -82,10 +74,7 @@ SAME = {
     ),
 }  # fmt: skip
 # where a tensor that two modules hold is sharded, summed, kept, offloaded or recomputed by another path
-TIED = (
-    "shards over dp and cp", "parameters kept, copies, cp", "summed once", "copies on the host", "units in units",
-    "prefetched far, recomputed", "everything",
-)  # fmt: skip
+TIED = ("parameters kept, copies, cp", "copies on the host", "units in units", "everything")
 
 
 @cache
@@ -331,7 +320,7 @@ def unit_names_and_gradients(
     return names, {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gpt2"])
 def test_every_module_can_be_a_unit_and_what_is_recomputed_changes_no_bit(
     kind: str, ranks: RankPool, tiny_folder: TinyFolder
 ) -> None:

@@ -26,6 +26,7 @@ from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts
 from slimefsdp.weight_sync.gather import full_weights
 from slimefsdp.weight_sync.receive import WeightReceiver
+from tests.support.all_pairs import all_pairs
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
 from tests.support.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
@@ -78,9 +79,9 @@ def fuse(path: Path, model: Any) -> None:
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("layout", ["apart", "fused"])
-@pytest.mark.parametrize("kind", [*MIXTURES, "gpt_oss"])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "kind"), all_pairs((1, 2, 4), ("apart", "fused"), (*MIXTURES, "gpt_oss"))
+)
 def test_each_rank_reads_its_experts_alone_from_either_layout(
     tmp_path: Path, ranks: RankPool, kind: str, layout: str, world_size: int
 ) -> None:

@@ -21,6 +21,7 @@ from slimefsdp.models.decoder import ValueModel
 from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.models.load_weights import check_tensor_names
 from slimefsdp.training.packs import RankPacks, evaluate, micro_batches
+from tests.support.all_pairs import all_pairs
 from tests.support.classifiers import plain_classifier, save_classifier, separate_values
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
@@ -98,9 +99,7 @@ def values_from_a_causal_lm(rank: int, path: Path, random_seed: int | None) -> t
     return float(values.detach().abs().max()), [name for name, _ in model.named_weights()]
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("seed", [None, 5], ids=["read", "drawn"])
-@pytest.mark.parametrize("kind", ["qwen3", *WITHOUT])
+@pytest.mark.parametrize(("kind", "seed", "tie"), all_pairs(("qwen3", *WITHOUT), (None, 5), (False, True)))
 def test_on_a_causal_lm_every_value_begins_at_exactly_zero(
     tiny_folder: TinyFolder, ranks: RankPool, tie: bool, seed: int | None, kind: str
 ) -> None:

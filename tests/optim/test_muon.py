@@ -122,8 +122,13 @@ def steps_on_ranks(rank: int, rule: MuonRule, copies: int) -> dict[str, torch.Te
     return {name: parameter.full_tensor().detach().clone() for name, parameter in named.items()}
 
 
-@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (4, 4), (8, 2)])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("world", "copies", "rule"),
+    [
+        (1, 1, "match_rms_adamw"), (2, 1, "original"), (2, 2, "without nesterov"), (3, 1, "match_rms_adamw"),
+        (4, 2, "original"),
+    ],
+)  # fmt: skip
 def test_steps_on_any_ranks_are_those_of_whole_matrices(
     ranks: RankPool, rule: str, world: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,14 +120,18 @@ def in_turns(rank: int, config: RunConfig, names: list[str], saves: bool) -> dic
 
 MESHES: dict[str, dict[str, Any]] = {
     "one rank": {"optim": {"name": "sgd"}, "model": {"activation_checkpointing": "full"}},
-    "dp 2": {"mesh": {"dp": 2}, "lora": {"resident_adapters": 1, "targets": ["attention", "head"]}},
-    "cp 2": {"mesh": {"cp": 2}, "lora": {"resident_adapters": 9}},
-    "two copies": {"mesh": {"dp_replicate": 2}, "fsdp": {"sharding": "keep_parameters"}},
+    "dp 2, moments in bfloat16": {
+        "mesh": {"dp": 2},
+        "lora": {"resident_adapters": 1, "targets": ["attention", "head"]},
+        "optim": {"state_dtype": "bfloat16"},
+    },
+    "cp 2, moments in 8 bits": {"mesh": {"cp": 2}, "lora": {"resident_adapters": 9}, "optim": {"state_dtype": "8bit"}},
+    "two copies, muon": {
+        "mesh": {"dp_replicate": 2},
+        "fsdp": {"sharding": "keep_parameters"},
+        "optim": {"name": "muon"},
+    },
     "optimizer": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
-    "replicate": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
-    "muon": {"mesh": {"dp": 2}, "optim": {"name": "muon"}},
-    "moments in bfloat16": {"mesh": {"dp": 2}, "optim": {"state_dtype": "bfloat16"}},
-    "moments in 8 bits": {"optim": {"state_dtype": "8bit"}},
 }
 
 

@@ -281,8 +281,10 @@ def export_twice(rank: int, config: RunConfig, batch: RolloutBatch, target: Path
             "loss": trainer.train_step(batch)["loss"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("kind", ["folder", "tied_folder"])
+@pytest.mark.parametrize(
+    ("spread", "kind"),
+    [*((spread, "folder") for spread in SPREADS), ("one rank", "tied_folder"), ("two shards", "tied_folder")],
+)
 def test_an_export_opens_in_transformers_with_the_trained_weights(
     request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, spread: str, kind: str
 ) -> None:

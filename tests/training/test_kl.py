@@ -132,8 +132,9 @@ def compare_with_plain(ranks: RankPool, config: RunConfig, samples: slice = slic
         assert abs(kl - expected_kl) <= 1e-12
 
 
-@every_mesh
-@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.05])
+@pytest.mark.parametrize(
+    "mesh, entropy_coefficient", [("one rank", 0.0), ("two data ranks", 0.05), ("two context ranks", 0.05)]
+)
 def test_gradients_with_the_exact_kl_equal_a_plain_step_in_float64(
     folders: tuple[Path, Path], ranks: RankPool, mesh: str, entropy_coefficient: float
 ) -> None:
@@ -181,8 +182,14 @@ def test_gradients_with_every_estimator_equal_a_plain_step_in_float64(
     compare_with_plain(ranks, config)
 
 
-@every_mesh
-@pytest.mark.parametrize("estimator, kl_estimator", [("grpo", "k1"), ("reinforce_pp", "k1"), ("reinforce_pp", "k3")])
+@pytest.mark.parametrize(
+    "mesh, estimator, kl_estimator",
+    [
+        ("one rank", "grpo", "k1"),
+        ("two data ranks", "reinforce_pp", "k1"),
+        ("two context ranks", "reinforce_pp", "k3"),
+    ],
+)
 def test_gradients_with_the_kl_in_the_reward_equal_a_plain_step_in_float64(
     pair: tuple[Path, Path], ranks: RankPool, mesh: str, estimator: str, kl_estimator: str
 ) -> None:

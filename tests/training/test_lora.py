@@ -153,7 +153,6 @@ def test_adapters_of_the_head_are_those_of_peft(folder: Path, ranks: RankPool, t
 ONE_STACK = {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"]}
 ADAMW, SGD = OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]
 OF_EXPERTS: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
-    "dp 2": (["*.experts.*"], EXPERTS, {"mesh": {"dp": 2}, "optim": ADAMW}),
     "cp 2, partly recomputed": (["*.mlp.experts"], EXPERTS, {"mesh": {"cp": 2}, "model": SELECTIVE, "optim": ADAMW}),
     "dp 2 x cp 2": (["experts"], EXPERTS, {"mesh": {"dp": 2, "cp": 2}, "optim": ADAMW}),
     "two copies of two shards": (["experts"], EXPERTS, {"mesh": {"dp_replicate": 2, "dp": 2}, "optim": SGD}),
@@ -173,8 +172,11 @@ OF_EXPERTS: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
         {**EXPERTS, "target_modules": [*ALL[:4], "lm_head"]},
         {"fsdp": {"sharding": "replicate"}, "mesh": {"dp": 2}, "optim": ADAMW},
     ),
-    "small units": (["experts"], EXPERTS, {"fsdp": {"wrap_layers": ["Qwen3MoeExperts"]}, "mesh": {"dp": 2}}),
-    "on the host": (["experts"], EXPERTS, {"fsdp": {"cpu_offload": True}, "mesh": {"dp": 2}, "optim": ADAMW}),
+    "small units on the host": (
+        ["*.experts.*"],
+        EXPERTS,
+        {"fsdp": {"wrap_layers": ["Qwen3MoeExperts"], "cpu_offload": True}, "mesh": {"dp": 2}, "optim": ADAMW},
+    ),
 }
 
 

@@ -54,11 +54,16 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 SITUATIONS: dict[str, dict[str, Any]] = {
     **SPREADS,
     "context shards": {"mesh": {"cp": 2}},
-    "recomputed layers": {"mesh": {"dp": 2}, "model": {"activation_checkpointing": "full"}},
-    "reference gathered from the host": {"mesh": {"dp": 2}, "reference": {"offload": "fsdp"}},
-    "reference on the device": {"mesh": {"dp": 2}, "reference": {"offload": "none"}},
-    "bfloat16": {"mesh": {"dp": 2}, "precision": {"compute_dtype": "bfloat16"}},
-    "adapters": {"mesh": {"dp": 2}, "lora": {"rank": 4}},
+    "reference gathered from the host, recomputed layers": {
+        "mesh": {"dp": 2},
+        "reference": {"offload": "fsdp"},
+        "model": {"activation_checkpointing": "full"},
+    },
+    "reference on the device, bfloat16": {
+        "mesh": {"dp": 2},
+        "reference": {"offload": "none"},
+        "precision": {"compute_dtype": "bfloat16"},
+    },
     "adapters in float16": {"lora": {"rank": 4}, "precision": {"compute_dtype": "float16", "loss_scale_init": 256}},
     "float16": {"precision": {"compute_dtype": "float16", "loss_scale_init": 256}},
     "muon": {"mesh": {"dp": 2}, "optim": {"name": "muon"}},

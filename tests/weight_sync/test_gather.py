@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from slimefsdp.weight_sync import gather
 from slimefsdp.weight_sync.gather import full_weights
+from tests.support.all_pairs import all_pairs
 from tests.support.rank_pool import RankPool
 
 SHAPES = {"a": (5, 3), "b": (1, 4), "c": (7,), "d": (2, 2, 3), "e": (12, 1)}  # some ranks hold fewer rows, or none
@@ -37,9 +38,9 @@ def gathered(rank: int, dtype: torch.dtype, alone_bytes: int) -> list[list[list[
         ]
 
 
-@pytest.mark.parametrize("alone_bytes", ALONE_BYTES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "alone_bytes"), all_pairs((1, 2, 4), (torch.float32, torch.bfloat16), ALONE_BYTES)
+)
 def test_every_tensor_comes_whole_once_and_in_order(
     ranks: RankPool, world_size: int, dtype: torch.dtype, alone_bytes: int
 ) -> None:
