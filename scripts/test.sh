@@ -34,30 +34,29 @@ esac
 
 audit=0
 bash scripts/audit.sh .venv/bin/python || audit=$?
-log=$(mktemp) vllm_log=$(mktemp)
+log=$(mktemp) vllm_log=$(mktemp) lowest_log=$(mktemp)
 # 3 GB come while the tests run
 timeout 1800 bash scripts/setup_vllm.sh >"$vllm_log" 2>&1 &
 vllm=$!
-trap 'kill "$vllm" 2>/dev/null || true; rm -f "$log" "$vllm_log"' EXIT
+trap 'kill "$vllm" 2>/dev/null || true; rm -f "$log" "$vllm_log" "$lowest_log"' EXIT
 .venv/bin/python -m pytest --all "${both[@]}" --durations 40
-# shown only when they fail, so that the line above with the number of passed tests stays the last one
-quietly() {  # WHAT COMMAND...
-  local what=$1 code=0
-  shift
-  "$@" >"$log" 2>&1 || code=$?
-  if [ "$code" -ne 0 ]; then
-    cat "$log"
-    echo "scripts/test.sh: failed $what" >&2
-    exit "$code"
-  fi
+# what follows is shown only when it fails, so that the line above with the number of passed tests stays the last one
+failed() {  # LOG WHAT
+  cat "$1"
+  echo "scripts/test.sh: failed $2" >&2
+  exit 1
 }
-quietly "with the lowest supported transformers" bash scripts/test_lowest_transformers.sh .venv/bin/python
+bash scripts/test_lowest_transformers.sh .venv/bin/python >"$lowest_log" 2>&1 &
+lowest=$!
+trap 'kill "$vllm" "$lowest" 2>/dev/null || true; rm -f "$log" "$vllm_log" "$lowest_log"' EXIT
 if wait "$vllm"; then
   export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
-  quietly "with a real vLLM" .venv/bin/python -m pytest --all tests/engines/real/test_vllm.py \
-    "tests/engines/real/test_vllm_runs.py::test_a_run_samples_from_a_server_what_it_trains_on[in turn]"
+  .venv/bin/python -m pytest --all tests/engines/real/test_vllm.py \
+    "tests/engines/real/test_vllm_runs.py::test_a_run_samples_from_a_server_what_it_trains_on[in turn]" \
+    >"$log" 2>&1 || failed "$log" "with a real vLLM"
 else
   tail -3 "$vllm_log" >&2
   echo "scripts/test.sh: vLLM could not be installed, and was not tested" >&2
 fi
+wait "$lowest" || failed "$lowest_log" "with the lowest supported transformers"
 exit "$audit"

@@ -51,13 +51,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:], left, why = tiers.divide(items)
         config.hook.pytest_deselected(items=left)
         config.stash[left_to_the_whole] = dict(why)
-    # by turns a module on a Ray cluster, which waits the most, and one on ranks, which computes the most: the processes
-    # of pytest-xdist share the cores best so. All others come last, in whose small parts both end together
+    # by turns a module on a Ray cluster or with processes of its own, which waits the most, and one on ranks, which
+    # computes the most: the processes of pytest-xdist share the cores best so. All others come last, in whose small
+    # parts both end together
     turns: dict[Path, int] = {}
-    for fixture in ("cluster", "ranks"):
-        found = dict.fromkeys(item.path for item in items if fixture in getattr(item, "fixturenames", ()))
+    for waits in (True, False):
+        found = dict.fromkeys(item.path for item in items if (_waits(item) if waits else "ranks" in _fixtures(item)))
         turns |= {path: turn for turn, path in enumerate(path for path in found if path not in turns)}
     items.sort(key=lambda item: turns.get(item.path, len(turns)))
+
+
+def _fixtures(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
+
+
+def _waits(item: pytest.Item) -> bool:
+    """Returns whether a test uses a Ray cluster, or is of a module that starts processes."""
+    return "cluster" in _fixtures(item) or hasattr(getattr(item, "module", None), "subprocess")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
