@@ -8,20 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import ray
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from actors.engines.embedded import EmbeddedEngine
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.loop import train
 from actors.workers.group_calls import submit
-from actors.workers.watchdog import remote_class
 from actors.workers.worker_group import WorkerGroup
-from slimefsdp.batching.packing import local_share, pack
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.rpc import UpdateSettings
 from tests.support.comparisons import largest_difference
@@ -29,7 +23,6 @@ from tests.support.peft_folders import adapters_in, farthest, merged_logits, ope
 from tests.support.plain_step import make_batch, settings
 from tests.support.refusals import refused
 from tests.support.runs import bits, rows_of
-from tests.support.tiny_models import save_tiny_model
 from tests.support.trainers import fresh_batch
 from tests.support.trainers import settings as small_settings
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -172,51 +165,3 @@ def test_a_run_sends_its_engines_adapters_alone_and_samples_from_the_trainers_ow
     rows = [row for row in rows_of(config) if row["step"] > 0]
     assert len(rows) == 3 and rows[-1]["grad_norm"] > 0
     assert all(row["rollout_mismatch_max"] < 0.02 for row in rows)  # rounding of bfloat16, as without adapters
-
-
-class ProbedEngine(EmbeddedEngine):
-    """An engine that says log-probs of packs that the trainer planned."""
-
-    @torch.no_grad()
-    def log_probs(self, batch: RolloutBatch, packs: list[np.ndarray]) -> np.ndarray:
-        attention, found = self._policy.attention, np.zeros(batch.num_response_tokens, dtype=np.float32)
-        for indices in packs:
-            packed = pack(batch, indices, trained_only=False)
-            layout = attention.layout(packed.cu_seqlens, packed.forest)
-            share, attend = local_share(packed, layout, 0), attention.for_pack(layout, torch.device("cpu"))
-            outputs = self._policy(share, attend, temperature=self.config.rollout.temperature)
-            found[packed.response_index.numpy()] = outputs[0].numpy()
-        return found
-
-
-def test_an_engine_of_its_own_process_with_adapters_of_experts_and_head_has_the_trainers_bits(
-    cluster: None, example: Path, tmp_path: Path
-) -> None:
-    folder = save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=320)
-    AutoTokenizer.from_pretrained(example / "model").save_pretrained(folder)
-    config = small_settings(
-        folder,
-        mesh={"dp": 2, "device": "cpu"},
-        lora={"rank": 2, "sync": "adapters", "targets": ["attention", "experts", "head"]},
-        precision={"compute_dtype": "bfloat16"},
-        rollout={"engines": 1},
-        optim={"lr": 0.05},
-    )
-    engine = remote_class(ProbedEngine).options(num_cpus=0).remote(config, 0)
-    group = WorkerGroup.launch(config)
-    batch, said, sent = fresh_batch(), [], []
-    try:
-        for _ in range(3):
-            group.train_step(batch)
-            sent.append(group.update_weights([engine]).bytes)
-            work = group._planner.for_forward(batch)()
-            packs = [one for update in work.plan.updates for of_rank in update for one in of_rank]
-            ours = group.compute_log_probs(batch).log_probs
-            theirs = ray.get(engine.log_probs.remote(batch, packs), timeout=PATIENCE_S)
-            assert work.plan.shared is None and ours.tobytes() == theirs.tobytes()
-            said.append(ours.tobytes())
-    finally:
-        group.shutdown()
-        ray.kill(engine)
-    assert len(set(said)) == 3
-    assert sent[1] == sent[2] < sent[0] / 2  # adapters alone

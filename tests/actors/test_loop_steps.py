@@ -12,7 +12,6 @@ import pytest
 
 from actors.engines.pool import SampledResponse
 from actors.loop import RolloutLoop
-from actors.startup import waited_for
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
@@ -163,56 +162,6 @@ def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) 
     rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), save_samples=False, samples_per_prompt=0, greedy=True)
     assert "held-out greedy reward 0.000 -> 0.000 (4 prompts) in" in loop.summary(rows)
     assert [column.metric for column in loop.columns if column.title == "held-out"] == ["eval/greedy_exact"]
-
-
-def test_a_step_says_how_far_its_responses_are_while_it_waits_for_them(make: Any) -> None:
-    said = []
-
-    class Slow(Engines):
-        def generate(self, prompts: Sequence[Any], **more: Any) -> tuple[int, list[SampledResponse]]:
-            each = more.pop("each")
-
-            def heard(sample: SampledResponse) -> None:
-                said.append(waited_for())
-                each(sample)
-
-            found = super().generate(prompts, each=heard, **more)
-            said.append(waited_for())
-            return found
-
-    engines: Any = Slow()
-    loop = RolloutLoop(make(), Group(), engines)  # type: ignore[arg-type]
-    loop.before_training(evaluates=False)
-    for step in range(2):
-        said.clear()
-        loop.step(step)
-        assert said == [
-            *(f"step {step + 1}: {drawn} of 4 responses" for drawn in range(4)),
-            f"step {step + 1}: 4 of 4 responses, and rewards are awaited",
-        ]
-    assert waited_for() == ""
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp"])
-def test_the_first_step_whose_rewards_teach_nothing_says_so_once(
-    make: Any, capfd: pytest.CaptureFixture[str], estimator: str
-) -> None:
-    class Equal(Group):
-        def train_step(self, batch: RolloutBatch) -> dict[str, float]:
-            return super().train_step(batch) | {"zero_variance_groups": 1.0 if self.updates > 1 else 0.5}
-
-    rows_of_run(make(advantage={"estimator": estimator}), Equal())
-    said = [line for line in capfd.readouterr().err.splitlines() if "teach nothing" in line]
-    assert [line.partition(":")[0] for line in said] == (["step 2"] if estimator == "grpo" else [])
-
-    nothing = make(rollout={"filter": f"{__name__}:drops_all", "max_rounds": 1})
-    rows_of_run(nothing, Group())
-    said = [line for line in capfd.readouterr().err.splitlines() if "teach nothing" in line]
-    assert len(said) == 1 and said[0].startswith("step 1: there is nothing to train on")
-
-
-def drops_all(record: dict[str, Any], samples: Any) -> bool:
-    return False
 
 
 def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later_on(make: Any) -> None:

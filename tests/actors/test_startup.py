@@ -16,26 +16,6 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_log_file_gets_a_line_a_stage_and_one_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "HEARTBEATS_S", (0.05,))
-    written = io.StringIO()
-    with reporting(written):
-        with stage("starting ranks", lambda: "1 of 2 ready"):
-            assert wait_until(lambda: "1 of 2 ready" in written.getvalue())
-        with stage("importing"):
-            assert wait_until(lambda: written.getvalue().count("importing") == 2)
-        monkeypatch.setattr(startup, "HEARTBEATS_S", (600.0,))
-        with stage("starting engines"):
-            pass
-        with stage("checking", is_short=True):
-            pass
-    lines = written.getvalue().splitlines()
-    assert "starting ranks" in lines[0] and "ready" not in lines[0]
-    assert "starting ranks" in lines[1] and "starting engines" in lines[-1]
-    assert lines[3].endswith("importing: for 0 s"), "a stage that cannot say how far it is says for how long it lasts"
-    assert not any("checking" in line or "\x1b" in line for line in lines)
-
-
 def test_a_terminal_has_one_line_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "REFRESH_S", 0.05)
     written = Terminal()

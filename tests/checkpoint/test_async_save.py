@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimefsdp import heartbeat
 from slimefsdp.checkpoint.async_save import BackgroundSave
 from slimefsdp.checkpoint.shards import ShardedTensor
 from slimefsdp.errors import PeerFailed, ResourceError
@@ -104,26 +103,3 @@ def test_a_failure_is_said_also_where_nobody_asks() -> None:
     with pytest.warns(UserWarning, match="full") as told:
         background.start(fail)
         assert wait_until(lambda: len(told) > 0)
-
-
-def test_writing_is_progress_of_a_call_only_while_that_waits_for_it(tmp_path: Path) -> None:
-    background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
-    steps = [threading.Event() for _ in range(3)]
-
-    def write() -> Path:
-        assert steps[0].wait(60)
-        heartbeat.tick()  # as for each tensor that is written
-        steps[1].set()
-        assert steps[2].wait(60)
-        heartbeat.tick()
-        return tmp_path
-
-    with heartbeat.during("train_step"):
-        background.start(write)
-        before = heartbeat.snapshot().ticks
-        steps[0].set()
-        assert steps[1].wait(60)
-        assert heartbeat.snapshot().ticks == before, "a thread that is stuck while a save gets on"
-        threading.Timer(0.2, steps[2].set).start()
-        assert background.finish() == tmp_path
-        assert heartbeat.snapshot().ticks == before + 1

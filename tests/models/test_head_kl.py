@@ -108,25 +108,6 @@ def test_an_adapter_is_as_good_as_its_product_in_the_weight(temperature, softcap
         assert worst(got_grad, want_grad) < 1e-12
 
 
-@pytest.mark.parametrize("entropy_grad", [False, True])
-def test_gradcheck_by_finite_differences(entropy_grad):
-    hidden, weight, targets, _ = random_case(5, 3, 7)
-    reference = random_reference(5, 4, 7)
-
-    def outputs(hidden, weight):
-        log_probs, entropy, kl = token_log_probs_and_kl(
-            HeadInputs(hidden, weight, 3.0),
-            targets,
-            reference,
-            temperature=0.7,
-            entropy_grad=entropy_grad,
-            chunk_bytes=chunk_bytes_for(2, 7),
-        )
-        return (log_probs, entropy, kl) if entropy_grad else (log_probs, kl)
-
-    assert torch.autograd.gradcheck(outputs, (hidden, weight))
-
-
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_only_what_requires_grad_gets_a_gradient_and_the_reference_never(frozen):
     hidden, weight, targets, _ = random_case(6, 4, 11)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from slimefsdp.models.hf_folder import (
     ModelFolder,
     check_architecture,
     read_model_folder,
-    refuse_unpackable,
 )
 from tests.support.refusals import refused
 
@@ -234,24 +232,3 @@ def test_a_tensor_in_two_files_is_refused(folder: Path, is_indexed: bool):
     if is_indexed:
         write_index(folder, {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"})
     refusal(folder, "'b'", folder / "1.safetensors", folder / "2.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"sliding_window": -1}, "sliding_window=-1"),
-        ({"sliding_window": 0}, "sliding_window=0"),
-        ({"sliding_window": True}, "sliding_window"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads=3"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type='longrope'"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    ],
-)
-def test_what_packing_cannot_honour_is_refused_from_config_json_alone(changes: dict[str, Any], named: str) -> None:
-    refuse_unpackable({"model_type": "mistral", "sliding_window": None}, Path("config.json"))
-    with pytest.raises(ModelError, match=named) as caught:
-        refuse_unpackable({"model_type": "mistral", **changes}, Path("config.json"), field="reference.path")
-    assert caught.value.field == "reference.path" and caught.value.hint

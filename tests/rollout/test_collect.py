@@ -505,30 +505,6 @@ def test_samples_of_weights_that_were_not_sent_are_refused(make: Any) -> None:
     assert newer is not None and newer.weight_version == VERSION
 
 
-def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: Any, tmp_path: Path) -> None:
-    asked = {"samples_per_prompt": 4, "pass_at": [4, 1], "greedy": True, "solved_reward": 1.0}
-    engines = Engines()
-    config = make(evaluation=asked, run={"dir": str(tmp_path / "run")})
-    evaluator = Evaluator(config, Collector(config, engines))  # type: ignore[arg-type]
-    metrics = evaluator.evaluate(4)
-    assert [(per_prompt, greedy) for _, per_prompt, _, greedy in engines.calls] == [(4, False), (1, True)]
-    assert evaluator.progress() == f"{5 * NUM_PROMPTS} of {5 * NUM_PROMPTS} responses"
-    for prefix, names in (("", ["pass@1", "pass@4", "finished"]), ("greedy_", ["pass@1", "finished"])):
-        lines = (tmp_path / "run" / "evaluations" / f"{prefix}step_00000004.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        assert {row["place"] for row in rows} == {f"{tmp_path / 'heldout.jsonl'}:{n + 1}" for n in range(NUM_PROMPTS)}
-        by_prompt = np.reshape([row["scores"]["reward"] for row in rows], (NUM_PROMPTS, -1))
-        expected = {"pass@1": by_prompt.mean(), "pass@4": by_prompt.any(axis=1).mean()}
-        expected["finished"] = np.mean([row["finished"] for row in rows])
-        for name in names:
-            assert metrics[f"eval/{prefix}{name}"] == pytest.approx(expected[name]), name
-        assert metrics[f"eval/{prefix}reward"] == pytest.approx(by_prompt.mean())
-    assert "eval/greedy_pass@4" not in metrics
-    asked["save_samples"] = False
-    evaluation_of(make(evaluation=asked, run={"dir": str(tmp_path / "other")}), engines, 4)
-    assert not (tmp_path / "other").exists()
-
-
 def finished(record: Record, response: str, finished: bool) -> dict[str, float]:
     return {"reward": 1.0, "finished": 0.25}
 

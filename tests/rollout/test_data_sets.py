@@ -203,28 +203,6 @@ def test_a_resumed_run_has_the_commit_of_a_data_set_that_it_began_with(cache: Pa
             with_data_commits(config)
 
 
-def test_each_held_out_set_has_its_commit_and_keeps_it_in_a_resumed_run(cache: Path, tmp_path: Path) -> None:
-    lay_out_sums(cache, tmp_path)
-
-    def settings(**heldout: str) -> RunConfig:
-        tree = {"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": str(tmp_path / "run")}}
-        data = {"heldout": {name.replace("_", "-"): written for name, written in heldout.items()}}
-        return config_from_dict({**tree, "data": data, "checkpoint": {"resume": True}})
-
-    asked = {"small_sums": f"{NAME}:main#test", "file": str(tmp_path / "x.jsonl"), "hard": f"{NAME}:hard"}
-    first = with_data_commits(settings(**asked))
-    assert {name: str(path) for name, path in first.data.heldout_sets.items()} == {
-        "small-sums": f"{NAME}@{COMMIT}:main#test", "file": str(tmp_path / "x.jsonl"), "hard": f"{NAME}@{COMMIT}:hard",
-    }  # fmt: skip
-    (tmp_path / "run").mkdir()
-    RunFolder(tmp_path / "run").write_settings(first)
-    (cache / f"datasets--{NAME.replace('/', '--')}" / "refs" / "main").write_text(COMMITS[1])
-    hub._snapshot.cache_clear()
-    assert with_data_commits(settings(**asked)) == first
-    with refused(ConfigError, "data.heldout.later", NAME, cache):  # of whose newest commit the cache has nothing
-        with_data_commits(settings(**asked, later=f"{NAME}:main"))
-
-
 def test_columns_are_mapped_by_name_and_take_the_place_of_others(tmp_path: Path) -> None:
     rows = [{"prompt": "raw", "question": "q", "answer": "long", "solution": "s", "level": 1}]
     path = write_parquet(tmp_path / "x.parquet", rows)

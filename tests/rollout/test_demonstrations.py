@@ -23,7 +23,7 @@ from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.supervised_records import read_demonstrations
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings
-from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.errors import ConfigError
 from tests.support.tiny_models import SIZES
 
 WORDS = ["</s>", "<user>", "<assistant>", "<tools>", "<end>", "<think>", *"abcdefgh"]
@@ -129,24 +129,6 @@ def test_a_template_that_writes_the_question_otherwise_before_its_answer_is_refu
     assert caught.value.field == "data.train_on" and "last_turn" not in str(caught.value.hint)
     answered = encode_demonstration(tokenizer(MOVES), {"prompt": messages[:2], "answer": "b"})  # which is a way out
     assert shown(answered) == "<user> h a <end> <assistant> B </S>"
-
-
-@pytest.mark.parametrize(
-    ("made", "record", "field"),
-    [
-        (tokenizer(FORGETS), {"messages": chat("a", "b", "c", "d")}, "data.train_on"),
-        (tokenizer(None), {"messages": chat("a", "b")}, "messages"),
-        (tokenizer(MARKED), {"messages": chat("a", "b"), "tools": [{"name": "f"}]}, "prompt"),
-        (tokenizer(), {"messages": chat("a", "b"), "tools": "["}, "tools"),
-        (tokenizer(end=None), {"text": "a b"}, "model.path"),
-        (tokenizer(end=None), {"prompt": "a", "answer": "b"}, "model.path"),
-    ],
-)
-def test_what_cannot_be_encoded_is_named(made: Any, record: dict[str, Any], field: str) -> None:
-    with pytest.raises((ConfigError, ModelError)) as caught:
-        encode_demonstration(made, record)
-    assert caught.value.field == field and caught.value.hint
-    assert ("last_turn" in caught.value.hint) == (field == "data.train_on")
 
 
 def data(folder: Path, record: dict[str, Any], **settings: Any) -> DataSettings:

@@ -175,29 +175,6 @@ def test_each_held_out_set_keeps_its_records_and_is_named_where_one_is_wrong(wor
     assert caught.value.field == "data.heldout.all" and f"{folder / 'heldout.jsonl'}:3" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("content", "data", "field", "named"),
-    [
-        (None, {}, "data.heldout.bad", "bad.jsonl"),
-        ("", {}, "data.heldout.bad", "bad.jsonl"),
-        ('{"prompt": 3}', {}, "data.heldout.bad", "bad.jsonl:1"),
-        ('{"question": "w", "answer": "w"}', {}, "data.heldout.bad", "bad.jsonl:1"),
-        ('{"prompt": "w", "result": "w"}', {"answer_column": "answer"}, "data.heldout.bad", "bad.jsonl:1"),
-    ],
-    ids=["missing", "empty", "no text", "no prompt", "no answer"],
-)
-def test_a_held_out_set_that_cannot_be_read_is_named(
-    folder: Path, content: str | None, data: dict[str, str], field: str, named: str
-) -> None:
-    if content is not None:
-        (folder / "bad.jsonl").write_text(content)
-    sets = {"good": str(folder / "heldout.jsonl"), "bad": str(folder / "bad.jsonl")}
-    rollout = {"reward": "actors.rollout.rewards:exact_match"}
-    with pytest.raises(ConfigError) as caught:
-        read_prompts(config(folder, data={"heldout": sets, **data}, rollout=rollout))
-    assert caught.value.field == field and named in caught.value.message
-
-
 def test_the_run_folder_lists_what_was_left_out_of_its_newest_start(tmp_path: Path) -> None:
     listed = [{"place": "a:1", "reason": "x"}, {"place": "b:2", "reason": "y"}]
     RunFolder(tmp_path).write_skipped(listed)

@@ -24,7 +24,7 @@ from actors.service.serve import keys_of
 from actors.service.service import Service
 from actors.service.users import User, Users
 from slimefsdp.config import config_from_dict
-from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, StateError
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
@@ -136,36 +136,6 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
     service.is_ending = True
     assert http.get("/api/v1/healthz").status_code == 503
     service.is_ending = False
-
-
-def test_whatever_is_answered_later_is_told_to_wait_where_there_is_no_room(http: TestClient, service: Service) -> None:
-    run = new_run(http)
-    session = service.runs[run].session
-    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
-    sampler = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
-    owner = service.runs[run].owner
-    taken = [service.results.new(owner, is_needed=True) for _ in range(service.config.service.max_waiting)]
-    number = {"model_id": run, "seq_id": 2}
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
-    path = answer(http, http.post("/api/v1/save_weights", json={**number, "seq_id": 1, "path": "a"}))["path"]
-    bodies: dict[str, Any] = {
-        "optim_step": {**number, "seq_id": 3, "adam_params": ADAM},
-        "save_weights": {**number, "seq_id": 3, "path": "x"},
-        "save_weights_for_sampler": {**number, "seq_id": 3, "path": "x"},
-        "load_weights": {**number, "seq_id": 3, "path": path, "optimizer": True},
-        "create_model": {"session_id": session, **ASKED, "model_seq_id": 1},
-        "asample": {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {}},
-        "forward_backward": message(run, 3).SerializeToString(),
-    }
-    for name, body in bodies.items():
-        protobuf = {"content": body, "headers": {"content-type": "application/x-protobuf"}}
-        how: Any = protobuf if isinstance(body, bytes) else {"json": body}
-        found = http.post(f"/api/v1/{name}", **how)
-        assert (found.status_code, found.headers["x-should-retry"], name) == (429, "true", name)
-    assert answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))["model_id"] == run
-    for one in taken:
-        one.set({})
-    assert service.results.waiting == 0
 
 
 def limited(service: Service, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Any:
@@ -345,24 +315,6 @@ def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alo
     assert model_id == run and size > len(parsed[0])
 
 
-def test_users_take_turns_where_bodies_are_parsed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[bytes] = []
-
-    def read(data: bytes) -> Any:
-        parsed.append(data)
-        raise BatchError("no request", field="body")
-
-    monkeypatch.setattr(request_scan, "scan_request", read)
-    sender = Sender(limited(service, monkeypatch))
-
-    async def all_at_once() -> None:
-        sent = [("a1", "tml-a"), ("a2", "tml-a"), ("a3", "tml-a"), ("b1", "tml-b")]
-        await asyncio.gather(*(sender.post(one, key, one.encode(), path="forward_backward") for one, key in sent))
-
-    asyncio.run(all_at_once())
-    assert parsed == [b"a1", b"b1", b"a2", b"a3"] and set(sender.statuses.values()) == {400}
-
-
 def test_zstd_that_is_cut_off_or_goes_on_behind_its_frame_is_refused(service: Service) -> None:
     http = TestClient(make_app(service), LOCAL, headers={"content-encoding": "zstd", **JSON})
     whole, half = zstandard.compress(b"{}" * 1000), zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")
@@ -413,56 +365,6 @@ def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: S
     again = Service(service.config, group, cast(Any, Engine(2)))
     again.continue_runs()
     assert list(again.runs) == runs[1:] and [one.run for one in again.catalogue.kept_runs()] == runs[1:]
-
-
-def test_names_of_one_run_are_not_those_of_another_nor_of_samplers_without_one(
-    http: TestClient, service: Service
-) -> None:
-    group, (first, second) = cast(Any, service._group), (new_run(http), new_run(http))
-    for run in (first, second):
-        saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "ck"}))
-    for number, run in enumerate((first, second), 2):
-        body = {"model_id": second, "seq_id": number, "path": f"tinker://{run}/weights/ck", "optimizer": True}
-        assert "error" not in answer(http, http.post("/api/v1/load_weights", json=body))
-    assert saved["path"] == f"tinker://{second}/weights/ck"
-    assert group.loaded == [adapter_of(first), adapter_of(second)]
-
-    def for_sampler(number: int, **how: Any) -> Any:
-        body = {"model_id": first, "seq_id": number, **how}
-        return answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))
-
-    path = for_sampler(2, path="session-7")["path"]
-    folder = service.catalogue.folder(service.catalogue.get(path, ALL))
-    (folder / "mine").touch()
-    assert for_sampler(3, sampling_session_seq_id=7)["sampling_session_id"].endswith(":sample:7")
-    assert (folder / "mine").exists()
-    assert "keeps its weights" in for_sampler(4, sampling_session_seq_id=7)["error"]
-
-
-def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_its_prompt(
-    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    positions = json.loads((untied / "config.json").read_text())["max_position_embeddings"]
-    batch = {"max_tokens_per_rank": 4 * positions}
-    config = config_from_dict(service_tree(untied, tmp_path, service={"model_name": "m"}, batch=batch))
-    engine, asked = Engine(2), list[SampleRequest]()
-    sample = engine.sample
-
-    async def sampled(request: SampleRequest) -> Any:
-        asked.append(request)
-        return await sample(request)
-
-    monkeypatch.setattr(engine, "sample", sampled)
-    with TestClient(make_app(Service(config, cast(Any, Group(tmp_path)), engine)), LOCAL) as http:
-        (model,) = http.get("/api/v1/get_server_capabilities").json()["supported_models"]
-        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
-        given = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "m"}
-        key = http.post("/api/v1/create_sampling_session", json=given).json()["sampling_session_id"]
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}
-        body = {"sampling_session_id": key, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
-        assert isinstance(answer(http, http.post("/api/v1/asample", json=body)), bytes)
-    (request,) = asked
-    assert model["max_context_length"] == positions == request.params.max_new_tokens + 3
 
 
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:

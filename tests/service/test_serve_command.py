@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import re
@@ -21,7 +20,6 @@ import yaml
 from tinker import types
 
 from actors.cli.main import main
-from actors.service.serve import listening
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
@@ -103,26 +101,6 @@ def test_a_port_in_use_is_found_before_anything_starts(
         port = taken.getsockname()[1]
         assert main(["serve", str(file), f"service.port={port}"]) == ResourceError.exit_code
     assert f"127.0.0.1:{port}" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-def test_an_answer_does_not_wait_until_its_head_is_acknowledged(tmp_path: Path) -> None:
-    listener = listening(config_from_dict(service_tree(tmp_path, tmp_path)))
-
-    async def life() -> int:
-        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = writer.get_extra_info("socket")
-            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        async with await asyncio.start_server(connected, sock=listener):
-            _, writer = await asyncio.open_connection(*listener.getsockname())
-            found = await accepted
-            writer.close()
-            return found
-
-    assert asyncio.run(life()) == 1
 
 
 def test_a_server_of_all_weights_needs_room_for_one_more_model(

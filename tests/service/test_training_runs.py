@@ -13,7 +13,6 @@ from actors.service.training_runs import TrainingRun
 from actors.workers.group_calls import AdapterHandle
 from slimefsdp.errors import BatchError, ResourceError, StateError
 from tests.support.refusals import refused
-from tests.support.waiting import wait_until
 
 
 class Calls:
@@ -150,21 +149,3 @@ def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_a
     for one in (needed, *others):
         one.set({})
     assert (results.waiting, results.waiting_bytes) == (0, 0) and results.new("", 100)
-
-
-def test_the_next_request_of_a_run_that_does_nothing_is_taken_though_those_behind_it_fill_the_room() -> None:
-    run = TrainingRun("s:train:0", "s", "", 4, cast(AdapterHandle, Calls()), Results(60.0, 10**6, 3, 200))
-
-    def works(calls: AdapterHandle) -> Answer:
-        return {"is": "done"}
-
-    early = [run.submit(number, "forward", works, 50) for number in (3, 4)]
-    for number in (2, 5):
-        with refused(ResourceError, "service.max_waiting", 2, 3):
-            run.submit(number, "forward", works, 50)
-    assert run.submit(3, "forward", works, 50) is early[0]  # sent again, it takes no room
-    first = run.submit(1, "forward", works, 50)
-    assert answer_of(first) == {"is": "done"}
-    assert wait_until(lambda: not run._is_busy)
-    assert answer_of(run.submit(2, "forward", works, 50)) == {"is": "done"} == answer_of(early[1])
-    run.close()

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pytest
 import tinker
 from tinker import types
 from transformers import AutoModelForCausalLM
@@ -94,24 +93,3 @@ def test_a_named_version_is_a_folder_that_transformers_opens_and_goes_when_it_is
     assert unnamed == []
     with training_client(served_whole, lambda one: one.create_training_client_from_state(state).result()) as again:
         assert np.array_equal(log_probs(again), ours)
-
-
-def test_a_second_run_waits_for_the_end_of_the_first_and_begins_at_the_base(served_whole: Served) -> None:
-    with training_client(served_whole) as first:
-        before = log_probs(first)
-        update(first, 0).result()
-        after = log_probs(first)
-        state = first.save_state("done").result().path
-        for begin in (
-            lambda client: served_whole.training_client(client, rank=0),
-            lambda client: client.create_training_client_from_state(state).result(),
-        ):
-            with pytest.raises(tinker.BadRequestError, match=f"{first.model_id} trains all weights"):
-                begin(served_whole.client())
-        other = served_whole.client(served_whole.other_key)
-        with pytest.raises(tinker.BadRequestError, match="another user's run trains all weights"):
-            served_whole.training_client(other, rank=0)
-    with training_client(served_whole) as second:
-        assert np.array_equal(log_probs(second), before) and not np.array_equal(before, after)
-        update(second, 0).result()
-        assert np.array_equal(log_probs(second), after)

@@ -258,7 +258,7 @@ def reference_after(
     return losses, trainer.compute_log_probs(batches[0], "ref").log_probs.tobytes()
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [2])
 def test_a_reference_that_followed_the_actor_is_resumed_too(
     folder: Path, ranks: RankPool, tmp_path: Path, dp: int
 ) -> None:

@@ -213,28 +213,6 @@ def exported(rank: int, config: RunConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_folder_says_what_peft_needs_in_the_masters_dtype(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
-    config = settings(
-        folder,
-        lora={"rank": 2, "alpha": 3.5, "targets": ["*.1.*.q_proj"]},
-        precision={"compute_dtype": "bfloat16"},
-    )
-    found = ranks.run(1, exported, config, tmp_path / "new" / "adapter")[0]
-    assert found["said"] == tmp_path / "new" / "adapter"
-    said = json.loads((found["said"] / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(folder) and said["revision"] is None
-    assert (said["peft_type"], said["task_type"], said["inference_mode"]) == ("LORA", "CAUSAL_LM", True)
-    assert (said["r"], said["lora_alpha"]) == (2, 3.5)
-    assert said["target_modules"] == ["model.layers.1.self_attn.q_proj"]
-    ours = adapters_in(found["said"])
-    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
-    assert largest_difference(ours, found["adapters"]) == 0
-    assert metadata_of(found["said"])["slimefsdp.base_dtype"] == "bfloat16"
-    assert sorted(file.name for file in found["said"].iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert_refusal(found["again"], CheckpointError, "path", found["said"])
-    assert_refusal(found["no path"], ConfigError, "path")
-
-
 def saved_and_exported(rank: int, config: RunConfig, out: Path) -> Path:
     trainer = Trainer(config, device=CPU)
     trainer.train_step(fresh_batch())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.estimate.hardware import Rates, write_calibration
 from slimefsdp.training.plan import (
-    batch_metrics,
     cost_model_of,
     loss_weights,
     plan_everything,
@@ -243,27 +241,6 @@ def test_token_weights_look_at_one_update_alone(reduction: str) -> None:
     halved = loss_weights(settings(loss=loss), BATCH, samples, denominator=2.0)
     own = {"token_mean": trained.sum(), "prompt_mean": 3}.get(reduction, 4)
     assert halved == pytest.approx(expected * own / 2.0)
-
-
-def test_a_steps_metrics_say_what_was_trained_on() -> None:
-    config = settings(batch={"samples_per_update": 5}, loss={"epochs": 2})
-    plan = plan_training(config, BATCH)
-    advantages = np.where(BATCH.mask, np.random.default_rng(4).normal(size=BATCH.num_response_tokens), 99.0)
-    metrics = batch_metrics(config, plan, BATCH, advantages=advantages)
-    trained = advantages[BATCH.mask].tolist()
-    mean = math.fsum(trained) / len(trained)
-    assert BATCH.response_lengths.max() > BATCH.response_lengths.mean()
-    assert metrics.pop("plan_imbalance") == plan.imbalance(BATCH.lengths)
-    assert metrics == pytest.approx({
-        "updates": len(plan.updates), "empty_updates": 0, "dropped_samples": 4,
-        "response_length": sum(BATCH.response_lengths.tolist()) / 10,
-        "response_length_max": max(BATCH.response_lengths.tolist()), "advantage": mean,
-        "advantage_std": math.sqrt(math.fsum((x - mean) ** 2 for x in trained) / len(trained)),
-        "advantage_abs_max": max(map(abs, trained)), "zero_variance_groups": 2 / 5,
-        "shared_tokens": 0,
-    })  # fmt: skip
-    bare = batch_metrics(config, plan, BATCH.replace(group_ids=None))
-    assert not {"advantage", "advantage_std", "advantage_abs_max", "zero_variance_groups"} & bare.keys()
 
 
 def test_a_plan_made_for_another_batch_never_breaks_the_cap() -> None:

@@ -231,7 +231,7 @@ def saves_under_names(rank: int, config: RunConfig, batch: RolloutBatch) -> dict
     return found
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [2])
 def test_a_checkpoint_under_a_name_stays_beside_the_numbered_ones(
     folder: Path, ranks: RankPool, tmp_path: Path, dp: int
 ) -> None:
@@ -270,7 +270,7 @@ def begins_anew(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, 
     return after
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [2])
 def test_training_can_begin_anew_from_the_weights_of_a_checkpoint(
     folder: Path, ranks: RankPool, tmp_path: Path, dp: int
 ) -> None:

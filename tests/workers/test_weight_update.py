@@ -190,7 +190,7 @@ def shared_memory() -> list[str]:
     return sorted(link for link in links if "memfd:slimefsdp_" in link)
 
 
-@pytest.mark.parametrize("call", ["receive", "commit"])
+@pytest.mark.parametrize("call", ["commit"])
 def test_of_folders_only_the_last_one_is_left_whoever_failed(
     launch: Launch, make_config: Any, tmp_path: Path, call: str
 ) -> None:

@@ -46,7 +46,7 @@ from slimefsdp.errors import (
     WorkerHung,
 )
 from slimefsdp.results import Health, Memory
-from slimefsdp.rpc import CALLS, ROLES, UpdateSettings
+from slimefsdp.rpc import CALLS, ROLES
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
 from tests.support.refusals import refused
@@ -90,33 +90,6 @@ def test_a_train_step_is_bit_identical_to_the_same_ranks_under_torchrun(
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-
-
-def test_a_loop_of_ones_own_says_by_call_what_it_trains(group: Any, small_batch: RolloutBatch) -> None:
-    before = group.compute_log_probs(small_batch)
-    weighted = small_batch.replace(loss_weights=-np.ones(small_batch.num_response_tokens))
-    found = group.forward_backward(weighted, "sft", 1.0, with_log_probs=True)
-    np.testing.assert_array_equal(found.log_probs.log_probs, np.where(weighted.mask, before.log_probs, 0.0))
-    assert found.metrics["loss"] == pytest.approx(float(before.log_probs[weighted.mask].sum(dtype=float)), rel=1e-5)
-    bounds = {"policy": "cispo", "clip_low": 0.1, "clip_high": 0.1}
-    again = submit(group.forward_backward, small_batch, settings=bounds, with_log_probs=True)
-    bounds["clip_low"] = 7.0  # what was given is what ranks get
-    assert again.result().metrics["ratio"] == 1.0
-    metrics = group.optimizer_step(UpdateSettings(lr=1e-3, betas=(0.5, 0.5), max_grad_norm=0.0))
-    assert metrics["lr"] == 1e-3
-    with refused(ConfigError, "settings"):
-        group.forward_backward(small_batch, settings={"epochs": 2})
-    with refused(ConfigError, "settings"):
-        group.optimizer_step({"lr": 1.0})
-    with refused(ConfigError, "with_log_probs"):
-        group.forward_backward(small_batch, with_log_probs="yes")
-    with refused(CheckpointError, "name"):
-        group.save(3, name="a/b")
-    after = group.compute_log_probs(small_batch).log_probs
-    group.save(3, {"is": "named"}, name="kept")
-    group.load(0)
-    assert group.load(name="kept") == {"is": "named"}
-    np.testing.assert_array_equal(group.compute_log_probs(small_batch).log_probs, after)
 
 
 def test_sleep_frees_memory_on_every_rank_and_changes_no_bit(group: Any, batch: RolloutBatch) -> None:
