@@ -27,9 +27,11 @@ SPREADS: dict[str, dict[str, Any]] = {
     "kept from forward to backward": {"mesh": {"dp": 2}, "fsdp": {"sharding": "keep_parameters"}},
     "whole on every rank": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
     "both on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}, "reference": {"offload": "fsdp"}},
-    "reference on the host": {"mesh": {"dp": 2}, "reference": {"offload": "fsdp"}},
-    "reference never asleep": {"mesh": {"dp": 2}, "reference": {"offload": "none"}},
-    "layers recomputed": {"mesh": {"dp": 2}, "model": {"activation_checkpointing": "full"}},
+    "reference never asleep, layers recomputed": {
+        "mesh": {"dp": 2},
+        "reference": {"offload": "none"},
+        "model": {"activation_checkpointing": "full"},
+    },
 }
 
 
