@@ -7,16 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from actors.cli import main as cli
-from actors.cli import ray_session
 from actors.cli.model_trial import build_models
 from actors.rollout.tokenizer import encode_records
 from slimefsdp.errors import ConfigError, ModelError
 from tests.support.plain_step import settings
 from tests.support.refusals import refused
-from tests.support.runs import startable
 from tests.support.tiny_models import TinyFolder
 
 WRONG: list[tuple[dict[str, Any], str, list[object]]] = [
@@ -50,15 +46,3 @@ def test_a_generation_config_that_no_engine_can_use_is_named(example: Path, tmp_
     with refused(ModelError, "model.path", folder / "generation_config.json"):
         encode_records(str(folder), records, with_answers=False)
     encode_records(str(folder), records, with_answers=True)  # demonstrations end with the tokenizer's own token
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["train"], ["train", "--dry-run"], ["check"]], ids=" ".join)
-def test_every_command_looks_before_it_starts_anything(
-    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    monkeypatch.setattr(ray_session, "connect", lambda *_: pytest.fail("Ray was started"))
-    config = tmp_path / "c.yaml"
-    config.write_text(yaml.safe_dump(startable(example, tmp_path)))
-    assert cli.main([words[0], str(config), *words[1:], "lora.rank=8", "lora.targets=[q_proj, nope]"]) == 2
-    assert "nope" in capsys.readouterr().err

@@ -98,19 +98,3 @@ def test_a_model_that_flash_attention_3_would_not_compute_is_refused_before_a_la
         preflight.check_models(asking(folder))
     preflight.check_models(asking(folder, attention={}))
     preflight.check_models(asking(tiny_folder()))
-
-
-def test_a_deterministic_backward_that_flash_attention_3_lacks_is_refused_before_a_launch(
-    tiny_folder: TinyFolder,
-) -> None:
-    folder = tiny_folder(head_dim=256)
-    preflight.check_models(asking(folder))
-    with refused(ConfigError, "attention.kernel", "run.deterministic=true", 256, 192):
-        preflight.check_models(asking(folder, run={"deterministic": True}))
-
-
-@pytest.mark.parametrize(("kind", "lacks"), [("gpt_oss", "sinks"), ("gemma2", "soft-cap")])
-def test_what_ring_flash_attn_lacks_is_refused_before_a_launch(tiny_folder: TinyFolder, kind: str, lacks: str) -> None:
-    config = asking(tiny_folder(kind), mesh={"device": "auto", "cp": 2}, attention={"strategy": "ring_flash_attn"})
-    with refused(ConfigError, "attention.strategy", "ring_flash_attn", lacks):
-        preflight.check_models(config)

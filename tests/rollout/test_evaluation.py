@@ -126,16 +126,6 @@ def test_evaluations_have_a_length_of_their_own(evaluated: Any, tmp_path: Path) 
         assert engines.most == {most}
 
 
-def test_greedy_responses_alone_are_drawn_where_none_is_sampled(evaluated: Any, tmp_path: Path) -> None:
-    both, _ = evaluated(str(tmp_path / "first.jsonl"), **ASKED)
-    engines = Engines()
-    asked = {"samples_per_prompt": 0, "greedy": True, "pass_at": [1]}
-    alone, left = evaluated(str(tmp_path / "first.jsonl"), engines, **asked)
-    assert alone == {key: value for key, value in both.items() if key.startswith("eval/greedy_")}
-    assert "eval/greedy_pass@1" in alone and len(engines.drawn) == 9 and all(greedy for _, greedy in engines.drawn)
-    assert {Path(file).name for file in left} == {f"greedy_step_00000004.{end}" for end in ("jsonl", "txt")}
-
-
 def scored(reward: float, *, number: int = 0, finished: bool = True, text: str = "so") -> ScoredSample:
     return ScoredSample(
         SampledResponse(0, number, [5, 1, 2], 2, [-1.0, -2.0], text, finished), {"reward": reward}, reward

@@ -8,10 +8,8 @@ import pytest
 from slimefsdp.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, advantages
 
 GROUP_NAMES = [7, -3, 2**62, 0]
-GROUPED = [name for name, estimator in ESTIMATORS.items() if "group_ids" in estimator.reads]
 OPTIONS = AdvantageOptions(gamma=0.9, gae_lambda=0.8, epsilon=1e-3, pass_k=2)
 every_estimator = pytest.mark.parametrize("name", list(ESTIMATORS))
-grouped_estimators = pytest.mark.parametrize("name", GROUPED)
 several_batches = pytest.mark.parametrize("seed", range(6))
 
 
