@@ -303,10 +303,6 @@ def test_a_group_outlives_its_program_and_who_goes_on_has_the_same_bits(tmp_path
     assert (status["state"], status["ranks"], status["updates"]) == ("ready", 2, 8)
     assert (status["saved_step"], status["recoveries"], status["calls"]) == (1, 1, [])
     assert status["writer"] is not None and len(status["readers"]) == 1
-    assert found["lines"].startswith("policy: ready, 2 ranks") and status["writer"] in found["lines"]
     assert "error [state]" in found["stopped while written"] and status["writer"] in found["stopped while written"]
     assert found["behind one that ended"] == "at once"
     assert found["stopped"] == "policy has ended\n" and found["ended"]
-    assert found["status of none"] == "no named groups in this cluster\n"
-    assert "cannot reach a Ray cluster at 127.0.0.1:1" in found["nobody there"]
-    assert "there is no group 'policy'" in found["stopped again"]

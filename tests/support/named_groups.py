@@ -90,7 +90,6 @@ def found(address: str, folder: Path) -> dict[str, Any]:
     reader = WorkerGroup.attach(NAME)
     results["read"] = reader.compute_log_probs(batch_of(0)).log_probs.tolist()
     results["status"] = json.loads(command("groups", "list", NAME, "--json", "--address", address))[NAME]
-    results["lines"] = command("groups", "list", "--address", address)
     results["stopped while written"] = command("groups", "stop", NAME, "--address", address)
     pids = [one.pid for one in group.health()]  # type: ignore[union-attr]
     group.detach()
@@ -99,9 +98,6 @@ def found(address: str, folder: Path) -> dict[str, Any]:
         results["behind one that ended"] = "at once"
     results["stopped"] = command("groups", "stop", NAME, "--address", address)
     results["ended"] = wait_until(lambda: not any(map(is_alive, pids)))
-    results["status of none"] = command("groups", "list", "--address", address)
-    results["nobody there"] = command("groups", "list", "--address", "127.0.0.1:1")
-    results["stopped again"] = command("groups", "stop", NAME, "--address", address)
     reader.detach()
 
     straight = WorkerGroup.launch(config_of(address, folder))
