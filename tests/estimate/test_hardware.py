@@ -14,10 +14,7 @@ import torch.distributed as dist
 from slimefsdp.errors import ConfigError
 from slimefsdp.estimate.calibrate import measure_rates
 from slimefsdp.estimate.hardware import (
-    DEVICES,
     Rates,
-    device_bytes,
-    guessed_rates,
     read_calibration,
     write_calibration,
 )
@@ -68,12 +65,3 @@ def test_a_file_that_holds_no_rates_is_refused_by_the_setting_that_names_it(cont
     path.write_bytes(content.encode(errors="surrogateescape"))
     with refused(ConfigError, "batch.cost_model", path):
         read_calibration(path, field="batch.cost_model")
-
-
-def test_devices_have_stated_rates_and_guesses_are_said_to_be_guesses() -> None:
-    for device in DEVICES:
-        rates = guessed_rates(device, 2)
-        assert "guess" in rates.source and rates.attention_slowdown >= 1
-        if device != "CPU":
-            assert guessed_rates(device, 4).matrix_tflops == rates.matrix_tflops / 2
-        assert (device_bytes(device) is None) == (device == "CPU")

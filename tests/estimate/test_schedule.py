@@ -33,7 +33,6 @@ from slimefsdp.training.plan import plan_training
 from tests.support.plans import plan_of
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
-from tests.support.tiers import examples
 
 MODEL = ModelSpec(
     hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128_256, is_tied=True
@@ -106,33 +105,6 @@ def test_a_schedule_adds_up_the_packs_that_training_computes(mesh: MeshShape, ho
     needed = (found.needed_flops.layers + found.needed_flops.attention) * 3
     assert needed / mesh.ranks / 1e12 == pytest.approx(tflops, rel=1e-12)
     assert found.forward_flops.head * 3 / (2 * 100 * 64) == pytest.approx(found.tokens * share, abs=1)
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    mean=st.sampled_from([500, 1000, 4000]),
-    sigma=st.sampled_from([0.5, 0.8, 1.0, 1.2]),
-    budget=st.sampled_from([4096, 8192]),
-)
-@examples(40)
-def test_log_normal_lengths_are_within_five_percent_of_even_at_cp_8(
-    seed: int, mean: int, sigma: float, budget: int
-) -> None:
-    lengths = sample_lengths(f"lognormal({mean}, {sigma}, 16, 32768)", 192, seed=seed)
-    imbalance = scheduled(MeshShape(dp=2, cp=8), lengths, cap=budget).imbalance
-    assert max(imbalance.zigzag.tokens, imbalance.zigzag.pairs, imbalance.zigzag.work) <= 1.05
-    assert max(imbalance.cp.worst_tokens, imbalance.cp.worst_work) <= 1.05, "not even in the worst pack"
-    costs = CostModel.of_model(MODEL).cost(lengths)
-    # one sample of 40 % of all work fills a pack, and the cap keeps the other rank from taking as much
-    assert imbalance.data_ranks <= 1.05 or costs.max() > 0.1 * costs.sum()
-
-
-def test_data_ranks_are_even_whether_packs_hold_one_long_sequence_or_many_short_ones() -> None:
-    lengths = np.array([60_000, 45_000, *[512] * 1600])
-    assert scheduled(MeshShape(dp=4, cp=8), lengths).imbalance.data_ranks <= 1.05
-    # by tokens alone the ranks with the long ones would be late: their attention costs as much as their matrices
-    cost = CostModel.of_model(MODEL)
-    assert cost.cost(lengths[:1])[0] / 60_000 > 1.5 * cost.cost(lengths[-1:])[0] / 512
 
 
 def test_a_strategy_that_cannot_divide_the_heads_is_left_out_or_refused_when_chosen() -> None:
