@@ -63,37 +63,3 @@ class Item:
 
     def get_closest_marker(self, name: str) -> str | None:
         return name if name in self.marks else None
-
-
-@pytest.mark.parametrize(
-    ("fixtures", "marks", "parameters", "reason"),
-    [
-        (["tmp_path"], [], {}, None),
-        (["cluster"], [], {}, "ray"),
-        (["cluster"], ["default_tier"], {}, None),
-        ([], ["slow"], {}, "slow"),
-        ([], [], {"kind": "gemma2"}, "architecture"),
-        ([], [], {"kind": "qwen3"}, None),
-        (["ranks"], [], {"dp": 2}, None),
-        (["ranks"], [], {"dp": 4}, "ranks"),
-        (["ranks"], [], {"dp": 2, "cp": 2}, "ranks"),
-        (["ranks"], [], {"sections": {"mesh": {"dp": 2, "cp": 2}}}, "ranks"),
-        (["ranks"], [], {"axes": (1, 2, 2)}, "ranks"),
-        (["ranks"], [], {"max_tokens": 64}, None),
-    ],
-)
-def test_what_a_test_uses_tells_its_tier(
-    fixtures: list[str], marks: list[str], parameters: dict[str, Any], reason: str | None
-) -> None:
-    assert tiers.left_because(Item(fixtures, marks, parameters)) == reason  # type: ignore[arg-type]
-
-
-def test_of_many_cases_on_ranks_the_first_and_the_last_are_of_the_default_tier() -> None:
-    cases: list[dict[str, Any]] = [{"dp": dp, "tied": tied, "x": x} for dp in (1, 2) for tied in (0, 1) for x in "ab"]
-    items: Any = [Item(["ranks"], [], case, "test_many") for case in cases]
-    others: Any = [Item(["ranks"], [], {"dp": dp}, "test_few") for dp in (1, 2, 4)]
-    chosen, left, why = tiers.divide([*items, *others])
-    assert chosen == [items[0], items[7], *others[:2]]
-    assert len(left) == 7 and why == {"cases": 6, "ranks": 1}
-    by_hand: Any = [Item(["ranks"], ["default_tier"], case, "test_many") for case in cases]
-    assert tiers.divide(by_hand)[0] == by_hand

@@ -35,11 +35,6 @@ OVERFLOWING = 3e38  # a legal float32 whose gradients are not
 DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
 
 
-@pytest.fixture(scope="module")
-def other_folder(tiny_folder: TinyFolder) -> Path:
-    return tiny_folder(vocab_size=97, intermediate_size=55, seed=1)
-
-
 # ---------------------------------------------------------------------- ratio, KL and log-probs
 
 
@@ -71,20 +66,6 @@ def test_the_ratio_of_the_first_update_is_exactly_one(
         assert (len(updates) > 1) == ("batch" in sections)
         # after an update the policy is another one: the zero above is no constant
         assert all(later["ratio_deviation_max"] > 1e-3 for later in updates[1:])
-
-
-def plain_values(folder: Path, batch: RolloutBatch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs and entropies of all response tokens, [R] each: one forward per sample, full log-softmax."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    log_probs, entropies = [], []
-    for sample in batch.to_samples():
-        tokens = torch.as_tensor(np.array(sample["tokens"]))
-        with torch.no_grad():
-            table = (model(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        table, targets = table[-sample["response_length"] :], tokens[-sample["response_length"] :]
-        log_probs.append(table.gather(-1, targets[:, None])[:, 0])
-        entropies.append(-(table.exp() * table).sum(-1))
-    return torch.cat(log_probs).numpy(), torch.cat(entropies).numpy()
 
 
 # ---------------------------------------------------------------------- which old log-probs are read
@@ -475,22 +456,3 @@ def test_ranks_with_different_batches_or_plans_stop_and_stay_usable(folder: Path
         assert [type(error) for error in errors] == [StateError] * 10
         assert [error.field for error in errors] == ["batch"] * 9 + ["plan"]
         assert loss == undisturbed["loss"]
-
-
-def calls_on_a_reference_group(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], np.ndarray]:
-    trainer = Trainer(config, "ref", device=CPU)
-    calls = [lambda: trainer.train_step(batch), trainer.optimizer_step, lambda: trainer.save(1), trainer.load,
-             lambda: trainer.forward_backward(batch), trainer.update_ref]  # fmt: skip
-    trainer.sleep()
-    return [error_of(call) for call in calls], trainer.compute_log_probs(batch, "ref").log_probs
-
-
-def test_a_reference_group_gives_log_probs_and_does_not_train(
-    folder: Path, other_folder: Path, ranks: RankPool
-) -> None:
-    config = settings(folder, reference={"path": str(other_folder), "placement": "group", "dp": 2})
-    batch = fresh_batch()
-    plain, _ = plain_values(other_folder, batch, 1.0)
-    for errors, log_probs in ranks.run(2, calls_on_a_reference_group, config, batch):
-        assert all(isinstance(error, StateError) for error in errors)
-        assert np.abs(log_probs - plain).max() <= 1e-5

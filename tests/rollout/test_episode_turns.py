@@ -195,20 +195,3 @@ def test_where_weights_change_between_turns_episodes_begin_again_unless_they_may
         assert (sample.versions[0].version, sample.versions[-1].version) == (4, 5)
         ends = [0, *(span.end for span in sample.versions)]
         assert [span.start for span in sample.versions] == ends[:-1]
-
-
-def test_an_episode_of_one_turn_is_the_sample_that_was_drawn(folder: Any) -> None:
-    engines = Engines()
-    found = played(runner(engines, folder, {"turns": 1}))
-    _, drawn = Engines().draw(engines.asked, lambda sample: None, may_mix=False)
-    assert len(drawn) == len(found)
-    for sample in drawn:
-        outcome, scores = found[sample.prompt, sample.number]
-        assert outcome == sample and outcome.loss_mask is None
-        assert scores == {
-            "reward": 1.0,
-            "finished": sample.finished,
-            "turns": 1,
-            "ended_by_turns": 0,
-            "ended_by_room": 0,
-        }

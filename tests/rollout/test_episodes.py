@@ -65,19 +65,6 @@ class Talks(Environment):
         return StepResult(forms[(self.number + self.turn) % 3], len(set(response)) / 10, scores={"last": 0.0})
 
 
-class Judges(Environment):
-    """Ends most of its episodes with a score that others do not get."""
-
-    def reset(self, record: Any, seed: int) -> Any:
-        self.number = record["number"]
-        return record["prompt"]
-
-    def step(self, response: str, finished: bool) -> StepResult:
-        if self.number % 3 == 0:
-            return StepResult("go on")
-        return StepResult(None, 1.0, done=True, scores={"judged": float(self.number)})
-
-
 @pytest.fixture(scope="module")
 def pool(cluster: None, make_config: Any, ranks_of_two: Any) -> Iterator[EnginePool]:
     engines = EnginePool.launch(make_config())
@@ -179,29 +166,6 @@ def test_episodes_repeat_and_those_of_a_group_begin_alike(collector: Any) -> Non
         assert len({tuple(prompt[:6]) for prompt in prompts[group * GROUP : (group + 1) * GROUP]}) == 1
     other, _ = collector("Talks")[1].collect(4, None, {})
     assert not first.same_as(other)
-
-
-def test_an_episode_ends_when_its_turns_or_its_room_are_used_up(collector: Any) -> None:
-    batch, metrics = collector("Talks", arguments={"last": 100}, max_turns=2)[1].collect(0, None, {})
-    assert metrics["rollout/ended_by_turns"] == metrics["rollout/truncated"] == 1 and metrics["rollout/turns"] == 2
-    assert all(mask[-1] for _, mask, _ in responses_of(batch)), "nothing follows the last response"
-    batch, metrics = collector("Talks", arguments={"last": 100}, max_turns=50, max_tokens=40)[1].collect(0, None, {})
-    assert metrics["rollout/ended_by_room"] == 1 and batch.lengths.max() <= 40 and metrics["rollout/turns"] > 1
-    assert all(mask[-1] for _, mask, _ in responses_of(batch))
-    masked, _ = collector("Talks", {"mask_truncated": True}, arguments={"last": 100}, max_turns=2)[1].collect(
-        0, None, {}
-    )
-    assert masked is None, "nothing is left to train on"
-
-
-def test_a_score_that_only_some_episodes_have_is_the_mean_over_these(collector: Any) -> None:
-    config, episodes = collector("Judges", {"prompts_per_step": 5}, max_turns=1)
-    numbers = [record["number"] for record in PromptStream(RECORDS, config.run.seed).take(5)]
-    judged = [number for number in numbers if number % 3]
-    batch, metrics = episodes.collect(0, None, {})
-    assert 0 < len(judged) < 5 and batch.num_samples == 5 * GROUP
-    assert metrics["rollout/ended_by_turns"] == pytest.approx(1 - len(judged) / 5)
-    assert metrics["rollout/judged"] == pytest.approx(sum(judged) / len(judged))
 
 
 @pytest.mark.parametrize(

@@ -180,15 +180,6 @@ def test_a_function_of_ones_own_gets_the_options_and_gives_samples_or_tokens_the
     assert tokens.tolist() == np.where(BATCH.mask, np.arange(R), 0).tolist()
 
 
-@pytest.mark.parametrize(("function", "cause"), [("raising", KeyError), ("ending", SystemExit)])
-def test_what_an_estimator_of_ones_own_raises_is_an_error_with_it_as_its_cause(
-    function: str, cause: type[BaseException]
-) -> None:
-    error = error_of(settings(advantage={"estimator": f"own_advantages:{function}"}), BATCH)
-    assert error.field == "advantages" and type(error.__cause__) is cause
-    assert f"own_advantages:{function}" in error.message and "own_advantages.py:" in error.message
-
-
 @pytest.mark.parametrize(("function", "values"), [("too_few", [(9,)]), ("infinite", ["inf", "sample 3"])])
 def test_advantages_of_ones_own_that_are_none_are_refused_before_any_rank_works(
     function: str, values: list[Any]

@@ -245,20 +245,6 @@ def test_a_call_that_cannot_be_begun_says_so_when_it_is_waited_for_and_those_beh
     assert [request.name for request in given] == ["memory"]
 
 
-def test_calls_that_are_queued_when_a_group_ends_are_refused(
-    launched: Any, may_plan: threading.Event, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_group, "end_processes", lambda workers: None)
-    group, given = launched()
-    queued = submit(group.train_step, batch)
-    group._watchdog = SimpleNamespace(kill_stopped=lambda: None)
-    group.end()
-    may_plan.set()
-    with pytest.raises(StateError):
-        queued.result()
-    assert given == []
-
-
 def test_a_dispatcher_begins_calls_in_the_order_in_which_threads_made_them_and_rests_between() -> None:
     dispatcher, order, made = futures.Dispatcher(), [], []
     lock = threading.Lock()
