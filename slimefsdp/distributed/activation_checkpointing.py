@@ -1,7 +1,7 @@
-"""Compiles decoder layers, and stores or recomputes their activations.
+"""Compiles decoder layers, and makes them recompute or offload activations.
 
-Both replace the layer's `forward` and nothing else, so parameters keep their names, and what hangs on the call of a
-layer (FSDP's gathering and freeing) stays outside and is not repeated when the layer is recomputed.
+Both only replace a layer's `forward`. So parameters keep their names, and hooks on the call of a layer (with which FSDP
+gathers and frees parameters) are not repeated when the layer is recomputed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 Recompute = Literal["none", "full", "selective"]
 
 _aten = torch.ops.aten
-# matrix products with weights, and attention with what its backward reads: most of a layer's time, little of its memory
+# matrix products with weights, and attention: most of a layer's time, but little of its memory
 _SAVED_BY_SELECTIVE = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._flash_attention_forward.default,
 ]
-_EXPERT_PRODUCTS = _aten._grouped_mm.default  # of all experts of a layer
+_EXPERT_PRODUCTS = _aten._grouped_mm.default  # the product of all experts of a layer
 
 
 def recompute_layers(
     layers: Iterable[nn.Module], kind: Recompute, every: int, *, offload: bool = False, pin_memory: bool = False
 ) -> None:
-    """Recomputes the activations of the first of every `every` layers in backward, in place.
+    """Makes the first of every `every` layers recompute activations in backward, in place.
 
     Args:
-        kind: full: everything but the layer's input; selective: what is cheap to compute again, while matrix products
-            and attention outputs are stored.
-        offload: under `full` that input waits in the host's memory from forward to backward.
-        pin_memory: page-lock that memory.
+        kind: full: recompute everything from the layer's input; selective: store matrix products and attention outputs
+            and recompute the rest.
+        offload: with `full`, keep the layer's input in host memory between forward and backward.
+        pin_memory: page-lock this host memory.
     """
     if kind == "none":
         return
@@ -49,24 +49,23 @@ def recompute_layers(
 
 
 def saved_operations(layer: nn.Module) -> list[Any]:
-    """Returns the operations of a layer whose results `selective` stores; everything else is computed again.
+    """Returns the operations of a layer whose results `selective` stores.
 
-    The grouped product of experts with biases is computed again, too: transformers adds the bias to its result in
-    place, so that the stored result would have the bias twice.
+    The grouped product of experts with biases is not stored: transformers adds the bias to its result in place, so the
+    bias would be added twice.
     """
     adds_biases_in_place = any(getattr(module, "has_bias", False) is True for module in layer.modules())
     return _SAVED_BY_SELECTIVE if adds_biases_in_place else [*_SAVED_BY_SELECTIVE, _EXPERT_PRODUCTS]
 
 
 def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
-    """Copies a tensor to the host; one that is there already is returned as it is.
+    """Copies a tensor to the host; returns a tensor on the host unchanged.
 
-    On CUDA the copy is in the current stream, as is whatever reads it back: what is queued behind it begins later by as
-    long as it takes. This call returns at once where the memory is pinned. Otherwise it waits until the copy is done,
-    with all that was queued before it.
+    On CUDA the copy runs in the current stream, so it delays later work of this stream. With pinned memory the call
+    returns at once; otherwise it waits until the stream has reached and finished the copy.
 
     Args:
-        pin: page-lock that memory.
+        pin: page-lock the host memory.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -75,9 +74,7 @@ def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
 
 
 class _OffloadedInput:
-    """Holds a layer's input for one forward pass and its recomputation; in between the input is where
-    `store` puts it.
-    """
+    """Holds a layer's input for one forward and its recomputation; in between, only the copy made by `store`."""
 
     def __init__(self, hidden: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._hidden: torch.Tensor | None = hidden
@@ -85,18 +82,18 @@ class _OffloadedInput:
         self._stored = store(hidden.detach())
 
     def restore(self) -> torch.Tensor:
-        """Returns the input itself the first time, and afterwards the stored copy, moved back to its device."""
+        """Returns the original input on the first call, and later the stored copy, moved back to its device."""
         hidden, self._hidden = self._hidden, None
-        if hidden is None:  # recomputing reads values; gradients go through the graph of the forward
+        if hidden is None:  # recomputation needs only values: gradients flow through the graph of the forward
             hidden = self._stored.to(self._device, non_blocking=True).detach().requires_grad_(self._needs_gradient)
         return hidden
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compiles the computation of each layer for shapes that change from pack to pack, in place.
+    """Compiles the forward of each layer with dynamic shapes, in place.
 
-    Passes without gradients run the graph of those with gradients: it is compiled once, and both round alike, so that
-    the first ratio of old log-probs is 1.
+    Passes without gradients use the same graph as passes with gradients. It is compiled only once, and both passes
+    round equally, so that the ratio to old log-probs is exactly 1 in the first update.
     """
     for layer in layers:
         layer.forward = _in_one_graph(torch.compile(layer.forward, dynamic=True))
@@ -109,14 +106,14 @@ def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(hidden_states, *args, **kwargs)
         with torch.enable_grad():
             out = compiled(hidden_states.detach().requires_grad_(), *args, **kwargs)
-        return tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # what backward would read is freed with the graph
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # frees the graph and its saved tensors
 
     return forward
 
 
 def _recomputed(forward: Callable[..., Any], saved: list[Any] | None) -> Callable[..., Any]:
-    """Wraps a layer. `saved` are the operations whose results are stored; None: no result is stored."""
-    # no layer draws random numbers, so there are no generators to put back
+    """Wraps a layer's forward in a checkpoint that stores the results of the operations `saved`; None: of none."""
+    # no layer draws random numbers, so the state of generators need not be preserved
     run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if saved is not None:
         run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, saved))
@@ -138,8 +135,8 @@ def _recomputed_from_host(
     def recomputed(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(hidden, *args, **kwargs)
-        # what checkpoint is given it keeps: not the tensor
-        given = _OffloadedInput(hidden, store)
-        return checkpoint(from_restored, given, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        # `checkpoint` keeps its arguments alive, so it must not get the tensor itself
+        offloaded = _OffloadedInput(hidden, store)
+        return checkpoint(from_restored, offloaded, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return recomputed

@@ -1,5 +1,6 @@
-"""Checks what `model.compile` needs of a machine: a compiler, Python's headers and on CUDA Triton. Imports no torch, so
-that a driver can check before a launch.
+"""Checks that a machine has what `model.compile` needs: a compiler, Python's headers, and Triton on CUDA.
+
+This module does not import torch, so that a driver can check before a launch.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from slimefsdp.errors import ConfigError
 
 
 def require_compiler(device_type: str) -> None:
-    """Checks that torch can compile for a kind of device on this machine.
+    """Checks that torch can compile for a device type on this machine.
 
-    On a CPU it makes C++ extensions of Python. On CUDA the kernels are Triton's, which compiles the C in which Python
-    launches them when a process uses it for the first time.
+    For CPUs torch compiles C++ extensions of Python. For CUDA it uses Triton, which compiles a C launcher at its first
+    use in a process.
 
     Args:
         device_type: cpu or cuda.
 
     Raises:
-        ConfigError: naming `model.compile`; there is no compiler, no Python.h, or on CUDA no Triton.
+        ConfigError: there is no compiler, no Python.h, or on CUDA no Triton.
     """
     variable, usual = ("CXX", ("g++",)) if device_type == "cpu" else ("CC", ("gcc", "clang"))
     language = "C++" if device_type == "cpu" else "C"

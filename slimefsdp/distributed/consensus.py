@@ -1,4 +1,4 @@
-"""Agreement between ranks, so that no rank goes on into a collective that another one will never join."""
+"""Lets ranks agree on values and errors, so that no rank enters a collective that another one will never join."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from slimefsdp.errors import SlimeError, portable
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collective: returns the values of all ranks, in rank order. They must be picklable."""
+    """Collective: returns the values of all ranks, in rank order; they must be picklable."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
-    """Collective: returns whether the value is the same on every rank, by its sha256; ranks do not
-    exchange the values.
-    """
+    """Collective: returns whether the value is the same on every rank; ranks exchange only its sha256."""
     digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), dtype=np.int64)
-    largest, of_inverted = np.split(_largest([*digest, *~digest], group), 2)
-    return bool((largest == ~of_inverted).all())  # the largest is the smallest, too
+    largest, inverted_smallest = np.split(_largest([*digest, *~digest], group), 2)
+    return bool((largest == ~inverted_smallest).all())
 
 
 def any_true(value: bool, group: dist.ProcessGroup) -> bool:
@@ -38,15 +36,15 @@ def any_true(value: bool, group: dist.ProcessGroup) -> bool:
 
 def _largest(values: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
     """Collective: returns the elementwise maximum over the ranks, int64."""
-    found = torch.tensor(np.array(values, dtype=np.int64), device=_get_object_coll_device(group))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return found.cpu().numpy()
+    largest = torch.tensor(np.array(values, dtype=np.int64), device=_get_object_coll_device(group))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest.cpu().numpy()
 
 
 def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
     """Collective: runs `action`, which has no collectives, on every rank; all raise the first error in rank order.
 
-    A typed error names the rank it comes from, here and in `run_on_first`.
+    Typed errors name the rank that raised them, here and in `run_on_first`.
     """
     error = error_of(action)
     if any_true(error is not None, group):
@@ -57,17 +55,17 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
     """Collective: runs `action` on rank 0; all ranks raise its error.
 
     Args:
-        stream: a collective iterable that `action` consumes. The other ranks keep step with it, and rank 0 finishes it
-            if the action fails half-way.
+        stream: a collective iterable that `action` consumes. The other ranks iterate over it at the same time, and rank
+            0 finishes the iteration if the action fails.
     """
     error = error_of(action) if dist.get_rank(group) == 0 else None
-    deque(stream, maxlen=0)  # holds none of them while the next one is made
+    deque(stream, maxlen=0)  # frees each item before the next one is made
     if any_true(error is not None, group):
         raise_first(gathered(sendable(error), group), error, group)
 
 
 def sendable(error: Exception | None) -> Exception | None:
-    """Returns an error that can be gathered: an unpicklable one would leave the peers waiting in the collective."""
+    """Returns an error that can be pickled; one that cannot would leave the peers waiting in the collective."""
     return None if error is None else portable(error)
 
 
@@ -75,20 +73,20 @@ def raise_first(errors: Sequence[Exception | None], own: Exception | None, group
     """Raises the first error in rank order, the same on every rank.
 
     Args:
-        errors: gathered; None of a rank that has none.
-        own: this rank's.
+        errors: the gathered errors of all ranks; None for a rank without an error.
+        own: this rank's error.
     """
-    for rank, found in enumerate(errors):
-        if found is not None:
+    for rank, error in enumerate(errors):
+        if error is not None:
             if own is not None and rank == dist.get_rank(group):
-                found = own  # where it happened it keeps its traceback
-            if isinstance(found, SlimeError) and found.rank is None:
-                found.rank = dist.get_global_rank(group, rank)
-            raise found
+                error = own  # on the rank that raised it, the original keeps its traceback
+            if isinstance(error, SlimeError) and error.rank is None:
+                error.rank = dist.get_global_rank(group, rank)
+            raise error
 
 
 def error_of(action: Callable[[], object]) -> Exception | None:
-    """Returns what an action raises; None: nothing."""
+    """Runs an action and returns the error that it raises; None if it raises none."""
     try:
         action()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Shards a model by FSDP2: chooses units, dtypes and placement, and switches FSDP's own averaging off.
+"""Shards a model with FSDP2: chooses units, dtypes and placement, and switches off FSDP's averaging of gradients.
 
-A unit's parameters are gathered only inside its forward and backward, so it must be a module that the model calls. The
-root, which is not listed, keeps what is in no unit: the final norm, the head, and an embedding tied to it.
+A unit's parameters are gathered only during its forward and backward, so a unit must be a module that the model calls.
+The root unit has the parameters that are in no other unit: the final norm, the head, and an embedding tied to the head.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ from slimefsdp.distributed.activation_checkpointing import Recompute, compile_la
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError
 
-if TYPE_CHECKING:  # a name for mypy only: models lie above this package
+if TYPE_CHECKING:  # slimefsdp.models imports this package
     from slimefsdp.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """How `parallelize` shards and computes a model: values of the settings in `fsdp`, `precision` and `model`."""
+    """Holds how `parallelize` shards and computes a model: values of the sections `fsdp`, `precision` and `model`."""
 
     compute_dtype: torch.dtype
-    master_dtype: torch.dtype  # of parameters, gradients and optimiser state
-    reduce_dtype: torch.dtype | None = None  # in which gradients are summed over ranks; None: master_dtype
-    buffer_dtype: torch.dtype | None = None  # None: as the model makes them
-    keep_parameters: bool = False  # whole from forward to backward; see also `gradients_summed_once`
+    master_dtype: torch.dtype  # dtype of parameters, gradients and optimiser state
+    reduce_dtype: torch.dtype | None = None  # dtype in which gradients are summed over ranks; None: master_dtype
+    buffer_dtype: torch.dtype | None = None  # None: unchanged
+    keep_parameters: bool = False  # keep parameters gathered from forward to backward; see `gradients_summed_once`
     wrap_layers: Sequence[str] | None = None  # see `choose_units`
     wrap_min_parameters: int | None = None
     prefetch_layers: int | None = None  # units gathered ahead of their use; None: FSDP's own order
     cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
     pin_memory: bool = False
     recompute: Recompute = "none"
-    recompute_every: int = 1  # the first of every so many layers
-    offload_activations: bool = False  # inputs of recomputed layers wait on the host
+    recompute_every: int = 1  # recompute the first of every `recompute_every` layers
+    offload_activations: bool = False  # keep the inputs of recomputed layers on the host
     compile: bool = False
 
 
 def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderModel:
-    """Prepares the layers and shards the policy over the mesh, in place. Its parameters may not have memory yet.
+    """Compiles layers, makes them recompute activations, and shards the policy over the mesh, in place.
 
-    The order matters: a compiled layer may be recomputed, and sharding comes last, around both.
+    Parameters may be on the meta device. The order matters: recomputation wraps the compiled forward, and sharding
+    wraps both.
 
     Raises:
-        ConfigError: a unit's class has no module.
+        ConfigError: see `choose_units`.
     """
     if how.compile:
         compile_layers(policy.decoder_layers())
@@ -65,8 +66,8 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
 def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None:
     """Shards the policy over a mesh (shard) or (replicate, shard), in place.
 
-    Outside the units, the root holds everything else (final norm, head), whose forward is the only place where the
-    head's weight is whole. Gradients are summed over all ranks: the loss's weights alone own normalisation.
+    The head's weight is in the root unit, so it is gathered only during the root's forward. Gradients are summed over
+    all ranks, not averaged, because the weights of the loss already normalise it.
     """
     precision = MixedPrecisionPolicy(
         param_dtype=None if how.compute_dtype == how.master_dtype else how.compute_dtype,
@@ -74,15 +75,15 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
     )
     offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
     units = choose_units(policy, wrap_layers=how.wrap_layers, min_parameters=how.wrap_min_parameters)
-    for unit in reversed(units):  # inner ones first: an outer unit holds what they have left
+    for unit in reversed(units):  # inner units first: an outer unit has the remaining parameters
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not how.keep_parameters
         )
-    # by default the root stays whole from forward to backward, where it is the first that is needed
+    # by default the root stays gathered from forward to backward, which begins with it
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # of one rank torch would divide all gradients by 1, in a pass of its own
+            if mesh.size() > 1:  # on one rank torch would divide all gradients by 1 in a separate pass
                 module.set_gradient_divide_factor(1.0)
             # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
@@ -91,10 +92,10 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """Gathers the next `depth` units in forward, and the previous ones in backward, while a unit computes.
+    """Makes each unit prefetch the next `depth` units in forward, and the previous ones in backward.
 
-    With a depth of 0 each unit names itself for backward: an empty list would mean FSDP's own order, and a unit that
-    is whole already is not gathered again.
+    With a depth of 0 each unit prefetches itself in backward, which does nothing as it is already gathered; an empty
+    list would select FSDP's default order.
     """
     order: list[FSDPModule] = [module for module in (root, *units) if isinstance(module, FSDPModule)]
     for index, unit in enumerate(order):
@@ -105,14 +106,14 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
 
 @contextmanager
 def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]:
-    """Collective: inside, gradients accumulate unsharded on each rank, and ranks sum them at the last micro-batch only.
+    """Collective: within the block, gradients are summed over ranks at the last micro-batch only.
 
-    So a rank holds all gradients, in the dtype that they are summed in. With `keep_parameters` parameters are gathered
-    once, too, and stay whole until then. Every rank runs the same number of micro-batches, so the last is the same
-    one everywhere. After an error see `abandon_update`.
+    Until then they accumulate unsharded, so each rank holds all gradients in the reduce dtype. With `keep_parameters`
+    parameters are also gathered only once, and stay gathered until then. All ranks run the same number of
+    micro-batches, so the last one is the same everywhere. After an error call `abandon_update`.
 
     Yields:
-        What to call before each micro-batch, with whether it is the last.
+        A function to call before each micro-batch; its argument is whether this is the last one.
     """
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
@@ -128,9 +129,9 @@ def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]
 
 
 def abandon_update(policy: nn.Module) -> None:
-    """Drops all gradients after an error in a forward or backward pass, so that the next pass begins a new update.
+    """Drops all gradients after an error in a forward or backward pass, and resets FSDP for the next update.
 
-    FSDP takes itself to be inside of the failed backward still, and would leave the next one's gradients unsummed.
+    FSDP would otherwise consider itself inside the failed backward, and not reduce the next one's gradients.
     """
     assert isinstance(policy, FSDPModule)
     if hasattr(policy, "reset_iter_state"):  # from torch 2.13 on
@@ -148,9 +149,9 @@ def abandon_update(policy: nn.Module) -> None:
 
 
 def reshard(policy: nn.Module) -> None:
-    """Frees every gathered parameter and finishes pending gathers, so that the shards may be changed.
+    """Frees all gathered parameters and finishes pending gathers, so that the shards may be changed.
 
-    A unit that was prefetched and then not called would otherwise begin its next forward with what was gathered before.
+    Otherwise a unit that was prefetched but not called would use the old gathered parameters in its next forward.
     """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -160,7 +161,7 @@ def reshard(policy: nn.Module) -> None:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Returns torch's records of a unit's parameters; torch 2.13 keeps a list, earlier versions at most one."""
+    """Returns torch's parameter groups of a unit; torch 2.13 has a list, earlier versions at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -170,15 +171,16 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
 def choose_units(
     policy: DecoderModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
 ) -> list[nn.Module]:
-    """Returns the modules to shard, outer before inner ones, otherwise in the order of the model.
+    """Returns the FSDP units, outer before inner ones, otherwise in model order.
+
+    The default units are the decoder layers, and the embedding unless it is tied to the head.
 
     Args:
         wrap_layers: class names; all modules of these classes are units.
-        min_parameters: instead, modules with at least so many parameters that are in no smaller unit.
-            Neither: decoder layers, and the embedding unless it is tied to the head.
+        min_parameters: a module is a unit if it has at least this many parameters that are in no smaller unit.
 
     Raises:
-        ConfigError: a class of `wrap_layers` has no module here; the candidates are named.
+        ConfigError: a class in `wrap_layers` has no module in this model.
     """
     candidates = _candidates(policy)
     if wrap_layers is not None:
@@ -201,7 +203,7 @@ def choose_units(
 
 
 def _candidates(policy: DecoderModel) -> list[nn.Module]:
-    """Returns the modules with parameters that the decoder calls, in its order; a list of modules is never called."""
+    """Returns the modules that can be units, in model order: they have parameters, and the decoder calls them."""
     decoder = policy.hf.get_decoder()
     in_root = {decoder, policy.hf.get_input_embeddings()} if policy.has_tied_embeddings else {decoder}
     return [
@@ -214,7 +216,7 @@ def _candidates(policy: DecoderModel) -> list[nn.Module]:
 
 
 def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, chosen: set[nn.Module]) -> int:
-    """Adds to `chosen` from the inside out, and returns the parameters of `module` that are in no unit yet."""
+    """Adds units to `chosen` from the inside out, and returns the number of parameters of `module` in no unit yet."""
     rest = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     rest += sum(_choose_by_size(child, candidates, least, chosen) for child in module.children())
     if module in candidates and rest >= least:
@@ -224,5 +226,5 @@ def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, c
 
 
 def _class_name(module: nn.Module) -> str:
-    # a linear module with an adapter (slimefsdp.models.lora) is named as it was, and as it is in a reference
+    # a linear module keeps its name when it has an adapter (slimefsdp.models.lora)
     return "Linear" if hasattr(module, "lora_A") else type(module).__name__

@@ -1,7 +1,7 @@
-"""Moves a rank's parameters (with gradients), moments and reference model between device and host memory.
+"""Moves a rank's parameters (with gradients), optimiser moments and reference model between device and host memory.
 
-The memory behind a part's tensors goes to host buffers and comes back; the tensors stay the same objects.
-`MemoryManager` knows the parts, and a `StorageOffloader` for each moves it.
+The storages of tensors are copied to host buffers and freed, and later restored; the tensors stay the same objects.
+`MemoryManager` has one `StorageOffloader` for each tag.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from slimefsdp.results import TAGS, Memory, MemoryReport, Tag
 class MemoryManager:
     """Moves a rank's memory between device and host by tag, see `results.TAGS`.
 
-    What each tag stands for is set by who makes it; a tag without anything has nothing to move.
+    The owner registers models in `models` under their tags, and the optimiser in `optimizer`.
 
     Args:
-        device: of the rank. What lies elsewhere, on the host under CPU offload, is where a sleep would put it.
-        group: all ranks, which make every call together.
+        device: the rank's device. Tensors elsewhere, such as on the host under CPU offload, are not moved.
+        group: all ranks.
         pin_memory: page-lock the host buffers.
     """
 
@@ -48,8 +48,8 @@ class MemoryManager:
 
         Raises:
             ConfigError: there is no such tag.
-            ResourceError, StateError: as `StorageOffloader.sleep`, on every rank alike; a tag is awake or asleep as a
-                whole.
+            ResourceError, StateError: see `StorageOffloader.sleep`; raised on every rank. Each tag is still either
+                awake or asleep as a whole.
         """
         return self._move(tags, lambda tag: self._offloaders[tag].sleep(self._tensors(tag)))
 
@@ -58,18 +58,19 @@ class MemoryManager:
 
         Raises:
             ConfigError: there is no such tag.
-            ResourceError: as `StorageOffloader.wake_up`, on every rank alike; a tag is awake or asleep as a whole.
+            ResourceError: see `StorageOffloader.wake_up`; raised on every rank. Each tag is still either awake or
+                asleep as a whole.
         """
         return self._move(tags, lambda tag: self._offloaders[tag].wake_up())
 
     def drop(self, tag: Tag) -> None:
-        """Frees the device memory of a model that is not used any more, even if something still refers to it."""
+        """Frees the device memory of a model that is no longer used, even if other objects still refer to it."""
         self._offloaders[tag].drop(self._tensors(tag))
         self.models.pop(tag, None)
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
-        """The tags whose memory is on the host."""
+        """Returns the tags whose memory is on the host."""
         return tuple(tag for tag in TAGS if self._offloaders[tag].is_asleep)
 
     def memory(self) -> Memory:
@@ -87,14 +88,14 @@ class MemoryManager:
 
     def _move(self, tags: Sequence[Tag], move: Callable[[Tag], MemoryReport]) -> MemoryReport:
         known = _known(tags)
-        for model in self.models.values():  # no gathered copy, also of a call that failed, may outlive its shards
+        for model in self.models.values():  # gathered copies, also of a failed call, must not outlive their shards
             reshard(model)
         reports: list[MemoryReport] = []
         run_together(lambda: reports.extend(map(move, known)), self._group)
         return sum(reports, MemoryReport(0, 0, 0, 0.0))
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:
-        """Returns parameters with gradients and buffers, or moments; the step counts stay where they are."""
+        """Returns a tag's tensors: parameters with gradients and buffers, or moments; step counts are not moved."""
         tensors: list[torch.Tensor] = []
         if tag in self.models:
             parameters = list(self.models[tag].parameters())
@@ -107,12 +108,12 @@ class MemoryManager:
 
 
 def allocator_state(device: torch.device) -> dict[str, int]:
-    """Returns what torch's CUDA allocator holds, under the names of `MemoryReport`; zeros on a CPU."""
+    """Returns the state of torch's CUDA allocator under the field names of `MemoryReport`; zeros on a CPU."""
     if device.type != "cuda":
         return {"device_reserved": 0, "device_allocated": 0, "largest_free_block": 0}
     index = torch.cuda.current_device() if device.index is None else device.index
     free = [0]
-    if torch.cuda.get_allocator_backend() == "native":  # another one, which the user chose, cannot list its blocks
+    if torch.cuda.get_allocator_backend() == "native":  # other allocators cannot list their blocks
         free += [
             block["size"]
             for segment in torch.cuda.memory_snapshot()
@@ -128,9 +129,10 @@ def allocator_state(device: torch.device) -> dict[str, int]:
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Returns the bytes in use now and at the peak, as in `Health`. Does not wait for the device; safe in any thread.
+    """Returns the current and the peak bytes in use, as in `Health`.
 
-    On a CPU without /proc only the peak is known, and stands for both.
+    Does not wait for the device, and is safe in any thread. On a CPU without /proc only the peak is known, and returned
+    for both.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -157,17 +159,17 @@ def _known(tags: Sequence[Tag]) -> list[Tag]:
     return [tag for tag in TAGS if tag in tags]
 
 
-# ---------------------------------------------------------------------- memory that moves
+# ---------------------------------------------------------------------- offloading
 
-# torch page-locks whole powers of two, and thousands of blocks slowly: chunks of such sizes waste little and are few
+# torch page-locks blocks of powers of two, and many blocks are slow to lock: large chunks of these sizes waste little
 CHUNK_BYTES = 64 * 2**20
-FINE_BYTES = 2**20  # no more than this is ever taken in vain
+FINE_BYTES = 2**20  # upper limit of unused memory
 
 
 class HostBuffers:
-    """Host memory for reuse that only grows: one row of bytes, cut into chunks.
+    """Holds reusable host memory that only grows: a sequence of bytes in chunks.
 
-    Chunks are powers of two, `chunk_bytes` at most.
+    Chunk sizes are powers of two, at most `chunk_bytes`.
     """
 
     def __init__(self, *, pin_memory: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -180,14 +182,14 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def grow_to(self, nbytes: int) -> None:
-        """Allocates up to `nbytes` in all. On MemoryError or RuntimeError what was allocated stays."""
+        """Allocates chunks until there are `nbytes`. After MemoryError or RuntimeError the allocated chunks remain."""
         while (missing := nbytes - self.nbytes) > 0:
-            last = 1 << (missing - 1).bit_length()  # holds all that is missing
+            last = 1 << (missing - 1).bit_length()  # the smallest chunk with all missing bytes
             size = min(self._chunk_bytes, last if last <= FINE_BYTES else 1 << (missing.bit_length() - 1))
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory))
 
     def views(self, sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
-        """Yields for each size the next bytes, as pieces that each lie in one chunk."""
+        """Yields the next bytes for each size, as pieces that each lie in one chunk."""
         rest = iter(self._chunks)
         free = torch.empty(0, dtype=torch.uint8)
         for size in sizes:
@@ -205,13 +207,13 @@ class StorageOffloader:
     """Moves the storages of one set of tensors between device and host.
 
     Args:
-        pin_memory: page-lock the host memory, so that CUDA copies to and from it at full speed, without waiting.
-        chunk_bytes: of the host memory, a power of two.
+        pin_memory: page-lock the host memory, so that CUDA copies run at full speed and asynchronously.
+        chunk_bytes: largest chunk of host memory, a power of two.
     """
 
     def __init__(self, *, pin_memory: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._host_buffers = HostBuffers(pin_memory=pin_memory, chunk_bytes=chunk_bytes)
-        self._asleep: list[tuple[torch.UntypedStorage, int]] = []  # in the host buffers' order, with their sizes
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []  # storages and sizes, in the host buffers' order
 
     @property
     def is_asleep(self) -> bool:
@@ -219,17 +221,17 @@ class StorageOffloader:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory, which is kept between sleeps."""
+        """Returns the bytes of host memory, which is kept between sleeps."""
         return self._host_buffers.nbytes
 
     def sleep(self, tensors: Iterable[torch.Tensor]) -> MemoryReport:
         """Copies every distinct storage to the host and frees it; returns when the device memory is free.
 
-        Nothing happens while something sleeps already.
+        Does nothing if already asleep.
 
         Raises:
-            ResourceError: the host has no memory for it; everything is awake.
-            StateError: the memory of a tensor is not torch's alone; everything is awake.
+            ResourceError: the host has not enough memory; everything stays awake.
+            StateError: a tensor shares its memory with another library; everything stays awake.
         """
         start = time.perf_counter()
         if self.is_asleep:
@@ -246,17 +248,17 @@ class StorageOffloader:
             lambda: self._host_buffers.grow_to(total), f"{total:,} bytes are needed on the host", _ROOM_ON_THE_HOST
         )
         self._copy(sized, to_host=True)
-        self._asleep = sized  # before anything is freed: after any failure from here on, waking up restores everything
+        self._asleep = sized  # set before anything is freed, so that wake_up can undo a failure from here on
         for storage, _ in sized:
             storage.resize_(0)
         give_back_free_memory()
         return MemoryReport(total, 0, self.host_bytes, time.perf_counter() - start)
 
     def wake_up(self) -> MemoryReport:
-        """Moves everything back to the device; does nothing if nothing sleeps.
+        """Moves everything back to the device; does nothing if awake.
 
         Raises:
-            ResourceError: the device has no memory for it; everything is asleep.
+            ResourceError: the device has not enough memory; everything stays asleep.
         """
         start = time.perf_counter()
         total = sum(size for _, size in self._asleep)
@@ -277,28 +279,28 @@ class StorageOffloader:
         return MemoryReport(0, total, self.host_bytes, time.perf_counter() - start)
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Frees tensors that are not needed any more, awake or asleep; the host memory stays for others."""
+        """Frees tensors that are no longer needed, awake or asleep; keeps the host memory for later sleeps."""
         for storage in distinct_storages(tensors):
             if storage.resizable():
                 storage.resize_(0)
         self._asleep = []
 
     def _copy(self, sized: list[tuple[torch.UntypedStorage, int]], *, to_host: bool) -> None:
-        """Copies all storages one way, and returns when every copy is complete."""
+        """Copies all storages to or from the host, and returns when every copy is complete."""
         device = next((storage.device for storage, _ in sized if storage.device.type == "cuda"), None)
         side = None if device is None else torch.cuda.Stream(device)
         if side is not None:
-            # what was computed, or last used the memory that is written now, was queued on the current stream
+            # pending work of the current stream may still compute the source, or read the memory that is overwritten
             side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # None: nothing
+        with torch.cuda.stream(side):  # does nothing with None
             for (storage, _), pieces in zip(sized, self._host_buffers.views(size for _, size in sized), strict=True):
                 rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 for piece in pieces:
-                    here, rest = rest[: len(piece)], rest[len(piece) :]
-                    target, source = (piece, here) if to_host else (here, piece)
+                    device_piece, rest = rest[: len(piece)], rest[len(piece) :]
+                    target, source = (piece, device_piece) if to_host else (device_piece, piece)
                     target.copy_(source, non_blocking=True)
         if device is not None:
-            torch.cuda.synchronize(device)  # all streams: gathers may still read what is freed next
+            torch.cuda.synchronize(device)  # all streams, because gathers may still read what is freed next
 
 
 _ROOM_ON_THE_HOST = "sleep fewer tags, start fewer ranks on this machine, or give it more memory"
@@ -314,24 +316,24 @@ def _allocate(action: Callable[[], None], need: str, hint: str) -> None:
 
 
 def prefer_expandable_segments(device: torch.device) -> None:
-    """Makes CUDA's caching allocator map memory in pages, so that sleeping tags leave no holes too small to use.
+    """Makes CUDA's caching allocator use expandable segments, so that sleeping tags do not fragment memory.
 
-    For a rank's start, before its first allocation. An allocator that the environment configures is left as it is.
+    Must be called before a rank's first allocation. Does nothing if the environment configures the allocator.
     """
     if device.type != "cuda" or {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return
-    # the name of torch 2.13; the earlier one is deprecated there
+    # torch 2.13 deprecates the earlier function
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
     configure("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory of a rank's device; a machine's memory is divided by the number of all ranks."""
+    """Returns the free bytes of a rank's device; on CPUs the machine's free memory / the number of all ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    known = Path("/proc/meminfo")
-    if known.exists():
-        lines = dict(line.split(":", 1) for line in known.read_text().splitlines())
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -339,7 +341,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Returns the storages that have memory, each once."""
+    """Returns the distinct non-empty storages of tensors."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = local_shard(tensor).detach().untyped_storage()
@@ -349,9 +351,9 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
 
 
 def give_back_free_memory() -> None:
-    """Returns unused memory of torch's and the host's allocator to the system."""
+    """Returns unused memory of torch's and the C library's allocators to the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)

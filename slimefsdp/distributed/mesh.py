@@ -1,4 +1,4 @@
-"""Starts the process group and builds the (dp_replicate, dp, cp) device mesh, which a Trainer passes on."""
+"""Starts the process group and builds the (dp_replicate, dp, cp) device mesh."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from slimefsdp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a group of ranks, row-major, with cp ranks adjacent.
+    """Holds the axes of a group of ranks, row-major, with cp ranks adjacent.
 
-    A batch is cut over dp_replicate x dp data ranks, a pack over cp. Parameters are sharded over dp x cp; every
-    such copy of the model is the same, and gradients are summed over all ranks.
+    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. Parameters are sharded over dp x cp
+    ranks; dp_replicate is the number of copies of the model. Gradients are summed over all ranks.
     """
 
     dp_replicate: int
     dp: int
     cp: int
-    data_rank: int  # of data_ranks
+    data_rank: int  # this rank's index among the data ranks
     cp_rank: int
     device: torch.device
     flat: DeviceMesh  # all ranks, on one axis
-    fsdp: DeviceMesh  # what FSDP takes: one axis to shard over, or (replicate, shard)
-    cp_group: dist.ProcessGroup  # a real group also for one rank, since torch takes None for the whole world
+    fsdp: DeviceMesh  # mesh for FSDP: one axis to shard over, or (replicate, shard)
+    cp_group: dist.ProcessGroup  # a real group even for one rank, because None means all ranks in torch
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that get packs of their own: dp_replicate x dp."""
+        """Returns the number of ranks that get packs of their own, dp_replicate x dp."""
         return self.dp_replicate * self.dp
 
     @property
@@ -49,20 +49,20 @@ class Mesh:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks whose shards make up this rank's copy of the model."""
+        """Returns the group of ranks whose shards make up this rank's copy of the model."""
         return self.fsdp.get_group(self.fsdp.ndim - 1)
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank's shards belong to the copy that is written to disk; other copies hold the same bits."""
+        """Returns whether this rank belongs to the copy of the model that is written to disk; all copies are equal."""
         return self.fsdp.ndim == 1 or self.fsdp.get_local_rank(0) == 0
 
 
 def choose_device(setting: str) -> torch.device:
-    """Returns this rank's device for `mesh.device`; auto takes CUDA if there is any.
+    """Returns this rank's device for the setting `mesh.device`; auto selects CUDA if available.
 
     Raises:
-        ConfigError: cuda is asked for and there is none.
+        ConfigError: the setting is cuda, and there is no CUDA device.
     """
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -83,13 +83,13 @@ def start_process_group(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> None:
-    """Joins the ranks' process group; rank 0 listens on `address` only.
+    """Joins the process group of all ranks; rank 0 listens on `address` only.
 
-    torch's own `tcp://` rendezvous listens on every interface, so rank 0 hands its store a bound socket.
+    torch's own `tcp://` rendezvous would listen on every interface, so rank 0 passes a bound socket to its store.
 
     Args:
-        listener: rank 0's socket, where it listens at address and port already; it is the store's from here on. None:
-            it is made here, unless another process has the port by now.
+        listener: rank 0's socket, if it already listens at address and port; the store takes it over. None: a socket
+            is bound here, which fails if another process has taken the port.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -114,7 +114,7 @@ def start_process_group(
 
 
 def start_process_group_from_environment(device: torch.device, *, timeout_s: float) -> None:
-    """Joins the ranks that torchrun started, or makes a group of one without a launcher."""
+    """Joins the process group of ranks that torchrun started, or makes a group of one rank without a launcher."""
     if "RANK" not in os.environ:
         start_process_group(device, rank=0, world_size=1, address="127.0.0.1", port=0, timeout_s=timeout_s)
         return
@@ -135,12 +135,12 @@ def build_mesh(
 ) -> Mesh:
     """Returns the (dp_replicate, dp, cp) mesh over the ranks of the process group.
 
-    Calls with the same arguments share a mesh. Torch frees the threads and connections of a mesh's groups only with
-    the process group of all ranks, so a process that makes many Trainers would gather them.
+    Meshes are cached by arguments: torch frees the threads and connections of a mesh's groups only with the process
+    group of all ranks, so a process that makes many Trainers would accumulate them.
 
     Args:
-        is_whole_on_every_rank: parameters are not sharded: every rank is a copy of its own.
-        timeout_s: of collectives in the groups made here; None: torch's own.
+        is_whole_on_every_rank: do not shard parameters; every rank has a copy of the model.
+        timeout_s: timeout of collectives in the groups made here; None: torch's default.
 
     Raises:
         ConfigError: dp_replicate x dp x cp is not the number of ranks.
@@ -156,7 +156,7 @@ def build_mesh(
             hint=f"{way_out}start {needed} ranks",
         )
     world = dist.group.WORLD
-    if any(mesh_world is not world for mesh_world, *_ in _meshes):  # of ranks that were joined and parted before
+    if any(mesh_world is not world for mesh_world, *_ in _meshes):  # of a process group that has been destroyed
         _meshes.clear()
     key = (world, dp, cp, device, dp_replicate, is_whole_on_every_rank, timeout_s)
     if key not in _meshes:
@@ -164,7 +164,7 @@ def build_mesh(
     return _meshes[key]
 
 
-_meshes: dict[tuple[Any, ...], Mesh] = {}  # by the arguments of `build_mesh`, behind the process group of all ranks
+_meshes: dict[tuple[Any, ...], Mesh] = {}  # (process group of all ranks, arguments of `build_mesh`) -> mesh
 
 
 def _new_mesh(
@@ -178,12 +178,12 @@ def _new_mesh(
     if copies > 1:
         fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_cp"))
     cp_group = axes["cp"].get_group()
-    if timeout_s is not None:  # a mesh gives its groups torch's timeout, not that of the default group
+    if timeout_s is not None:  # a mesh gives its groups torch's default timeout, not that of the process group
         for mesh in (axes, flat, fsdp):
             for axis in range(mesh.ndim):
                 _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
     if cp > 1 and device.type == "cuda":
-        # NCCL makes a group's communicator in its first collective; point-to-point messages alone would not
+        # NCCL creates a group's communicator in the first collective; point-to-point messages would not create it
         dist.all_reduce(torch.zeros(1, device=device), group=cp_group)
     return Mesh(
         dp_replicate=dp_replicate,
@@ -199,26 +199,26 @@ def _new_mesh(
 
 
 def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh: Mesh) -> torch.Tensor:
-    """Returns per-token values of the whole pack on every cp rank, differentiable through this rank's own values.
+    """Returns values for all pairs of a pack on every cp rank, differentiable through this rank's own values.
 
     Args:
-        local: [..., local_pairs] of this rank.
-        pairs: [local_pairs] int64, their places in the pack; over the cp ranks they partition range(num_pairs).
+        local: [..., local_pairs], this rank's values.
+        pairs: [local_pairs] int64, their indices in the pack; the cp ranks' indices partition range(num_pairs).
 
     Returns:
-        [..., num_pairs]; every rank evaluates the same loss on it, and each backpropagates its own share.
+        [..., num_pairs]; every rank computes the same loss from it, and backpropagates its own share.
     """
     if mesh.cp == 1:
         return local
-    everyone = local.new_zeros(*local.shape[:-1], num_pairs)
-    everyone[..., pairs] = local.detach()
-    dist.all_reduce(everyone, group=mesh.cp_group)
-    return everyone.index_copy(-1, pairs, local)
+    values = local.new_zeros(*local.shape[:-1], num_pairs)
+    values[..., pairs] = local.detach()
+    dist.all_reduce(values, group=mesh.cp_group)
+    return values.index_copy(-1, pairs, local)
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's rows of a sharded tensor, or a whole tensor; writing to the result changes the tensor."""
+    """Returns this rank's rows of a sharded tensor, or the whole tensor; the result shares memory with it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # without autograd they are the shard itself; of a parameter torch makes a view first, at ten times the cost
+    # without autograd the shard itself will do; to_local() of a parameter makes a view, at ten times the cost
     return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor

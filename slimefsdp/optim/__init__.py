@@ -1,1 +1,1 @@
-"""Optimiser, learning-rate schedule and gradient clipping."""
+"""Optimisers, learning-rate schedule and gradient clipping."""

@@ -1,22 +1,21 @@
-"""AdamW whose moments are stored in fewer bytes than it computes with: bfloat16, or 8 bits with a scale for each block.
+"""Implements AdamW with moments in bfloat16, or in 8 bits with a scale for each block.
 
-bfloat16. A moment that changes by less than half of its last bit would not change at all if it were rounded to nearest:
-of a second moment under beta 0.999 that is any change. So moments are rounded stochastically: up with a probability
-that grows with the distance from the lower neighbour, which is right on average (Gupta et al. 2015,
-https://arxiv.org/abs/1502.02551). The noise is a hash of the run's seed, the number of the update, the parameter's name
-and the element's index in the whole parameter. So it does not depend on the sharding, and a resumed run has the same
-bits.
+bfloat16: Rounding to nearest would discard all changes of a moment that are below half of its last bit; under beta
+0.999 these are all changes of a second moment. Moments are therefore rounded stochastically, up with a probability
+proportional to the distance from the lower neighbour, which is exact on average (Gupta et al. 2015,
+https://arxiv.org/abs/1502.02551). The noise is a hash of the run's seed, the update's number, the parameter's name and
+the element's index in the whole parameter. So it does not depend on the sharding, and a resumed run has the same bits.
 
-8 bits (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861, sections 2.1 and 2.2). The codes are those of dynamic
-tree quantization: close to each other near 0, down to a millionth of a block's largest value. A block lies within a row
-of dim 0, and shards hold whole rows, so blocks, bits and checkpoints are the same on every mesh. Parameters whose rows
-no block divides, vectors among them, keep moments in the masters' dtype.
+8 bits: The codes are those of dynamic tree quantization (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861,
+sections 2.1 and 2.2), which are densest near 0 and reach down to a millionth of a block's largest value. A block lies
+within a row of dim 0, and shards hold whole rows, so blocks, bits and checkpoints are equal on every mesh. Parameters
+whose rows no block size divides, vectors among them, have moments in the parameters' dtype.
 
-A second moment above 0 never gets the code of 0 (the zero-point problem: Li et al. 2023,
-https://arxiv.org/abs/2309.01507). The least code above it is 3.25e-7 of a block's largest value, the second moment of
-gradients that are 1/1750 of the largest; first moments have codes down to a millionth. A first moment over a second
-moment of 0 would next be divided by the newest gradient's share alone, a step 1 / sqrt(1 - beta2) times too large if
-that gradient is as large as those before it, or by eps if it is 0. Rounding up makes steps too small instead.
+A positive second moment never gets the code 0 (the zero-point problem: Li et al. 2023,
+https://arxiv.org/abs/2309.01507). With a second moment of 0 the next step would be divided by the newest gradient's
+contribution alone: it would be 1 / sqrt(1 - beta2) times too large if that gradient is as large as earlier ones, or be
+divided by eps if it is 0. Rounding up makes steps too small instead. The smallest positive code is 3.25e-7 of a block's
+largest value, the second moment of gradients that are 1/1750 of the largest.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-# few enough elements that a CPU's caches hold them, and enough to fill a GPU
+# elements processed at a time: few enough for a CPU's caches, and enough to fill a GPU
 BUCKET_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-OTHER_BUCKET_ELEMENTS = 2**20  # of other devices
+OTHER_BUCKET_ELEMENTS = 2**20  # for other devices
 
 
 def bucket_elements(device: torch.device) -> int:
@@ -43,13 +42,14 @@ def bucket_elements(device: torch.device) -> int:
 def split_state(
     tensors: Sequence[torch.Tensor], step: torch.Tensor, length: int
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
-    """Yields views of a parameter's tensors, `length` rows of dim 0 at a time, each with a step count to increment.
+    """Yields views of `length` rows of a parameter's tensors, each with a step count for torch to increment.
 
-    torch counts a step for every piece, and the parameter has one: all pieces but the last count on a copy of it.
+    torch increments the count for every piece, but the parameter has a single count. All pieces except the last
+    therefore get a copy of it.
 
     Args:
-        tensors: as long as each other in dim 0; where that is 0, there is one piece all the same.
-        step: a scalar.
+        tensors: tensors of equal size in dim 0; if this is 0, there is one piece.
+        step: the step count, a scalar.
     """
     pieces = list(zip(*(tensor.split(length) for tensor in tensors), strict=True))
     for number, piece in enumerate(pieces):
@@ -58,22 +58,22 @@ def split_state(
 
 # ---------------------------------------------------------------------- bfloat16
 
-_SPREAD = 0x9E3779B1  # odd, 2^32 over the golden ratio
-# two multipliers of a hash of 32 bits that leaves next to no bias (Wellons, https://github.com/skeeto/hash-prospector)
+_SPREAD = 0x9E3779B1  # 2^32 / the golden ratio, odd
+# multipliers of a 32-bit hash with very little bias (Wellons, https://github.com/skeeto/hash-prospector)
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedState:
-    """A parameter's local shards, each contiguous, and their offset in the whole parameter."""
+    """Holds a parameter's local shards, each contiguous, and their offset in the whole parameter."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     exp_avg: torch.Tensor  # bfloat16
     exp_avg_sq: torch.Tensor  # bfloat16
-    step: torch.Tensor  # a scalar, counted up
+    step: torch.Tensor  # step count, a scalar that is incremented
     name: str
-    first_element: int  # of the shard, in the whole parameter as it lies in memory
+    first_element: int  # index of the shard's first element in the whole parameter
 
 
 @torch.no_grad()
@@ -81,9 +81,9 @@ def update_rounded(states: Sequence[RoundedState], *, seed: int, update: int, **
     """Takes one step of AdamW; the weights are updated before the moments are rounded.
 
     Args:
-        seed: of the run.
-        update: the number of the update, counted from 0.
-        settings: of torch's functional `adamw`.
+        seed: seed of the run.
+        update: number of the update, counted from 0.
+        settings: arguments of torch's functional `adamw`.
     """
     if not states:
         return
@@ -105,20 +105,21 @@ def update_rounded(states: Sequence[RoundedState], *, seed: int, update: int, **
             **settings,
         )
         noise = noise_of([(part.name, part.first_element, part.parameter.numel()) for part in bucket], key, moments[0])
-        for moment, bits, kept in (
+        for moment, bits, stored in (
             (moments[0], noise & 0xFFFF, [part.exp_avg for part in bucket]),
             (moments[1], (noise >> 16) & 0xFFFF, [part.exp_avg_sq for part in bucket]),
         ):
-            torch._foreach_copy_(kept, stochastic_round_(moment.type(torch.float32), bits).split(sizes))
+            torch._foreach_copy_(stored, stochastic_round_(moment.type(torch.float32), bits).split(sizes))
 
 
 def stochastic_round_(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Rounds values to one of their two bfloat16 neighbours, in place. The probability of the neighbour away from 0 is
-    the value's relative distance from the other one.
+    """Rounds values stochastically to one of their two bfloat16 neighbours, in place.
+
+    The probability of the neighbour away from 0 is the value's relative distance from the other one.
 
     Args:
         values: float32, finite.
-        noise: int32 in [0, 2^16), of the same shape; evenly spread, it makes the mean right.
+        noise: int32, uniform in [0, 2^16), of the same shape.
     """
     bits = values.view(torch.int32)
     bits.add_(noise).bitwise_and_(-0x10000)
@@ -129,18 +130,18 @@ def noise_of(pieces: Sequence[tuple[str, int, int]], key: str, like: torch.Tenso
     """Returns 32 random bits for each element, as int32.
 
     Args:
-        pieces: (parameter's name, first element in it, number of elements), end to end.
-        key: of the seed and the update.
-        like: on the device.
+        pieces: (parameter's name, index of the first element, number of elements); the result is their concatenation.
+        key: text that identifies the seed and the update.
+        like: a tensor on the device of the result.
     """
-    sizes, starts, place = [count for *_, count in pieces], [], 0
+    sizes, starts, offset = [count for *_, count in pieces], [], 0
     for name, first, count in pieces:
-        starts.append(_signed((first - place) * _SPREAD + _hashed(f"{key} {name}")))
-        place += count
-    x = torch.arange(place, dtype=torch.int32, device=like.device).mul_(_signed(_SPREAD))
-    # as arguments of kernels: copied to a GPU as tensors, they would have the host wait for it in every bucket
+        starts.append(_signed((first - offset) * _SPREAD + _hashed(f"{key} {name}")))
+        offset += count
+    x = torch.arange(offset, dtype=torch.int32, device=like.device).mul_(_signed(_SPREAD))
+    # passed as scalars: copying them to a GPU as a tensor would make the host wait in every bucket
     torch._foreach_add_(x.split(sizes), starts)
-    # right shifts of int32 repeat the sign, so the bits that come in are taken out
+    # right shifts of int32 are arithmetic, so the shifted-in sign bits are masked out
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_SECOND))
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -156,11 +157,11 @@ def _signed(value: int) -> int:
 
 
 def _flat_pieces(states: Sequence[RoundedState], most: int) -> Iterator[list[RoundedState]]:
-    """Yields all elements in flat pieces of limited size."""
+    """Yields buckets of flat pieces, of at most `most` elements each, that contain all elements."""
     bucket: list[RoundedState] = []
     room = most
     for state in states:
-        flat = [one.view(-1) for one in (state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq)]
+        flat = [tensor.view(-1) for tensor in (state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq)]
         first = state.first_element
         for (parameter, gradient, exp_avg, exp_avg_sq), step in split_state(flat, state.step, most):
             if parameter.numel() > room:
@@ -175,31 +176,32 @@ def _flat_pieces(states: Sequence[RoundedState], most: int) -> Iterator[list[Rou
 
 # ---------------------------------------------------------------------- 8 bits
 
-BLOCK = 256  # elements, at most
-LEAST_BLOCK = 32  # below which scales would take too large a part of the memory
+BLOCK = 256  # largest number of elements of a block
+LEAST_BLOCK = 32  # smallest; the scales of smaller blocks would take too much memory
 _DECADES = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedState:
-    """A parameter's local shards, [rows, ...], each contiguous."""
+    """Holds a parameter's local shards, [rows, ...], each contiguous."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     exp_avg: torch.Tensor  # codes, uint8
     exp_avg_sq: torch.Tensor  # codes, uint8
-    step: torch.Tensor  # a scalar, counted up
+    step: torch.Tensor  # step count, a scalar that is incremented
     exp_avg_scale: torch.Tensor  # [rows, blocks] float32
     exp_avg_sq_scale: torch.Tensor  # [rows, blocks] float32
 
 
 def block_of(shape: Sequence[int]) -> int | None:
-    """Returns the block size for a parameter of this shape: the largest divisor of a row of dim 0 up to BLOCK; None if
-    that is below LEAST_BLOCK.
+    """Returns the block size for a parameter of this shape.
+
+    It is the largest divisor of the size of a row of dim 0 up to BLOCK; None if this is below LEAST_BLOCK.
     """
     row = math.prod(shape[1:])
-    found = next(size for size in range(min(row, BLOCK), 0, -1) if row % size == 0)
-    return found if found >= LEAST_BLOCK else None
+    largest = next(size for size in range(min(row, BLOCK), 0, -1) if row % size == 0)
+    return largest if largest >= LEAST_BLOCK else None
 
 
 @torch.no_grad()
@@ -207,7 +209,7 @@ def update_quantized(states: Sequence[QuantizedState], **settings: Any) -> None:
     """Takes one step of AdamW; the weights are updated before the moments are quantized.
 
     Args:
-        settings: of torch's functional `adamw`.
+        settings: arguments of torch's functional `adamw`.
     """
     for state in states:
         for part in _some_rows(state):
@@ -230,12 +232,14 @@ def update_quantized(states: Sequence[QuantizedState], **settings: Any) -> None:
 
 
 def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *, is_signed: bool) -> None:
-    """Fills the codes, in the values' shape, and a scale for each block.
+    """Quantizes values: writes the nearest code of each value, and the scale of each block.
 
-    A value gets the nearest code; unless `is_signed`, one above 0 the nearest of those above 0.
+    Unless `is_signed`, a positive value gets the nearest positive code.
 
     Args:
-        values: [rows, ...], finite; of 0 or more unless `is_signed`.
+        codes: receives the codes, uint8 in the shape of `values`.
+        scales: receives the scales, [rows, blocks] float32.
+        values: [rows, ...], finite; not negative unless `is_signed`.
     """
     if not values.numel():
         return
@@ -244,15 +248,15 @@ def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *
     scales.copy_(largest.view_as(scales))
     scaled = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     first, borders = _tables(is_signed, values.device)
-    found = first.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1))
-    found += scaled.view(-1) >= borders.index_select(0, found)
+    indices = first.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1))
+    indices += scaled.view(-1) >= borders.index_select(0, indices)
     if not is_signed:
-        found = torch.maximum(found, blocks.view(-1) > 0)
-    codes.copy_(found.view_as(codes))
+        indices = torch.maximum(indices, blocks.view(-1) > 0)
+    codes.copy_(indices.view_as(codes))
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) -> torch.Tensor:
-    """Returns the float32 values of codes; under a scale of 0 all values are 0."""
+    """Returns the float32 values of codes."""
     if not codes.numel():
         return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     values = dynamic_map(is_signed, codes.device).index_select(0, codes.view(-1).int())
@@ -261,11 +265,13 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) ->
 
 @lru_cache(maxsize=8)
 def dynamic_map(is_signed: bool, device: torch.device) -> torch.Tensor:
-    """Returns the 256 values of the codes in ascending order: 0, 1, and seven decades below 1, each with twice as many
-    values as the decade below it. A value is the middle of one of the equal parts of its decade.
+    """Returns the 256 values of the codes in ascending order, float32.
+
+    These are 0, 1, and values in seven decades below 1. Each decade has twice as many values as the one below it, which
+    are the centres of equal parts of the decade.
 
     Args:
-        is_signed: half of them are below 0.
+        is_signed: half of the values of each decade are negative.
     """
     values = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -278,20 +284,22 @@ def dynamic_map(is_signed: bool, device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _tables(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns two tables that replace the search for a code. The first maps the upper half of a float32's bits to the
-    code of the least float with these bits, [65536] int32. The second holds the border above each code, [256], the last
-    one infinite. Floats with the same upper half are so close that at most one border lies between them.
+    """Returns two tables that replace the search for the nearest code.
+
+    The first maps the upper half of a float32's bits to the code of the smallest float with these bits, [65536] int32.
+    The second is the border above each code, [256] float32, the last one infinite. Floats with the same upper half are
+    so close that there is at most one border between them.
     """
     values = dynamic_map(is_signed, torch.device("cpu"))
     borders = torch.cat([(values[:-1] + values[1:]) / 2, torch.tensor([math.inf])])
     upper = torch.arange(2**16, dtype=torch.int32)
-    least = (upper << 16) + torch.where(upper >= 2**15, 0xFFFF, 0).int()  # below 0 the largest bits are the least float
+    least = (upper << 16) + torch.where(upper >= 2**15, 0xFFFF, 0).int()  # negative floats decrease with their bits
     first = torch.bucketize(least.view(torch.float32), borders[:-1], out_int32=True, right=True)
     return first.to(device), borders.to(device)
 
 
 def _some_rows(state: QuantizedState) -> Iterator[QuantizedState]:
-    """Yields a parameter in runs of rows."""
+    """Yields a parameter's state in runs of rows."""
     rows = max(1, bucket_elements(state.parameter.device) // max(1, math.prod(state.parameter.shape[1:])))
     tensors = (
         state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq, state.exp_avg_scale, state.exp_avg_sq_scale

@@ -1,9 +1,9 @@
-"""Muon: matrices take steps along the orthogonalized momentum of their gradients, found by Newton-Schulz iterations.
+"""Updates matrices by Muon: steps along the momentum, orthogonalized by Newton-Schulz iterations.
 
 Keller Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the arithmetic of `torch.optim.Muon`. The
-iterations need a whole matrix, and a rank holds some rows of it. So momentum is sharded as parameters are, and the
-matrices are assigned to all ranks evenly by cost: the owner of a matrix is sent its rows, iterates, and sends rows back
-to all ranks that hold some. What comes out has the same bits on every mesh.
+momentum is sharded like the parameters, but the iterations need whole matrices. Matrices are therefore assigned to
+owners among all ranks, evenly by cost. The owner of a matrix receives its rows, iterates, and sends rows back to all
+ranks that hold some. The result has the same bits on every mesh.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from slimefsdp.distributed.mesh import local_shard
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose slope at 0 is steep (Jordan et al.)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, with a steep slope at 0 (Jordan et al.)
 NORM_EPS = 1e-7
-ROUND_ELEMENTS = 2**26  # that a rank owns at a time, if no single matrix is larger
+ROUND_ELEMENTS = 2**26  # largest number of elements that a rank owns at a time, unless a single matrix is larger
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 @dataclass(frozen=True, slots=True)
 class MuonRule:
-    """How Muon updates matrices; the names are those of `torch.optim.Muon`."""
+    """Holds the options of Muon; the names are those of `torch.optim.Muon`."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -39,10 +39,9 @@ class MuonRule:
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Returns about U V^T of a matrix U S V^T: singular values end between 0.7 and 1.2, in the matrix's dtype.
+    """Returns approximately U V^T of a matrix U S V^T, [rows, columns], in its dtype.
 
-    Args:
-        matrix: [rows, columns].
+    The singular values of the result are between 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -57,8 +56,8 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 def adjusted_lr(lr: float, shape: Sequence[int], how: AdjustLr) -> float:
     """Returns the learning rate of a matrix, or of each matrix of a stack.
 
-    original: lr x sqrt(max(1, rows / columns)), of Jordan et al. match_rms_adamw: lr x 0.2 sqrt(max(rows, columns)),
-    with which updates are as large as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+    original: lr x sqrt(max(1, rows / columns)) (Jordan et al.). match_rms_adamw: lr x 0.2 sqrt(max(rows, columns)),
+    which makes updates as large as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
     """
     rows, columns = shape[-2:]
     if how == "original":
@@ -78,14 +77,13 @@ def update_matrices(
 ) -> None:
     """Collective: updates matrices [rows, columns] and stacks of them [matrices, rows, columns] by one step.
 
-    All have gradients, which are overwritten.
-
     Args:
-        momenta: of the parameters, sharded like them; updated in place.
-        group: all ranks; None: this process is alone.
+        parameters: all must have gradients, which are overwritten.
+        momenta: momentum of each parameter, sharded like it; updated in place.
+        group: all ranks; None: a single process.
     """
     updates = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    buffers = [local_shard(one) for one in momenta]
+    buffers = [local_shard(momentum) for momentum in momenta]
     if not parameters:
         return
     torch._foreach_lerp_(buffers, updates, 1 - rule.momentum)
@@ -105,7 +103,8 @@ def _orthogonalize(
 ) -> None:
     """Replaces each shard of `updates` by its rows of the orthogonalized matrix, in place.
 
-    The iterations run where collectives do: on CUDA in bfloat16, where tensor cores are, unless masters are float64.
+    The iterations run on the device of the mesh; on CUDA in bfloat16, to use tensor cores, unless parameters are
+    float64.
     """
     first = parameters[0]
     world, own = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
@@ -117,7 +116,7 @@ def _orthogonalize(
     flat = [update.view(-1, update.shape[-1]) for update in updates]
     own_copy, own_shard = divmod(own, shards)
     for owned in assign_owners(tuple(tuple(parameter.shape) for parameter in parameters), world, shards):
-        # to owners among the ranks that share this copy of the model: together they hold all rows
+        # send rows to the owners within this copy of the model, whose ranks together hold all rows
         gathered = _exchange(
             [
                 [
@@ -134,12 +133,12 @@ def _orthogonalize(
             device=device,
             dtype=dtype,
         )
-        held = gathered[own_copy * shards : (own_copy + 1) * shards]
-        found = [newton_schulz(torch.cat(rows), steps) for rows in zip(*held, strict=True)]
-        # and back, to the other copies too
+        own_rows = gathered[own_copy * shards : (own_copy + 1) * shards]
+        results = [newton_schulz(torch.cat(rows), steps) for rows in zip(*own_rows, strict=True)]
+        # send the results back, also to the other copies of the model
         returned = _exchange(
             [
-                [one[matrix.rows_of_matrix(to % shards)] for matrix, one in zip(owned[own], found, strict=True)]
+                [result[matrix.rows_of_matrix(to % shards)] for matrix, result in zip(owned[own], results, strict=True)]
                 for to in range(world)
             ],
             [[matrix.shape_in(own_shard) for matrix in owned[owner]] for owner in range(world)],
@@ -160,8 +159,11 @@ def _exchange(
     device: torch.device,
     dtype: torch.dtype,
 ) -> list[list[torch.Tensor]]:
-    """Collective: sends a list of pieces to every rank; returns the pieces, of these shapes, received
-    from every rank.
+    """Collective: sends a list of pieces to every rank; returns the pieces received from every rank.
+
+    Args:
+        sent: the pieces for each rank.
+        shapes: the shapes of the pieces from each rank.
     """
     flat = [[piece.reshape(-1).to(device, dtype) for piece in pieces] for pieces in sent]
     empty = torch.empty(0, device=device, dtype=dtype)
@@ -175,38 +177,38 @@ def _exchange(
     return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]
 
 
-# ---------------------------------------------------------------------- who owns which matrix
+# ---------------------------------------------------------------------- ownership of matrices
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedMatrix:
-    """A matrix parameter, or one matrix of a stack. Rows are counted through the stack, as they lie in memory."""
+    """Describes a matrix parameter, or one matrix of a stack. Rows are counted through the whole stack."""
 
-    parameter: int  # its place in the list of parameters
-    first_row: int
+    parameter: int  # index in the list of parameters
+    first_row: int  # index of the matrix's first row in the stack
     rows: int
     columns: int
     bounds: tuple[int, ...]  # rows [bounds[s], bounds[s + 1]) of the parameter are in shard s
 
     def rows_in(self, shard: int) -> slice:
-        """Returns the matrix's rows in a shard of the parameter."""
-        held = self.rows_of_matrix(shard)
+        """Returns the rows of a shard of the parameter that belong to the matrix."""
+        rows = self.rows_of_matrix(shard)
         offset = self.first_row - self.bounds[shard]
-        return slice(held.start + offset, held.stop + offset)
+        return slice(rows.start + offset, rows.stop + offset)
 
     def rows_of_matrix(self, shard: int) -> slice:
-        """Returns the shard's rows in the matrix."""
+        """Returns the rows of the matrix that belong to a shard of the parameter."""
         start, stop = (min(max(bound - self.first_row, 0), self.rows) for bound in self.bounds[shard : shard + 2])
         return slice(start, stop)
 
     def shape_in(self, shard: int) -> tuple[int, int]:
-        """Returns the shape of the shard's part of the matrix."""
-        held = self.rows_of_matrix(shard)
-        return held.stop - held.start, self.columns
+        """Returns the shape of a shard's part of the matrix."""
+        rows = self.rows_of_matrix(shard)
+        return rows.stop - rows.start, self.columns
 
     @property
     def cost(self) -> int:
-        """Half of the multiplications and additions of one iteration."""
+        """Returns half of the multiplications and additions of one iteration."""
         short, long = sorted((self.rows, self.columns))
         return 2 * short * short * long + short**3
 
@@ -215,14 +217,13 @@ class ShardedMatrix:
 def assign_owners(
     shapes: tuple[tuple[int, ...], ...], world: int, shards: int, round_elements: int = ROUND_ELEMENTS
 ) -> list[list[list[ShardedMatrix]]]:
-    """Returns `[round][rank]` -> the matrices that the rank owns in that round.
+    """Assigns matrices, costliest first, to the rank with the least work; returns them as [round][rank].
 
-    The costliest goes to the rank with the least work, then the next. A round gives a rank no more than
-    `round_elements`, or a single matrix.
+    In a round a rank owns at most `round_elements` elements, or a single matrix.
 
     Args:
-        shapes: of the parameters.
-        shards: of each parameter, as chunks of its first dim.
+        shapes: shapes of the parameters.
+        shards: number of shards of each parameter, which are chunks of its first dim.
     """
     matrices = []
     for index, shape in enumerate(shapes):
@@ -232,7 +233,7 @@ def assign_owners(
         matrices += [ShardedMatrix(index, number * rows, rows, columns, bounds) for number in range(math.prod(stack))]
     queues: list[list[ShardedMatrix]] = [[] for _ in range(world)]
     load = [(0, rank) for rank in range(world)]
-    for matrix in sorted(matrices, key=lambda one: -one.cost):
+    for matrix in sorted(matrices, key=lambda matrix: -matrix.cost):
         done, rank = heapq.heappop(load)
         queues[rank].append(matrix)
         heapq.heappush(load, (done + matrix.cost, rank))

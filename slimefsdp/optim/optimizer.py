@@ -21,9 +21,9 @@ from slimefsdp.optim.muon import MuonRule, update_matrices
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
 Rule = Literal["adamw", "adamw_bfloat16", "adamw_8bit", "muon", "sgd"]
-"""How the parameters of a group are updated: `rule` of each group of `build_optimizer`."""
+"""The update rule of a parameter group; `rule` in each group of `build_optimizer`."""
 _MOMENTS: dict[Rule, torch.dtype | None] = {
-    "adamw": None,  # as the parameters
+    "adamw": None,  # the parameters' dtype
     "adamw_bfloat16": torch.bfloat16,
     "adamw_8bit": torch.uint8,
 }
@@ -33,7 +33,7 @@ _OF_MUON = tuple(field.name for field in fields(MuonRule))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the first group of parameters and AdamW for the others; `update_shards` takes its steps."""
+    """Updates the first group of parameters by Muon and the others by AdamW; `update_shards` takes its steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
@@ -41,21 +41,21 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """Which optimiser updates a model's parameters, and how."""
+    """Holds the options of `build_optimizer`."""
 
-    name: OptimizerName  # sgd has momentum betas[0]
+    name: OptimizerName  # sgd uses betas[0] as its momentum
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    # of SGD and AdamW. fused is for AdamW alone: torch has no fused SGD of sharded parameters. auto: fused for AdamW
+    # kernels of SGD and AdamW. Only AdamW can be fused: torch has no fused SGD for sharded parameters; auto: if it can
     implementation: Literal["auto", "foreach", "fused"] = "auto"
     muon: MuonRule = field(default_factory=MuonRule)
-    adamw_lr_ratio: float = 1.0  # under muon: AdamW's learning rate divided by Muon's
-    # of AdamW's moments. bfloat16: rounded stochastically; uint8: 8-bit codes in blocks with a scale each; None: as the
-    # parameters
+    adamw_lr_ratio: float = 1.0  # under muon: AdamW's learning rate / Muon's
+    # dtype of AdamW's moments. bfloat16: rounded stochastically; uint8: 8-bit codes with a scale for each block; None:
+    # the parameters' dtype
     state_dtype: torch.dtype | None = None
-    seed: int = 0  # of stochastic rounding
+    seed: int = 0  # seed of stochastic rounding
 
 
 def build_optimizer(
@@ -68,20 +68,20 @@ def build_optimizer(
     """Returns AdamW, Muon together with AdamW, or SGD, with all of its state allocated as zeros.
 
     Args:
-        named_parameters: the parameters that are trained.
-        undecayed: names of those without weight decay.
-        matrices: names of those that Muon updates; AdamW updates the others.
+        named_parameters: the trained parameters.
+        undecayed: names of the parameters without weight decay.
+        matrices: names of the parameters that Muon updates; AdamW updates the others.
     """
     everything = list(named_parameters)
     is_muon = options.name == "muon"
-    orthogonalized = [parameter for own, parameter in everything if is_muon and own in matrices]
-    named = [(own, parameter) for own, parameter in everything if not is_muon or own not in matrices]
+    orthogonalized = [parameter for name, parameter in everything if is_muon and name in matrices]
+    named = [(name, parameter) for name, parameter in everything if not is_muon or name not in matrices]
     rules: dict[nn.Parameter, Rule] = {
         p: "sgd" if options.name == "sgd" else _adamw_rule(p, options.state_dtype) for _, p in named
     }
     groups: list[dict[str, Any]] = [
         {
-            "params": [p for own, p in named if rules[p] == rule and (own not in undecayed) == decays],
+            "params": [p for name, p in named if rules[p] == rule and (name not in undecayed) == decays],
             "rule": rule,
             "weight_decay": options.weight_decay if decays else 0.0,
             "decays": decays,
@@ -90,40 +90,46 @@ def build_optimizer(
         for decays in (True, False)
         for rule in sorted(set(rules.values()))
     ]
-    places = {p: (own, _first_element(p)) for own, p in named if rules[p] == "adamw_bfloat16"}
+    name_and_offset = {p: (name, _first_element(p)) for name, p in named if rules[p] == "adamw_bfloat16"}
     for group in groups:
         if group["rule"] == "adamw_bfloat16":
-            group |= {"rounding_seed": options.seed, "places": places}
+            group |= {"rounding_seed": options.seed, "places": name_and_offset}
     implementation = options.implementation
     if implementation == "auto":
         implementation = "foreach" if options.name == "sgd" else "fused"
-    # named in any case: torch's default loops over the parameters on the host
-    how = {implementation: True}
+    # always set, because torch's default loops over the parameters on the host
+    kernel = {implementation: True}
     lr, betas, eps = options.lr, options.betas, options.eps
-    # zeros are what a first step would start from; made now, there is one state to save and load
+    # the state, which a first step would otherwise create, is allocated here so that it can always be saved and loaded
     optimizer: torch.optim.Optimizer
     if options.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **kernel)
         _add_momentum(optimizer, [parameter for _, parameter in named])
         return optimizer
     if options.name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **kernel)
     else:
-        of_adamw = {"lr": lr * options.adamw_lr_ratio, "betas": betas, "eps": eps}
-        of_adamw |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        of_muon = {"rule": "muon", "weight_decay": options.weight_decay, "decays": True, "lr_ratio": 1.0, "lr": lr}
-        of_muon |= asdict(options.muon)
-        optimizer = Muon([{"params": orthogonalized, **of_muon}, *(group | of_adamw for group in groups)])
+        adamw_settings = {"lr": lr * options.adamw_lr_ratio, "betas": betas, "eps": eps}
+        adamw_settings |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+        muon_settings = {
+            "rule": "muon",
+            "weight_decay": options.weight_decay,
+            "decays": True,
+            "lr_ratio": 1.0,
+            "lr": lr,
+        }
+        muon_settings |= asdict(options.muon)
+        optimizer = Muon([{"params": orthogonalized, **muon_settings}, *(group | adamw_settings for group in groups)])
         _add_momentum(optimizer, orthogonalized)
-    # The fused kernel reads its step counts on the device, as slices of one allocation; the foreach one on the host,
-    # where a device scalar would cost it a synchronisation per parameter.
+    # The fused kernel reads step counts on the device; they are slices of one allocation. The foreach kernel reads them
+    # on the host: device scalars would cost a synchronisation per parameter.
     device = everything[0][1].device if implementation == "fused" else torch.device("cpu")
     _add_moments(optimizer, rules, device)
     return optimizer
 
 
 def _adamw_rule(parameter: nn.Parameter, state_dtype: torch.dtype | None) -> Rule:
-    """Returns how AdamW's moments are stored. Under 8 bits, a parameter without blocks keeps its own dtype."""
+    """Returns the AdamW rule of a parameter; with 8-bit state, parameters that no block size fits use plain AdamW."""
     if state_dtype == torch.uint8:
         return "adamw" if block_of(parameter.shape) is None else "adamw_8bit"
     return "adamw" if state_dtype is None else "adamw_bfloat16"
@@ -135,7 +141,7 @@ def _add_momentum(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Para
 
 
 def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, Rule], steps_on: torch.device) -> None:
-    """Adds AdamW's state: both moments, the scales of 8-bit blocks, and the step count."""
+    """Adds AdamW's state of zeros: both moments, the scales of 8-bit blocks, and the step count."""
     steps = torch.zeros(len(rules), dtype=torch.float32, device=steps_on)
     for (parameter, rule), step in zip(rules.items(), steps, strict=True):
         state = optimizer.state[parameter]
@@ -150,13 +156,12 @@ def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, 
 def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | None = None, *, update: int = 0) -> None:
     """Takes one step of an optimiser from `build_optimizer` on each rank's shards as plain tensors.
 
-    What torch's `step()` computes, element by element: neither AdamW nor SGD looks at more than one element at a time.
-    Through sharded tensors torch would work out the placement of every operand of every operation first. Muon's
-    matrices take part in collectives.
+    The result equals that of torch's `step()`, because AdamW and SGD are elementwise. On DTensors torch would
+    additionally compute the placement of every operand of every operation. Muon uses collectives.
 
     Args:
-        ranks: all of them; None: this process is alone, or the optimiser is not Muon.
-        update: its number, counted from 0; moments in bfloat16 are rounded by it.
+        ranks: all ranks; None: a single process, or an optimiser other than Muon.
+        update: the update's number, counted from 0, which enters the stochastic rounding of bfloat16 moments.
     """
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -177,16 +182,16 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
             case "adamw":
                 _update_adamw(trained, states, group)
             case "adamw_bfloat16":
-                places = [group["places"][parameter] for parameter in trained]
+                names_and_offsets = [group["places"][parameter] for parameter in trained]
                 rounded = [
-                    RoundedState(*mine, *place)
-                    for mine, place in zip(_adamw_shards(trained, states), places, strict=True)
+                    RoundedState(*shards, *name_and_offset)
+                    for shards, name_and_offset in zip(_adamw_shards(trained, states), names_and_offsets, strict=True)
                 ]
                 update_rounded(rounded, seed=group["rounding_seed"], update=update, **_adamw_settings(group))
             case "adamw_8bit":
                 quantized = [
-                    QuantizedState(*mine, local_shard(state["exp_avg_scale"]), local_shard(state["exp_avg_sq_scale"]))
-                    for mine, state in zip(_adamw_shards(trained, states), states, strict=True)
+                    QuantizedState(*shards, local_shard(state["exp_avg_scale"]), local_shard(state["exp_avg_sq_scale"]))
+                    for shards, state in zip(_adamw_shards(trained, states), states, strict=True)
                 ]
                 update_quantized(quantized, **_adamw_settings(group))
             case _:
@@ -215,15 +220,15 @@ def _update_adamw(
     trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]], group: dict[str, Any]
 ) -> None:
     shards = _adamw_shards(trained, states)
-    parameters, gradients, exp_avgs, exp_avg_sqs, steps = ([one[i] for one in shards] for i in range(5))
-    how = _adamw_settings(group)
-    adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps = ([tensors[i] for tensors in shards] for i in range(5))
+    settings = _adamw_settings(group)
+    adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **settings)
 
 
 def _adamw_shards(
     trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns for each parameter this rank's rows, those of the gradient and of both moments, and the step count."""
+    """Returns for each parameter the local shards of itself, its gradient and both moments, and its step count."""
     return [
         (
             local_shard(parameter),
@@ -239,8 +244,8 @@ def _adamw_shards(
 def _adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of torch's functional `adamw`."""
     beta1, beta2 = group["betas"]
-    how = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach", "fused")}
-    return how | {"beta1": beta1, "beta2": beta2}
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach", "fused")}
+    return settings | {"beta1": beta1, "beta2": beta2}
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -250,9 +255,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns zeros for each block of each row of dim 0, [rows, blocks] float32, sharded over rows like
-    the parameter.
-    """
+    """Returns zeros [rows of dim 0, blocks of a row], float32, sharded over rows like the parameter."""
     block = block_of(parameter.shape)
     assert block is not None
     blocks = math.prod(parameter.shape[1:]) // block
@@ -268,9 +271,9 @@ def _first_element(parameter: nn.Parameter) -> int:
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Returns the names of parameters without weight decay: vectors, biases and embeddings, a tied head included.
+    """Returns the names of parameters without weight decay: vectors, biases and embeddings, including a tied head.
 
-    Vectors are norms, attention sinks and most biases; a mixture's biases are matrices, and known by their name.
+    Vectors are norms, attention sinks and most biases. The biases of experts are matrices and recognised by name.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
@@ -281,11 +284,10 @@ def undecayed_names(model: nn.Module) -> set[str]:
 
 
 def matrix_names(model: nn.Module, layers: nn.Module) -> set[str]:
-    """Returns the names of what Muon updates: matrices of the decoder layers and of adapters, and stacks of experts'
-    matrices.
+    """Returns the names of the parameters that Muon updates: matrices of decoder layers, experts and adapters.
 
     Args:
-        layers: the stack of decoder layers in the model; embeddings and heads are outside of it.
+        layers: the module that holds the model's decoder layers, but not embeddings and head.
     """
     inside = {id(parameter) for parameter in layers.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in inside} - undecayed_names(model)
@@ -302,8 +304,8 @@ def learning_rate(
 ) -> float:
     """Returns the learning rate of update number `update`, counted from 0.
 
-    Warm-up rises linearly and reaches `peak` at its last update; the decay then runs from `peak` to `peak * min_ratio`
-    at update total_updates - 1, and stays there.
+    The rate rises linearly during warm-up and is `peak` at its last update. It then decays to `peak * min_ratio` at
+    update total_updates - 1, and stays there.
     """
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates

@@ -1,9 +1,7 @@
-"""Takes one optimiser update: clips gradients by their global norm, or skips the update if the norm is not finite.
+"""Takes optimiser updates: clips gradients by their global norm, and skips updates whose norm is not finite.
 
-It is also skipped where the clipped norm's square is not finite in float32.
-
-`OptimizerStep` keeps the schedule's place and the counters; the norms it looks at and the loss scale that float16
-needs follow below it.
+An update is also skipped if the square of the clipped norm is not finite in float32. `OptimizerStep` counts updates and
+applies the learning-rate schedule. The loss scale for float16 and the gradient norms follow below it.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
 
-_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # AdamW's second moment would be infinite ever after
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # beyond it AdamW's second moment would stay infinite
 
 
 class OptimizerStep:
     """Takes optimiser updates and counts them.
 
     Args:
-        optimizer: over the parameters, from `build_optimizer`.
+        optimizer: an optimiser over the parameters, from `build_optimizer`.
         named_parameters: the trained parameters, in model order; their gradients are clipped together.
-        schedule: update number, counted from 0, to learning rate.
-        max_grad_norm: the global L2 norm that gradients are scaled down to; 0: they are left as they are.
-        max_skipped: this many non-finite norms in a row are an error.
-        loss_scaling: of float16; None: losses are not scaled.
-        with_layer_norms: put the norm of each layer group into the metrics of an update.
+        schedule: maps an update's number, counted from 0, to its learning rate.
+        max_grad_norm: the global L2 norm that gradients are scaled down to; 0: no clipping.
+        max_skipped: number of non-finite norms in a row that raises an error.
+        loss_scaling: the loss scale for float16; None: losses are not scaled.
+        with_layer_norms: report the gradient norm of each layer group in the metrics of an update.
     """
 
     def __init__(
@@ -61,29 +59,29 @@ class OptimizerStep:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._schedule = schedule
-        self._built = [dict(one) for one in optimizer.param_groups]  # with the settings that hold where none are given
-        self._is_half_taken = False
+        self._built = [dict(group) for group in optimizer.param_groups]  # includes the settings of the run
+        self._is_half_taken = False  # an update failed after some weights had changed
         self._max_grad_norm = max_grad_norm
         self._max_skipped = max_skipped
         self._loss_scaling = loss_scaling
         self._with_layer_norms = with_layer_norms
 
     def another(self) -> OptimizerStep:
-        """Returns a new one over the same optimiser and parameters that has taken no update."""
-        made = copy(self)
-        made.updates_taken = made.skipped_in_a_row = 0
-        made.health, made._is_half_taken = None, False
-        made._loss_scaling = None if self._loss_scaling is None else self._loss_scaling.another()
-        return made
+        """Returns an OptimizerStep over the same optimiser and parameters with its counters at 0."""
+        other = copy(self)
+        other.updates_taken = other.skipped_in_a_row = 0
+        other.health, other._is_half_taken = None, False
+        other._loss_scaling = None if self._loss_scaling is None else self._loss_scaling.another()
+        return other
 
     @property
     def loss_scale(self) -> float:
-        """The factor on every loss before backward, until the next `step`."""
+        """Returns the factor to apply to every loss before backward, until the next `step`."""
         return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients for the next `step`."""
+        """Returns whether there are gradients for the next `step`."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     @property
@@ -91,12 +89,12 @@ class OptimizerStep:
         return self._schedule(self.updates_taken)
 
     def require_whole(self, call: str) -> None:
-        """Refuses a call after an update that failed halfway, until `restore`.
+        """Checks that no update failed halfway since the last `restore`.
 
-        The weights and moments that are there then are those of no update.
+        After such a failure some weights and moments are updated and others are not.
 
         Raises:
-            StateError: there was one.
+            StateError: an update failed halfway.
         """
         if self._is_half_taken:
             raise StateError(
@@ -106,49 +104,48 @@ class OptimizerStep:
                 hint="load a checkpoint",
             )
 
-    @torch.no_grad()  # outside of it, every look at a shard is an operation of autograd
+    @torch.no_grad()  # with autograd, every access to a shard would be recorded
     def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
         """Collective: takes one update with the accumulated gradients, drops them, and returns metrics.
 
-        A skipped update changes no weight and does not advance the schedule. While the loss scale can still be lowered,
-        a norm that is not finite counts as the scale's fault, and towards no limit.
-
-        An error while weights change, no memory for one, leaves an update that is taken in part: see `require_whole`.
+        A skipped update changes no weight and does not advance the schedule. It does not count towards `max_skipped`
+        while the loss scale can still be lowered, because the scale may be the cause. An error while weights change,
+        such as a lack of memory, leaves a half-taken update: see `require_whole`.
 
         Args:
-            settings: of this update alone.
+            settings: overrides for this update only.
 
         Raises:
             StateError: there are no gradients, too many updates in a row were skipped, or one before failed halfway.
             ConfigError: `settings` has an eps, and the optimiser is SGD.
         """
         self.require_whole("optimizer_step")
-        own = settings or UpdateSettings()
-        if own.eps is not None and all(built["rule"] == "sgd" for built in self._built):
-            problem = f"eps={own.eps} of an optimiser update, and optim.name=sgd has none"
+        overrides = settings or UpdateSettings()
+        if overrides.eps is not None and all(built["rule"] == "sgd" for built in self._built):
+            problem = f"eps={overrides.eps} of an optimiser update, and optim.name=sgd has none"
             raise ConfigError(problem, field="eps", hint="leave it out, or set optim.name=adamw")
         if not self.has_gradients:
             message = "optimizer_step() without gradients"
             raise StateError(message, field="optimizer_step", hint="call forward_backward first")
-        lr, loss_scale = self.next_lr if own.lr is None else own.lr, self.loss_scale
+        lr, loss_scale = self.next_lr if overrides.lr is None else overrides.lr, self.loss_scale
         squares = squared_norms(self._parameters, group)
-        most = self._max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
+        max_norm = self._max_grad_norm if overrides.max_grad_norm is None else overrides.max_grad_norm
         self.health = gradient_health(
-            self._names, squares, loss_scale=loss_scale, update=self.updates_taken, max_grad_norm=most
+            self._names, squares, loss_scale=loss_scale, update=self.updates_taken, max_grad_norm=max_norm
         )
         norm, is_skipped = self.health.norm, self.health.is_skipped
         if not is_skipped:
-            # unscaled and clipped in one pass; the scale is a power of two, so the order rounds nothing
-            factor = (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale
+            # unscaled and clipped in one pass; the scale is a power of two, so dividing by it is exact
+            factor = (min(1.0, max_norm / max(norm, 1e-300)) if max_norm else 1.0) / loss_scale
             for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
-                parameter_group.update(_of_group(built, own), lr=lr * built["lr_ratio"])
+                parameter_group.update(_of_group(built, overrides), lr=lr * built["lr_ratio"])
             try:
                 scale_gradients(self._parameters, factor)
                 self._is_half_taken = True
                 update_shards(self.optimizer, group, update=self.updates_taken)
                 self._is_half_taken = False
             except BaseException:
-                self._forget_gradients()  # they are scaled, and written over in part
+                self._forget_gradients()  # they are already scaled and may be overwritten
                 raise
             self.updates_taken += 1
             self.skipped_in_a_row = 0
@@ -167,7 +164,7 @@ class OptimizerStep:
         return metrics
 
     def progress(self) -> dict[str, Any]:
-        """Returns the counters as JSON, for `restore`."""
+        """Returns the counters as a dict that JSON can store, for `restore`."""
         state: dict[str, Any] = {"updates_taken": self.updates_taken, "skipped_in_a_row": self.skipped_in_a_row}
         if self._loss_scaling is not None:
             state["loss_scale"] = self._loss_scaling.scale
@@ -175,11 +172,11 @@ class OptimizerStep:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from `progress()`, once weights and moments are those of that moment; drops gradients.
+        """Restores the counters from `progress()`, after weights and moments were restored; drops gradients.
 
-        Where it has no loss scale (it was not float16, or is older than loss scaling) the present one stays.
+        A state without a loss scale, from a run without float16 or an older version, keeps the current one.
         """
-        self._forget_gradients()  # of the weights before: no part of what was saved
+        self._forget_gradients()  # they belong to the weights before the restore
         self.health, self._is_half_taken = None, False
         self.updates_taken = state["updates_taken"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
@@ -218,13 +215,13 @@ class OptimizerStep:
 
 
 def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]:
-    """Returns the update settings of a parameter group: those it was built with, unless `settings` override them."""
-    given: dict[str, Any] = {"weight_decay": settings.weight_decay if built["decays"] else None}
+    """Returns the settings of a parameter group for an update: the run's, unless `settings` override them."""
+    overrides: dict[str, Any] = {"weight_decay": settings.weight_decay if built["decays"] else None}
     if built["rule"] == "sgd":
-        given["momentum"] = None if settings.betas is None else settings.betas[0]
+        overrides["momentum"] = None if settings.betas is None else settings.betas[0]
     elif built["rule"] != "muon":
-        given |= {"betas": settings.betas, "eps": settings.eps}
-    return {name: built[name] if value is None else value for name, value in given.items()}
+        overrides |= {"betas": settings.betas, "eps": settings.eps}
+    return {name: built[name] if value is None else value for name, value in overrides.items()}
 
 
 # ---------------------------------------------------------------------- the loss scale of float16
@@ -235,34 +232,37 @@ FLOOR = 1.0
 
 
 class LossScale:
-    """The factor on the loss. It is constant between two calls of `adjust`, so that micro-batches add up.
+    """Holds the factor on the loss for float16, and adapts it after every update.
 
-    float16 gradients below 6e-8 vanish and above 65504 overflow. The scale is a power of two, so that taking it out of
-    float32 gradients again is exact. It is halved after an update whose gradients were not finite, and doubled after so
-    many in a row that were. Both follow from a norm that all ranks share, so the scale is the same everywhere without
-    being communicated.
+    float16 gradients below 6e-8 vanish and above 65504 overflow. The scale is a power of two, so that dividing float32
+    gradients by it is exact. It is halved after an update with non-finite gradients, and doubled after
+    `growth_interval` finite ones in a row. Both are decided by the global norm, so the scale is equal on all ranks.
 
     Args:
         init: the first scale, a power of two of at least 1.
-        growth_interval: finite updates in a row after which the scale doubles.
+        growth_interval: number of finite updates in a row after which the scale doubles.
     """
 
     def __init__(self, init: float, growth_interval: int) -> None:
         self.scale = float(init)
-        self.finite_in_a_row = 0  # since the scale last changed
+        self.finite_in_a_row = 0  # finite updates since the scale last changed
         self._init, self._growth_interval = init, growth_interval
 
     def another(self) -> LossScale:
-        """Returns a new one with the initial scale."""
+        """Returns a new LossScale with the initial scale."""
         return LossScale(self._init, self._growth_interval)
 
     @property
     def is_at_floor(self) -> bool:
-        """Whether the scale cannot be lowered, so that the scale is not to blame for an overflow."""
+        """Returns whether the scale cannot be lowered further, so that it is not the cause of an overflow."""
         return self.scale <= FLOOR
 
     def adjust(self, *, is_finite: bool) -> None:
-        """Adapts the scale after an update, whose gradients were finite or not."""
+        """Adapts the scale after an update.
+
+        Args:
+            is_finite: whether the update's gradients were finite.
+        """
         if not is_finite:
             self.scale = max(FLOOR, self.scale * BACKOFF)
             self.finite_in_a_row = 0
@@ -275,8 +275,8 @@ class LossScale:
 
 # ---------------------------------------------------------------------- gradient norms
 #
-# The squared norms travel as one float64 vector, so the global norm that clipping needs, the norm of each layer and the
-# name of the first parameter that is not finite cost one reduction and one look from the host.
+# One reduction of a float64 vector of squared norms, and one synchronisation with the host, give the global norm for
+# clipping, the norm of each layer, and the name of the first parameter whose gradient is not finite.
 
 _LAYER = re.compile(r"\.(\d+)\.")  # model.layers.3.mlp.experts.5.w1: the first number is the layer's
 _GROUPS = {
@@ -288,10 +288,10 @@ _GROUPS = {
 
 @cache
 def layer_group(name: str) -> str:
-    """Returns the part of the model that a parameter of this Hugging Face name belongs to.
+    """Returns the part of the model of a parameter: `layer_3`, `embedding`, `head`, `final_norm` or `other`.
 
-    Returns:
-        `layer_3` for anything in a numbered layer, else `embedding`, `head`, `final_norm`, or `other`.
+    Args:
+        name: the parameter's Hugging Face name.
     """
     if numbered := _LAYER.search(name):
         return f"layer_{numbered[1]}"
@@ -299,18 +299,18 @@ def layer_group(name: str) -> str:
 
 
 def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[float]:
-    """Collective: returns the squared L2 norm of each parameter's whole gradient, float64; 0 without a gradient.
+    """Collective: returns the squared L2 norm of each parameter's full gradient in float64; 0 without a gradient.
 
-    However the gradients are sharded: each shard counts once, also where several ranks hold replicas of it. Every rank
-    gets the same numbers, because all ranks take part, not only those that hold different shards.
+    Each shard counts once, also if several ranks hold replicas of it. All ranks take part, so every rank gets the same
+    numbers.
 
     Args:
-        parameters: at least one of them with a gradient.
+        parameters: at least one must have a gradient.
         group: all ranks.
     """
     gradients = [parameter.grad for parameter in parameters]
-    norms = torch._foreach_norm([local_shard(one) for one in gradients if one is not None], 2, torch.float64)
-    found = iter(norms)
+    norms = torch._foreach_norm([local_shard(grad) for grad in gradients if grad is not None], 2, torch.float64)
+    remaining_norms = iter(norms)
     nothing = torch.zeros_like(norms[0])
     own = []
     last: tuple[Any, ...] = ()
@@ -318,34 +318,34 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
         if gradient is None:
             own.append(nothing)
             continue
-        # neighbours are sharded alike: asking the mesh for each costs more than all else here
-        how = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None,)
-        if how != last:
-            is_counted, last = _is_first_replica(gradient, group), how
-        norm = next(found)
+        # most neighbours are sharded the same way, and querying the mesh costs more than everything else here
+        sharding = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None,)
+        if sharding != last:
+            is_counted, last = _is_first_replica(gradient, group), sharding
+        norm = next(remaining_norms)
         own.append(norm if is_counted else nothing)
     total = torch.stack(own).square()
     dist.all_reduce(total, group=group)
-    squares: list[float] = total.tolist()  # the update's one host synchronisation
+    squares: list[float] = total.tolist()  # the only host synchronisation of an update
     return squares
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients in place; a factor of 1 touches nothing."""
+    """Multiplies all gradients in place by a factor."""
     if factor != 1.0:
-        torch._foreach_mul_([local_shard(one) for p in parameters if (one := p.grad) is not None], factor)
+        torch._foreach_mul_([local_shard(grad) for p in parameters if (grad := p.grad) is not None], factor)
 
 
 def gradient_health(
     names: Sequence[str], squares: Sequence[float], *, loss_scale: float, update: int, max_grad_norm: float = 0.0
 ) -> GradientHealth:
-    """Returns the report on gradients with the squared norms `squares`.
+    """Returns the report on the gradients of an update.
 
     Args:
-        names: of the parameters, in model order.
-        squares: as `squared_norms` returns them, for gradients that are `loss_scale` times too large.
-        update: updates taken so far.
-        max_grad_norm: what the norm is clipped to; 0: it is not clipped.
+        names: names of the parameters, in model order.
+        squares: the result of `squared_norms`, for gradients that are `loss_scale` times too large.
+        update: number of updates taken so far.
+        max_grad_norm: the norm that gradients are clipped to; 0: no clipping.
     """
     groups: dict[str, float] = {}
     for name, square in zip(names, squares, strict=True):
@@ -364,12 +364,12 @@ def gradient_health(
 
 
 def _is_first_replica(gradient: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether this rank counts among the ranks that hold the same rows."""
+    """Returns whether this rank is the first of the ranks that hold the same rows."""
     if not isinstance(gradient, DTensor):
         return dist.get_rank(group) == 0
     coordinate = gradient.device_mesh.get_coordinate()
     assert coordinate is not None, "a gradient on ranks outside its mesh"
     return all(
-        place == 0 or not isinstance(placement, Replicate)
-        for place, placement in zip(coordinate, gradient.placements, strict=True)
+        index == 0 or not isinstance(placement, Replicate)
+        for index, placement in zip(coordinate, gradient.placements, strict=True)
     )

@@ -1,7 +1,7 @@
-"""A group in which rank 0 broadcasts weights to engines.
+"""Provides a process group in which rank 0 broadcasts weights to engines.
 
-Trainer ranks, embedded engines and the workers of a rollout server with an environment of its own import this file, so
-it needs torch alone. The group is no global process group: a process may be in others, and join this one again.
+Workers of rollout servers, which have their own environment, import this module, so it may import only torch. The group
+is independent of torch's global process groups: a process may be a member of others, and may join a new one later.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from slimefsdp.weight_sync.packed_bucket import ALIGNMENT, Layout, host_buffers, layout_of, pack, packed_bytes
 
 _POLL_S = 0.0005
-_LOOK_S = 0.05  # for others to come
-_ASK_S = 1.0  # whether rank 0 is there
+_JOIN_POLL_S = 0.05  # interval of checking whether all members have joined
+_ALIVE_POLL_S = 1.0  # interval of checking whether rank 0 has left
 _LEFT = "rank 0 has left"  # a key of the store
-# broadcasts that nobody waits for any more, with their groups and tensors: gloo does not end them before their time,
-# and a group that goes would wait for its own
-_unended: list[tuple[Any, Any, torch.Tensor]] = []
-GROUP = "the broadcast group"  # said in every BroadcastError, so that one can be known by its text
-_AFTER_S = 60.0  # NCCL ends the whole process when its own time is over: it must never be first
+# Abandoned broadcasts as (group, work, tensor). gloo cannot cancel them before their timeout, and destroying a group
+# would wait for its broadcasts, so they are kept alive until they end.
+_abandoned: list[tuple[Any, Any, torch.Tensor]] = []
+GROUP = "the broadcast group"  # part of every BroadcastError's text, by which it can be recognised
+_NCCL_EXTRA_S = 60.0  # NCCL kills the process at its timeout, so its timeout must be later than ours
 
 
 class BroadcastError(RuntimeError):
-    """A member of the group ended, or did not come in time: `missing` are the ranks that are known not to have come."""
+    """A member of the group ended, or did not join in time; `missing` are the ranks known not to have joined."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -50,18 +50,19 @@ class Rendezvous(NamedTuple):
 
 
 class BroadcastGroup:
-    """Members 0 to `world_size` - 1; the constructor returns when all are there.
+    """Joins the group; the constructor returns when all `world_size` members have joined.
 
     Args:
-        address: of the machine of rank 0, as the others reach it.
-        port: free there.
-        backend: gloo or nccl; tensors are on the host, or on the current CUDA device.
-        timeout_s: for the constructor, and for each broadcast.
-        listener: bound to the port, on rank 0, and taken over; a port that was only found free may be gone by now.
-        is_given_up: on rank 0; once it is set, nobody waits for others any more.
+        address: address of rank 0's machine, as the others reach it.
+        port: port on which rank 0 listens.
+        backend: gloo for tensors on the host, or nccl for tensors on the current CUDA device.
+        timeout_s: timeout of the constructor and of each broadcast.
+        listener: on rank 0, a socket bound to the port, which is taken over; it makes sure that the port is free.
+        is_given_up: on rank 0, an event that ends all waiting for other members.
 
     Raises:
-        BroadcastError: the others did not come. ValueError: there is no such backend.
+        BroadcastError: other members did not join.
+        ValueError: there is no such backend.
     """
 
     def __init__(
@@ -85,17 +86,17 @@ class BroadcastGroup:
         self._is_first = rank == 0
         self._buffers = host_buffers(2)
         self._is_given_up = is_given_up or threading.Event()
-        _unended[:] = [one for one in _unended if not one[1].is_completed()]
+        _abandoned[:] = [entry for entry in _abandoned if not entry[1].is_completed()]
         timeout = timedelta(seconds=timeout_s)
         try:
             self._store = dist.TCPStore(
                 address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )  # fmt: skip
-            # the constructors below wait for all only with some backends and releases
-            self._meet(rank, world_size)
-            self._group = self._made(backend, _way_to(address, port), rank, world_size)
-        except RuntimeError as error:  # what torch raises of its store and of gloo descends from it
+            # only some backends and releases of torch wait for all members in their constructor
+            self._wait_for_members(rank, world_size)
+            self._group = self._new_group(backend, _own_address_towards(address, port), rank, world_size)
+        except RuntimeError as error:  # base class of errors of torch's store and of gloo
             self.close()
             raise BroadcastError(
                 f"{self._name}: {GROUP} did not come together within {timeout_s:g} s: {_first_line(error)}",
@@ -103,10 +104,10 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sends a contiguous tensor from rank 0, or fills it elsewhere; returns it when that is done.
+        """Sends a contiguous tensor from rank 0, or receives into it on other ranks; returns it when complete.
 
         Raises:
-            BroadcastError: a member ended or was late; the group is of no use any more.
+            BroadcastError: a member ended or was late; the group cannot be used any more.
         """
         if self._group is None:
             raise BroadcastError(f"{self._name}: {GROUP} is closed")
@@ -120,58 +121,59 @@ class BroadcastGroup:
         return tensor
 
     def _await(self, work: Any, tensor: torch.Tensor) -> None:
-        """Waits for a broadcast in time, and no longer when this side or rank 0 has left; neither backend would tell.
+        """Waits for a broadcast until its timeout, or until this side or rank 0 has left, which backends do not notice.
 
         Raises:
-            BroadcastError, RuntimeError: it did not end, or not well.
+            BroadcastError: the broadcast did not complete.
+            RuntimeError: the broadcast failed.
         """
         group, began = self._group, time.monotonic()
-        asked, why = began, None
-        while why is None and not work.is_completed():
+        last_check, problem = began, None
+        while problem is None and not work.is_completed():
             now = time.monotonic()
             if now - began > self._timeout_s:
-                why = f"a broadcast took more than {self._timeout_s:g} s"
+                problem = f"a broadcast took more than {self._timeout_s:g} s"
             elif self._is_given_up.is_set():
-                why = "this side has left"
-            elif now - asked > _ASK_S:
-                asked, why = now, None if self._is_first_there() else "rank 0 has left"
+                problem = "this side has left"
+            elif now - last_check > _ALIVE_POLL_S:
+                last_check, problem = now, None if self._is_first_alive() else "rank 0 has left"
             time.sleep(_POLL_S)
-        if why is None:
+        if problem is None:
             work.wait()
             return
         if isinstance(group, dist.ProcessGroupGloo):
-            _unended.append((group, work, tensor))
+            _abandoned.append((group, work, tensor))
         else:
             group.abort()
-        raise BroadcastError(f"{self._name}: {GROUP} broke: {why}")
+        raise BroadcastError(f"{self._name}: {GROUP} broke: {problem}")
 
-    def _is_first_there(self) -> bool:
-        """Whether rank 0, who keeps the store, has not left."""
+    def _is_first_alive(self) -> bool:
+        """Returns whether rank 0, which hosts the store, has not left."""
         try:
             return not self._store.check([_LEFT])
-        except (RuntimeError, AttributeError):  # it is gone there, or here
+        except (RuntimeError, AttributeError):  # rank 0's store is gone, or this side is closed
             return False
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
-        """The form of a bucket in this group, and what is in it, in that order.
+        """Returns the layout and the packed bytes of a bucket, for `broadcast`.
 
-        On the host that is memory of the bucket before the last, which is kept as long as the group.
+        On the host, the memory is reused for the bucket after the next one.
         """
         return self._packed(list(tensors), ALIGNMENT)
 
-    def _packed(self, held: list[tuple[str, torch.Tensor]], alignment: int) -> tuple[Layout, torch.Tensor]:
-        layout = layout_of(held)
-        is_on_host = all(tensor.device.type == "cpu" for _, tensor in held)
+    def _packed(self, named: list[tuple[str, torch.Tensor]], alignment: int) -> tuple[Layout, torch.Tensor]:
+        layout = layout_of(named)
+        is_on_host = all(tensor.device.type == "cpu" for _, tensor in named)
         into = self._buffers.next(packed_bytes(layout, alignment)) if is_on_host else None
-        return layout, pack((tensor for _, tensor in held), alignment=alignment, into=into)
+        return layout, pack((tensor for _, tensor in named), alignment=alignment, into=into)
 
     def close(self) -> None:
-        """Leaves the group and gives its sockets back; idempotent. The others notice at their next broadcast.
+        """Leaves the group and closes its sockets; idempotent. The others notice at their next broadcast.
 
-        A broadcast that another thread waits for ends with an error, and those of the others, where this is rank 0.
+        Ends a broadcast of another thread with an error; on rank 0 also the broadcasts of other members.
         """
         self._is_given_up.set()
-        with suppress(RuntimeError, AttributeError):  # it is closed already, or never was
+        with suppress(RuntimeError, AttributeError):  # already closed, or never opened
             if self._is_first:
                 self._store.set(_LEFT, "")
         if self._group is not None and hasattr(self._group, "shutdown"):
@@ -179,7 +181,7 @@ class BroadcastGroup:
         self._group = None
         self.__dict__.pop("_store", None)
 
-    def _meet(self, rank: int, world_size: int) -> None:
+    def _wait_for_members(self, rank: int, world_size: int) -> None:
         keys = [f"here/{other}" for other in range(world_size)]
         self._store.set(keys[rank], "")
         if rank > 0:
@@ -187,57 +189,57 @@ class BroadcastGroup:
             return
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(keys):
-            if time.monotonic() > deadline or self._is_given_up.wait(_LOOK_S):
+            if time.monotonic() > deadline or self._is_given_up.wait(_JOIN_POLL_S):
                 missing = [other for other, key in enumerate(keys) if not self._store.check([key])]
                 raise BroadcastError(f"ranks {missing} have not come", missing)
 
     def _store_of_group(self, backend: str) -> dist.Store:
         return dist.PrefixStore("weights", self._store)
 
-    def _made(self, backend: str, own_address: str, rank: int, world_size: int) -> Any:
+    def _new_group(self, backend: str, own_address: str, rank: int, world_size: int) -> Any:
         store = self._store_of_group(backend)
         if backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timedelta(seconds=self._timeout_s + _AFTER_S)
+            nccl._timeout = timedelta(seconds=self._timeout_s + _NCCL_EXTRA_S)
             return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # gloo would take the address that this machine's name stands for, which others may not reach
+        # by default gloo uses the address that this machine's name resolves to, which others may not reach
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
         options._timeout = timedelta(seconds=self._timeout_s)
         return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 class TorchBroadcastGroup(BroadcastGroup):
-    """Rank 0 of a group whose other members are made by torch.distributed, as SGLang's workers are.
+    """Rank 0 of a group whose other members are made by torch.distributed, such as SGLang's workers.
 
-    They take a TCP store at our address and the prefixes of a group called `torch_group_name(port)`. They do not say
-    in the store that they are there, and those of NCCL meet at the first broadcast.
+    Those members use a TCP store at our address, with the key prefixes of a group called `torch_group_name(port)`. They
+    do not announce themselves in the store. With NCCL they connect at the first broadcast.
     """
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
-        """Packs tensors into bytes without gaps. Larger elements come first, so each begins at an aligned offset."""
+        """Packs tensors without gaps; tensors with larger elements come first, so each has an aligned offset."""
         return self._packed(sorted(tensors, key=lambda named: -named[1].element_size()), 1)
 
-    def _meet(self, rank: int, world_size: int) -> None:
+    def _wait_for_members(self, rank: int, world_size: int) -> None:
         pass
 
     def _store_of_group(self, backend: str) -> dist.Store:
-        # init_custom_process_group's prefix, and the two of torch's _new_process_group_helper
+        # the prefix of init_custom_process_group, and the two prefixes of torch's _new_process_group_helper
         name, device = torch_group_name(self._port), "cuda" if backend == "nccl" else "cpu"
         return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store)))
 
 
 def torch_group_name(port: int) -> str:
-    """Returns what both ends call the group that meets at a port."""
+    """Returns the name that both sides use for the group at a port."""
     return f"slimefsdp_{port}"
 
 
-def _way_to(address: str, port: int) -> str:
-    """The address of this machine that packets to another one leave from."""
+def _own_address_towards(address: str, port: int) -> str:
+    """Returns this machine's source address of packets to another address."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(target)  # sends nothing
-        own: str = way.getsockname()[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        own: str = probe.getsockname()[0]
     return own
 
 

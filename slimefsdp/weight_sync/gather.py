@@ -16,11 +16,11 @@ from slimefsdp.distributed.mesh import local_shard
 _Parameters = Sequence[tuple[str, nn.Parameter]]
 _RowsOf = Callable[[str, nn.Parameter], torch.Tensor]
 DEFAULT_BUCKET_BYTES = 256 * 2**20
-_ALONE_BYTES = 2**20  # of a tensor that is gathered by itself, straight into its place
+_ALONE_BYTES = 2**20  # tensors of at least this size are gathered by a collective of their own, without a copy
 
 Bucket = list[tuple[str, torch.Tensor]]
 Computed = Mapping[str, Callable[[], torch.Tensor]]
-"""Names of weights that are not handed out as they are stored -> this rank's rows of what is; a collective."""
+"""Names of weights to replace by computed values -> a collective function that returns this rank's rows of them."""
 
 
 def full_weights(
@@ -32,15 +32,15 @@ def full_weights(
     copies: bool = True,
     computed: Computed = MappingProxyType({}),
 ) -> Iterator[Bucket]:
-    """Yields buckets of (name, full tensor on the mesh's device); collective: every rank must take every bucket.
+    """Collective: yields buckets of (name, full tensor on the mesh's device); every rank must take every bucket.
 
     Args:
         named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or on the
-            host where FSDP keeps them there.
-        dtype: of the tensors handed out; shards are cast before they travel.
-        bucket_bytes: a bucket is at most this large, or one tensor.
-        copies: tensors are copies; if not, they may be a parameter's own memory and must not be written to.
-        computed: functions that make the rows to send in place of a parameter's own, called when its turn comes.
+            host under CPU offload.
+        dtype: dtype of the yielded tensors; shards are cast before they are gathered.
+        bucket_bytes: largest size of a bucket of several tensors.
+        copies: if False, tensors may be a parameter's own memory and must not be written to.
+        computed: functions that compute the rows to send in place of a parameter's own; called one at a time.
     """
 
     def rows_of(name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -68,9 +68,9 @@ def _gather(
     first = bucket[0][1]
     device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
     if world_size == 1:
-        return [(name, rows_of(name, one).to(device, dtype, copy=copies)) for name, one in bucket]
-    # those of few bytes share a collective, and are copied out of what it gathered
-    small = [one for one in bucket if one[1].numel() * dtype.itemsize < _ALONE_BYTES]
+        return [(name, rows_of(name, parameter).to(device, dtype, copy=copies)) for name, parameter in bucket]
+    # small tensors share a collective, and are copied from its result
+    small = [item for item in bucket if item[1].numel() * dtype.itemsize < _ALONE_BYTES]
     full = dict(_gathered_together(small, rows_of, group, dtype, device)) if small else {}
     for name, parameter in bucket:
         if name not in full:
@@ -81,17 +81,17 @@ def _gather(
 def _gathered_alone(
     parameter: nn.Parameter, own: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A full tensor, at the beginning of the memory that it was gathered into."""
+    """Gathers a single tensor; the result is a view of the gathered memory without its padding."""
     world_size, (count, *rest) = dist.get_world_size(group), parameter.shape
     rows = _rows_per_rank(parameter, world_size)
-    everyone = torch.empty(world_size * rows, *rest, dtype=dtype, device=device)
-    mine = own.to(device, dtype).contiguous()
-    if len(mine) < rows:
-        padded = mine.new_zeros(rows, *rest)
-        padded[: len(mine)] = mine
-        mine = padded
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone[:count]
+    gathered = torch.empty(world_size * rows, *rest, dtype=dtype, device=device)
+    rows_to_send = own.to(device, dtype).contiguous()
+    if len(rows_to_send) < rows:
+        padded = rows_to_send.new_zeros(rows, *rest)
+        padded[: len(rows_to_send)] = rows_to_send
+        rows_to_send = padded
+    dist.all_gather_into_tensor(gathered, rows_to_send, group=group)
+    return gathered[:count]
 
 
 def _gathered_together(
@@ -100,22 +100,22 @@ def _gathered_together(
     world_size = dist.get_world_size(group)
     rows_per_rank = [_rows_per_rank(parameter, world_size) for _, parameter in bucket]
     sizes = [rows * p.shape[1:].numel() for (_, p), rows in zip(bucket, rows_per_rank, strict=True)]
-    mine = torch.empty(sum(sizes), dtype=dtype, device=device)
-    for (name, parameter), place in zip(bucket, mine.split(sizes), strict=True):
+    rows_to_send = torch.empty(sum(sizes), dtype=dtype, device=device)
+    for (name, parameter), target in zip(bucket, rows_to_send.split(sizes), strict=True):
         local = rows_of(name, parameter)
-        place[: local.numel()].copy_(local.reshape(-1))
-        place[local.numel() :].zero_()
-    everyone = mine.new_empty(world_size, mine.numel())
-    dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+        target[: local.numel()].copy_(local.reshape(-1))
+        target[local.numel() :].zero_()
+    gathered = rows_to_send.new_empty(world_size, rows_to_send.numel())
+    dist.all_gather_into_tensor(gathered.view(-1), rows_to_send, group=group)
     full: Bucket = []
     offset = 0
     for (name, parameter), rows, size in zip(bucket, rows_per_rank, sizes, strict=True):
-        parts = everyone[:, offset : offset + size]
+        parts = gathered[:, offset : offset + size]
         full.append((name, parts.reshape(world_size * rows, *parameter.shape[1:])[: parameter.shape[0]].contiguous()))
         offset += size
     return full
 
 
 def _rows_per_rank(parameter: nn.Parameter, world_size: int) -> int:
-    """The last ranks may hold fewer, or none."""
+    """Returns the largest number of rows of a rank; the last ranks may have fewer or none."""
     return -(-parameter.shape[0] // world_size)

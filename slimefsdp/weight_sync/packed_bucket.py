@@ -1,6 +1,6 @@
-"""The form of a bucket on its way to an engine: one tensor of bytes, and where in it each of the bucket's tensors lies.
+"""Packs the tensors of a bucket into one tensor of bytes to send to an engine, and unpacks them.
 
-The workers of a rollout server with an environment of its own import this file, so it needs torch alone.
+Workers of rollout servers, which have their own environment, import this module, so it may import only torch.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ from typing import Any
 
 import torch
 
-ALIGNMENT = 16  # bytes: a view of bytes as another dtype must begin at a multiple of its size
+ALIGNMENT = 16  # bytes; a view of bytes as another dtype must start at a multiple of the element size
 
 Layout = Sequence[tuple[str, str, Sequence[int]]]
-"""Name, dtype such as "float32", and shape of each tensor of a bucket; both sides know it."""
+"""Name, dtype such as "float32", and shape of each tensor of a bucket; known to sender and receiver."""
 
 
 def pack(
     tensors: Iterable[torch.Tensor], *, alignment: int = ALIGNMENT, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The bytes of tensors of one device, [bytes] uint8, each beginning at a multiple of `alignment`.
+    """Returns the bytes of tensors of one device, [bytes] uint8; each starts at a multiple of `alignment`.
 
     Args:
-        into: memory for them, [`packed_bytes` or more] uint8; None: new memory.
+        into: memory for the result, uint8, at least `packed_bytes` long; None: new memory.
     """
-    held = list(tensors)
-    starts, size = _places([tensor.numel() * tensor.element_size() for tensor in held], alignment)
+    items = list(tensors)
+    starts, size = _offsets([tensor.numel() * tensor.element_size() for tensor in items], alignment)
     if into is None:
-        into = torch.empty(size, dtype=torch.uint8, device=held[0].device if held else "cpu")
+        into = torch.empty(size, dtype=torch.uint8, device=items[0].device if items else "cpu")
     flat = into[:size]
-    for end in [*starts[1:], size]:  # the padding behind each: it travels too
+    for end in [*starts[1:], size]:  # clears the padding after each tensor, which is sent too
         flat[max(0, end - alignment) : end].zero_()
-    for tensor, start in zip(held, starts, strict=True):
+    for tensor, start in zip(items, starts, strict=True):
         _part(flat, start, tensor.dtype, tensor.shape).copy_(tensor)
     return flat
 
 
 def packed_bytes(layout: Layout, alignment: int = ALIGNMENT) -> int:
-    """Returns how long `pack` makes such tensors."""
-    return _places([_size(dtype, shape) for _, dtype, shape in layout], alignment)[1]
+    """Returns the number of bytes of the result of `pack` for tensors of this layout."""
+    return _offsets([_size(dtype, shape) for _, dtype, shape in layout], alignment)[1]
 
 
 class KeptBuffers:
-    """Memory for buckets, by turns; kept, since the pages of new memory cost several times what a copy into it does.
+    """Provides buffers for buckets in rotation; reusing memory avoids page faults, which cost more than the copy.
 
     Args:
-        count: of the buffers; two, where a bucket is packed while the one before is on its way.
-        make: a new one of so many bytes.
+        count: number of buffers; two, if a bucket is packed while the one before is being sent.
+        make: makes a new buffer with the given number of bytes.
     """
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
-        self._held: list[tuple[int, Any]] = [(0, None)] * count
+        self._buffers: list[tuple[int, Any]] = [(0, None)] * count  # (bytes, buffer)
         self._make = make
 
     def next(self, nbytes: int) -> Any:
-        """The one whose turn it is, of `nbytes` or more."""
-        size, buffer = self._held.pop(0)
+        """Returns the next buffer in rotation, replaced by a new one if it has fewer than `nbytes`."""
+        size, buffer = self._buffers.pop(0)
         if size < nbytes:
-            del buffer  # before there is another one
+            del buffer  # frees the old one before the new one is allocated
             size, buffer = nbytes, self._make(nbytes)
-        self._held.append((size, buffer))
+        self._buffers.append((size, buffer))
         return buffer
 
     def clear(self) -> None:
-        """Keeps none, until the next is asked for."""
-        self._held = [(0, None)] * len(self._held)
+        """Frees all buffers."""
+        self._buffers = [(0, None)] * len(self._buffers)
 
 
 def host_buffers(count: int) -> KeptBuffers:
-    """[bytes] uint8 tensors each."""
+    """Returns `count` rotating buffers on the host; each is a uint8 tensor, [bytes]."""
     return KeptBuffers(count, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
 
 
 def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
-    """The inverse of `pack`: views of the same memory, by name."""
-    starts, size = _places([_size(dtype, shape) for _, dtype, shape in layout])
+    """Returns the tensors of a packed bucket as (name, view of the same memory); the inverse of `pack`."""
+    starts, size = _offsets([_size(dtype, shape) for _, dtype, shape in layout])
     if size != flat.numel():
         raise ValueError(f"a bucket of {flat.numel()} bytes was to have {size}")
     return [
@@ -86,35 +86,35 @@ def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]
 
 
 def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
-    """Returns what `unpack` needs to know of them."""
+    """Returns the layout of tensors, which `unpack` needs."""
     return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors]
 
 
 def digest_of(data: torch.Tensor) -> str:
-    """The sha256 of contiguous bytes, [bytes] uint8 on any device, in hex."""
+    """Returns the sha256 of contiguous bytes, [bytes] uint8 on any device, as hex."""
     return hashlib.sha256(data.cpu().numpy().data).hexdigest()
 
 
 def check_digest(data: torch.Tensor, digest: str | None) -> None:
-    """Compares bytes that came with the digest that came with them, where one did.
+    """Compares received bytes with the sender's digest; None: there is nothing to compare.
 
     Raises:
-        ValueError: they were altered on the way.
+        ValueError: the bytes were altered in transit.
     """
     if digest is not None and digest_of(data) != digest:
         raise ValueError(f"a bucket of {data.numel()} bytes was altered on the way: its checksum is another one")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that prints as torch.<name>.
+    """Returns the dtype torch.<name>.
 
     Raises:
         ValueError: there is none.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
-    return found
+    return dtype
 
 
 def _part(flat: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -125,8 +125,8 @@ def _size(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype_named(dtype).itemsize
 
 
-def _places(sizes: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Returns where each begins, and where the last one ends, with its padding."""
+def _offsets(sizes: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
+    """Returns the start of each tensor, and the total size including padding."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

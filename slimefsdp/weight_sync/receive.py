@@ -1,7 +1,7 @@
 """Receives weight updates into a rollout engine's model or a reference model's shards.
 
-The three calls of the protocol: `begin(version, manifest)`, `receive(bucket)` as often as needed, `commit(version)`.
-Until the commit the model is between two versions and must not be used.
+The protocol has three calls: `begin(version, manifest)`, `receive(bucket)` once per bucket, and `commit(version)`.
+Between begin and commit the model is a mixture of two versions and must not be used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Manifest = dict[str, tuple[int, ...]]  # name -> full shape
 
 
 class Receiver(Protocol):
-    """Anything that takes new weights, as tensors on the host unless it has `takes_device_tensors`."""
+    """The interface of receivers; they get tensors on the host unless they have `takes_device_tensors`."""
 
     def begin(self, version: int, manifest: Manifest) -> None: ...
 
@@ -31,29 +31,29 @@ class Receiver(Protocol):
 
 
 class WeightReceiver:
-    """Copies full tensors into the parameters of a plain or sharded model, and knows whether an update is complete."""
+    """Copies full tensors into the parameters of a plain or sharded model, and checks that updates are complete."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._parameters: Mapping[str, nn.Parameter] = dict(named)
         self._missing: set[str] = set()
         self._incoming: int | None = None
-        self.version: int | None = None  # of the weights in the model; None before the first commit and in between
+        self.version: int | None = None  # version of the model's weights; None before the first commit and in an update
 
     def begin(self, version: int, manifest: Manifest, kept: Collection[str] = ()) -> None:
-        """Announces an update.
+        """Begins an update.
 
         Args:
-            kept: tensors of the manifest that are not sent, since the model has them.
+            kept: tensors of the manifest that the model already has and that are not sent.
 
         Raises:
-            SyncError: the sender's tensors are not this model's.
+            SyncError: names or shapes of the sender's tensors differ from this model's.
         """
-        mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        if mine != manifest:
-            different = sorted(name for name in mine.keys() | manifest.keys() if mine.get(name) != manifest.get(name))
+        own = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        if own != manifest:
+            different = sorted(name for name in own.keys() | manifest.keys() if own.get(name) != manifest.get(name))
             name = different[0]
             raise SyncError(
-                f"tensor {name!r} is {manifest.get(name)} at the sender and {mine.get(name)} here",
+                f"tensor {name!r} is {manifest.get(name)} at the sender and {own.get(name)} here",
                 field="update_weights",
                 hint="sender and receiver must load the same architecture",
             )
@@ -62,10 +62,11 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, bucket: Bucket) -> None:
-        """Takes some of the announced tensors.
+        """Copies some of the announced tensors into the model.
 
         Raises:
-            StateError: no update was begun. SyncError: a tensor that was not announced, or not in this shape.
+            StateError: there is no update in progress.
+            SyncError: a tensor was not announced, or has another shape.
         """
         if self._incoming is None:
             raise StateError(
@@ -73,7 +74,7 @@ class WeightReceiver:
             )
         for name, tensor in bucket:
             parameter = self._parameters.get(name)
-            if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast without a word
+            if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast silently
                 raise SyncError(
                     f"tensor {name!r} came as {tuple(tensor.shape)}, announced was "
                     f"{None if parameter is None else tuple(parameter.shape)}",
@@ -91,7 +92,7 @@ class WeightReceiver:
 
     @property
     def is_receiving(self) -> bool:
-        """Whether an update was begun and not committed."""
+        """Returns whether an update is in progress."""
         return self._incoming is not None
 
     def forget(self) -> None:
@@ -102,7 +103,7 @@ class WeightReceiver:
         """Ends the update; the model may be used again.
 
         Raises:
-            SyncError: tensors are missing, or another version was begun.
+            SyncError: tensors are missing, or `begin` had another version.
         """
         if self._incoming != version or self._missing:
             missing = f"{len(self._missing)} tensors missing, e.g. {min(self._missing)!r}" if self._missing else ""

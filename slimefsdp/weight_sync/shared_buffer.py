@@ -1,8 +1,8 @@
-"""Memory that other processes of this machine open by a handle: on the host, or of a CUDA device by its IPC handles.
+"""Shares memory with other processes of this machine: on the host, or on a CUDA device by its IPC handles.
 
-The workers of a rollout server with an environment of its own import this file, so it needs torch alone. Handles are
-plain values, as JSON has them. Memory on the host has no name in any file system: it is gone with the last process that
-has it open, however that one ends.
+Workers of rollout servers, which have their own environment, import this module, so it may import only torch. Handles
+are JSON values. Memory on the host has no name in any file system, so it is freed with the last process that has it
+open, however that process ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Handle = dict[str, Any]
 
 
 class SharedBuffer:
-    """New memory of this process, [bytes] uint8 in `data`; others open it by `handle` while this object lives."""
+    """Allocates memory, [bytes] uint8 in `data`, that other processes can open by `handle` while this object lives."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.data: torch.Tensor
@@ -36,7 +36,7 @@ class SharedBuffer:
         self.handle = {"name": name, "pid": os.getpid(), "descriptor": self._descriptor, "bytes": nbytes}
 
     def close(self) -> None:
-        """Nobody else can open it any more; idempotent. The memory goes when nobody uses it."""
+        """Prevents further opening; idempotent. The memory is freed when no process uses it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -46,10 +46,10 @@ class SharedBuffer:
 
 
 def opened(handle: Handle) -> torch.Tensor:
-    """Another process's memory, [bytes] uint8, to be read.
+    """Returns another process's memory, [bytes] uint8, for reading.
 
     Raises:
-        OSError: it is not on this machine, or not on this GPU, or gone.
+        OSError: the memory is not on this machine or GPU, or has been freed.
     """
     if "gpu" in handle:
         return _opened_on_cuda(handle)
@@ -64,7 +64,7 @@ def opened(handle: Handle) -> torch.Tensor:
 
 
 class OpenedBuffers:
-    """Other processes' memory that stays open: a sender has two buffers, and names them again and again."""
+    """Caches opened memory of other processes; a sender alternates between two buffers."""
 
     def __init__(self) -> None:
         self._opened: dict[str, torch.Tensor] = {}
@@ -83,7 +83,7 @@ def _gpu_name(index: int) -> str:
 
 
 def _cuda_handle(data: torch.Tensor) -> Handle:
-    # what torch.multiprocessing sends of a tensor, without its pickles
+    # the values that torch.multiprocessing sends for a tensor, without pickling
     device, *parts = data.untyped_storage()._share_cuda_()
     return {
         "gpu": _gpu_name(device),
@@ -95,14 +95,14 @@ def _cuda_handle(data: torch.Tensor) -> Handle:
 
 
 def _opened_on_cuda(handle: Handle) -> torch.Tensor:
-    here = [index for index in range(torch.cuda.device_count()) if _gpu_name(index) == handle["gpu"]]
-    if not here:
+    indices = [index for index in range(torch.cuda.device_count()) if _gpu_name(index) == handle["gpu"]]
+    if not indices:
         raise OSError(f"GPU {handle['gpu']} of the sender is not this process's")
     parts = [
         bytes.fromhex(part) if is_hex else part for part, is_hex in zip(handle["parts"], handle["are_hex"], strict=True)
     ]
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(here[0], *parts)
+        storage = torch.UntypedStorage._new_shared_cuda(indices[0], *parts)
     except RuntimeError as error:
         raise OSError(f"the sender's memory cannot be opened: {error}") from error
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

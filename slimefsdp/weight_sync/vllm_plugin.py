@@ -1,12 +1,12 @@
-"""What runs inside vLLM: a weight-transfer backend called `slimefsdp`, and what a worker says of itself.
+"""Extends vLLM's workers with a weight-transfer backend called `slimefsdp` and a description of the worker.
 
 vLLM imports this by `--worker-extension-cls slimefsdp.weight_sync.vllm_plugin.WorkerExtension`, in an environment where
-nothing but torch and vLLM can be counted on. Each call of vLLM's /update_weights takes one bucket from the group in
-which the trainer broadcasts.
+only torch and vLLM can be assumed. Each call of vLLM's /update_weights receives one bucket from the trainer's broadcast
+group.
 
-An adapter's matrices come as weights do, and are kept here. vLLM forgets all adapters when an update ends, and loads
-them again for the next request that names them: the one of `HELD_ADAPTER` from what is kept, instead of a folder. So
-requests that came to the server during an update are sampled with what it brought, as they are with new weights.
+An adapter's matrices are received like weights and kept here. vLLM drops all adapters when an update ends, and loads
+them again for the next request that names them: the adapter with the path `HELD_ADAPTER` is loaded from the kept
+matrices instead of a folder. Requests that arrive during an update are therefore sampled with the new adapter.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpa
 from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
 BACKEND = "slimefsdp"
-PROTOCOL = 4  # of the two classes below; both sides must have the same
-HELD_ADAPTER = "slimefsdp:adapter"  # in the place of an adapter's path: what updates brought
-ADAPTER_FOLDER = "adapter"  # in a folder of weights, one in peft's format
+PROTOCOL = 4  # version of the two classes below; must be equal on both sides
+HELD_ADAPTER = "slimefsdp:adapter"  # replaces an adapter's path, and means the adapter received by updates
+ADAPTER_FOLDER = "adapter"  # subfolder of a folder of weights, in peft's format
 _FILES = "*.safetensors"
 _MATRIX = (".lora_A.weight", ".lora_B.weight")  # ends of the names of an adapter's matrices
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Where the group meets; `rank_offset` is the rank in it of this server's first worker."""
+    """Describes the broadcast group; `rank_offset` is the rank of this server's first worker."""
 
     address: str
     port: int
@@ -56,11 +56,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, in the order in which its tensors are packed; or a folder of weights.
+    """Describes one bucket, in the order in which its tensors are packed; or a folder of weights.
 
-    `parts` says of each tensor which tensors of a Hugging Face folder it holds: (name, expert or None, first row, end),
-    rows being those of the expert; a whole tensor is one part without an expert, and one to be left out has no part.
-    The bytes come by broadcast, or lie in a `buffer` of `slimefsdp.weight_sync.shared_buffer`.
+    `parts` lists for each tensor the tensors of a Hugging Face folder that it holds, as (name, expert or None, first
+    row, end), with rows of the expert. A whole tensor is one part without an expert; a tensor to skip has no part. The
+    bytes are broadcast, or are in a `buffer` of `slimefsdp.weight_sync.shared_buffer`.
     """
 
     names: list[str]
@@ -70,52 +70,52 @@ class UpdateInfo(WeightTransferUpdateInfo):
     digest: str | None = None  # of the bytes
     buffer: dict[str, Any] | None = None
     folder: str | None = None
-    adapter_scale: float | None = None  # what B A x is multiplied by, where matrices of an adapter come
+    adapter_scale: float | None = None  # the factor on B A x, if the bucket has matrices of an adapter
 
 
 @dataclass
 class HeldAdapter:
-    """An adapter as peft names its matrices, on the host, and what B A x is multiplied by."""
+    """Holds an adapter's matrices on the host, under peft's names, and the factor on B A x."""
 
     matrices: dict[str, torch.Tensor]
     scale: float
 
     def made_for(self, manager: Any, lora_id: int) -> LoRAModel:
-        """It as vLLM has it; `manager` is vLLM's LoRAModelManager.
+        """Returns the adapter in vLLM's representation; `manager` is vLLM's LoRAModelManager.
 
         Raises:
-            ValueError: vLLM has no place for this rank, or for an adapter of one of the modules.
+            ValueError: vLLM does not support this rank, or adapters of one of the modules.
         """
-        rank = next(one.shape[0] for name, one in self.matrices.items() if name.endswith(_MATRIX[0]))
+        rank = next(matrix.shape[0] for name, matrix in self.matrices.items() if name.endswith(_MATRIX[0]))
         facts = PEFTHelper(r=rank, lora_alpha=self.scale * rank, target_modules=[])  # type: ignore[arg-type]
         facts.validate_legal(manager.lora_config)
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             lora_id,
-            {name: one.clone() for name, one in self.matrices.items()},  # vLLM multiplies them by the scale in place
+            {name: matrix.clone() for name, matrix in self.matrices.items()},  # vLLM scales them in place
             facts,
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
-        known = {one for name in manager.modules for one in manager.packed_modules.get(name, [name])}
+        known = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
         if unknown := sorted(model.loras.keys() - known):
             raise ValueError(f"vLLM takes no adapter of {unknown[0]}, nor of {len(unknown) - 1} others")
         return model
 
 
 class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Takes buckets from a BroadcastGroup into a model that vLLM has already arranged for its kernels."""
+    """Loads buckets from a BroadcastGroup into a model whose weights vLLM has already processed for its kernels."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: BroadcastGroup | None = None
-    _is_reloading = False  # an update has brought weights, and not ended
-    _adapter: HeldAdapter | None = None  # that it has brought so far
-    _buffers = OpenedBuffers()  # one engine a process
+    _is_reloading = False  # an update that brings weights is in progress
+    _adapter: HeldAdapter | None = None  # the adapter that the current update has brought so far
+    _buffers = OpenedBuffers()  # shared by all instances, as a process has one engine
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the group, and leaves the one before."""
+        """Leaves the previous group, and joins the new one."""
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -124,31 +124,31 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def start_weight_update(self) -> None:
-        """Makes the model ready to be loaded anew."""
+        """Prepares for a new update."""
         self._adapter = None
         if self._is_reloading:
-            # a layer that an update which failed has left half loaded counts that half, and some of its parameters have
-            # no loader any more
+            # after a failed update, vLLM still counts the loaded half of a layer, whose parameters lack their loaders
             finalize_layerwise_reload(self.model, self.model_config)
             self._is_reloading = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Takes one bucket; returns when the model has it."""
+        """Receives one bucket; returns when it is in the model."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":  # of vLLM's own method; without an accelerator, its last line raises
+        if self.device.type == "cuda":  # vLLM's own method, which this replaces, would raise without an accelerator
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Takes one bucket, or a folder, and hands it to vLLM's loader.
+        """Receives one bucket, or reads a folder, and passes the tensors to vLLM's loader.
 
         Raises:
-            BroadcastError: as BroadcastGroup. OSError: the buffer or the folder is not on this machine.
-            ValueError: a tensor of another dtype than the model's, or bytes that were altered on the way.
+            BroadcastError: see BroadcastGroup.
+            OSError: the buffer or the folder is not on this machine.
+            ValueError: a tensor has another dtype than the model, or the bytes were altered in transit.
         """
         info = update_info
         if info.folder is not None:
             folder = Path(info.folder)
-            if any(folder.glob(_FILES)):  # else all that it has is an adapter
+            if any(folder.glob(_FILES)):  # the folder may have only an adapter
                 self._load(self._of_folder(folder))
             self._keep(self._of_folder(folder / ADAPTER_FOLDER), info.adapter_scale)
             return
@@ -162,9 +162,9 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             for (_, tensor), parts in zip(unpack(flat, layout), info.parts, strict=True)
             for part, expert, start, end in parts
         ]
-        if weights := [one for one in named if not one[0].endswith(_MATRIX)]:
+        if weights := [item for item in named if not item[0].endswith(_MATRIX)]:
             self._load(weights)
-        self._keep([one for one in named if one[0].endswith(_MATRIX)], info.adapter_scale)
+        self._keep([item for item in named if item[0].endswith(_MATRIX)], info.adapter_scale)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if not self._is_reloading:
@@ -173,7 +173,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.model.load_weights(weights)
 
     def _keep(self, matrices: Iterable[tuple[str, torch.Tensor]], scale: float | None) -> None:
-        """Matrices of an adapter, until the update ends."""
+        """Stores matrices of an adapter until the update ends."""
         for name, tensor in matrices:
             if scale is None:
                 raise ValueError(f"{name} came without the scale of its adapter")
@@ -181,16 +181,16 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapter.matrices[name] = tensor.to("cpu", copy=True)
 
     def _bytes(self, count: int, buffer: dict[str, Any] | None) -> torch.Tensor:
-        """Returns memory for one bucket; vLLM keeps views of it until a layer is complete."""
+        """Receives the bytes of one bucket into new memory, as vLLM keeps views of it until a layer is complete."""
         if buffer is not None:
             return self._buffers.get(buffer)[:count].clone()
         if self._group is None:
             raise RuntimeError("update_weights before init_weight_transfer_engine")
-        # before anything else can fail, or rank 0 and the other engines would wait for this one
+        # nothing that may fail comes before this, because rank 0 and the other engines wait for this broadcast
         return self._group.broadcast(torch.empty(count, dtype=torch.uint8, device=self.device))
 
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors.torch import load_file  # vLLM reads weights by it
+        from safetensors.torch import load_file  # a dependency of vLLM
 
         for file in sorted(folder.glob(_FILES)):
             for name, tensor in load_file(file).items():
@@ -203,10 +203,10 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(f"tensor {name!r} came as {dtype}, and the model's weights are {own}")
 
     def finish_weight_update(self) -> None:
-        """Arranges what came for the kernels; an adapter is there for the next request that names it.
+        """Processes new weights for the kernels, and makes a new adapter available to the next request that names it.
 
         Raises:
-            ValueError: vLLM cannot have this adapter.
+            ValueError: vLLM does not support this adapter.
         """
         if self._is_reloading:
             finalize_layerwise_reload(self.model, self.model_config)
@@ -216,7 +216,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             manager = getattr(self.model, "lora_manager", None)
             if manager is None:
                 raise ValueError("an adapter came, and the server was started without --enable-lora")
-            self._adapter.made_for(manager, 1)  # what is wrong with it ends this update, not the server
+            self._adapter.made_for(manager, 1)  # a faulty adapter fails this update, instead of the server later
             manager.slimefsdp_held, self._adapter = self._adapter, None
 
     def shutdown(self) -> None:
@@ -226,18 +226,18 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = None
 
     def _refresh_tied_head(self) -> None:
-        """A head that is the embedding has a copy of it, arranged for the kernels, which vLLM leaves as it was."""
+        """Updates the head's copy of a tied embedding, processed for the kernels, which vLLM does not update."""
         head = getattr(self.model, "lm_head", None)
-        head = getattr(head, "base_layer", head)  # of vLLM's layer with room for adapters
+        head = getattr(head, "base_layer", head)  # unwraps vLLM's layer for adapters
         if head is not None and getattr(self.model.config, "tie_word_embeddings", False):
             head.quant_method.process_weights_after_loading(head)
 
 
 class WorkerExtension:
-    """Its methods become those of vLLM's workers, for POST /collective_rpc."""
+    """Adds methods to vLLM's workers, to be called by POST /collective_rpc."""
 
     def slimefsdp_worker(self) -> dict[str, Any]:
-        """Returns what an engine must know before it uses this server."""
+        """Returns the properties of this server that an engine checks before using it."""
         config = self.vllm_config  # type: ignore[attr-defined]
         model, transfer, lora = config.model_config, config.weight_transfer_config, config.lora_config
         return {
@@ -260,7 +260,7 @@ _load_from_folder = WorkerLoRAManager._load_adapter
 
 
 def _load_adapter(self: Any, request: LoRARequest) -> LoRAModel:
-    """Loads an adapter as vLLM does, or from what updates brought where the path says so."""
+    """Loads an adapter from a folder as vLLM does, or the received one if the path is `HELD_ADAPTER`."""
     if request.lora_path != HELD_ADAPTER:
         return _load_from_folder(self, request)
     manager = self._adapter_manager
@@ -270,6 +270,6 @@ def _load_adapter(self: Any, request: LoRARequest) -> LoRAModel:
     return held.made_for(manager, request.lora_int_id)
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:  # a worker may import this twice
+if BACKEND not in WeightTransferEngineFactory._registry:  # a worker may import this module twice
     WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
     WorkerLoRAManager._load_adapter = _load_adapter
