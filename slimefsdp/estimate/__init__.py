@@ -1,1 +1,1 @@
-"""Bytes, operations and seconds of training, estimated from config.json and the settings. No weights are read."""
+"""Estimates bytes, FLOPs and seconds of training from config.json and the settings, without reading weights."""

@@ -1,7 +1,7 @@
-"""The rates of this machine, measured: products, attention, memory, and what ranks send each other.
+"""Measures the rates of this machine: matrix products, attention, memory, and communication between ranks.
 
-Every figure is the best of several rounds, so that other work on the machine does not count. The ranks are processes
-of their own, without Ray.
+Every figure is the best of several rounds, to exclude the effect of other work on the machine. The ranks are separate
+processes without Ray.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ from slimefsdp.estimate.hardware import Rates
 _TIMEOUT_S = 600.0
 _ROUNDS = 5
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 4, 64
-_FORWARDS = 3.5  # of attention: its own, and in backward queries with keys again and the gradients of both products
+_FORWARDS = (
+    3.5  # attention's FLOPs / those of its forward; backward recomputes the scores and has two products for each
+)
 
 
 def calibrate(device_type: str, dtype: str, ranks: int, *, scale: float = 1.0) -> tuple[Rates, dict[str, Any]]:
-    """Starts `ranks` processes on this machine and returns what `measure_rates` finds in them.
+    """Starts `ranks` processes on this machine and returns their result of `measure_rates`.
 
     Args:
         device_type: cpu or cuda; on CUDA each rank has a device.
-        dtype: of products and attention, such as bfloat16.
+        dtype: dtype of matrix products and attention, such as bfloat16.
     """
     results: Any = mp.get_context("spawn").SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # rank 0 gets it open: nobody else can take its port
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # passed to rank 0 open, so that the port stays reserved
         mp.spawn(_rank, (ranks, listener, device_type, dtype, scale, results), nprocs=ranks)  # raises a rank's error
-    found: tuple[Rates, dict[str, Any]] = results.get()
-    return found
+    measured: tuple[Rates, dict[str, Any]] = results.get()
+    return measured
 
 
 def _rank(
     rank: int, ranks: int, listener: socket.socket, device_type: str, dtype: str, scale: float, results: Any
 ) -> None:
-    # torch 2.13 renames collectives that 2.11 has under their old names alone
+    # torch 2.13 deprecates the names of collectives that torch 2.11 has
     warnings.simplefilter("ignore", FutureWarning)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cpu":
-        torch.set_num_threads(1)  # as a worker computes
+        torch.set_num_threads(1)  # like a training worker
     port = listener.getsockname()[1]
     if rank > 0:
         listener.close()
@@ -60,9 +62,9 @@ def _rank(
         device, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=_TIMEOUT_S,
         listener=listener if rank == 0 else None,
     )  # fmt: skip
-    found = measure_rates(device, getattr(torch, dtype), dist.group.WORLD, scale=scale)
+    measured = measure_rates(device, getattr(torch, dtype), dist.group.WORLD, scale=scale)
     if rank == 0:
-        results.put(found)  # a few kilobytes, which the pipe holds until somebody reads them
+        results.put(measured)  # small enough for the pipe's buffer, so this does not wait for a reader
     dist.barrier()
     dist.destroy_process_group()
 
@@ -70,12 +72,12 @@ def _rank(
 def measure_rates(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, scale: float = 1.0
 ) -> tuple[Rates, dict[str, Any]]:
-    """Collective: returns the rates of the slowest rank, the same on every rank, and this rank's measurements.
+    """Collective: returns the rates of the slowest rank, equal on every rank, and this rank's measurements.
 
     Args:
-        dtype: of products and attention.
-        group: the ranks that send; for None or one rank, copies on the device stand in for what is sent.
-        scale: multiplies the sizes that are measured with; below 1 is quicker and rougher.
+        dtype: dtype of matrix products and attention.
+        group: the ranks that communicate; for None or one rank, copies on the device are measured instead.
+        scale: factor on the measured sizes; below 1 is quicker and less accurate.
     """
     on_cuda = device.type == "cuda"
     sizes = [max(64, round(n * scale)) for n in ((2048, 4096, 8192) if on_cuda else (512, 1024, 2048))]
@@ -111,7 +113,7 @@ def _product_tflops(n: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention_tflops(tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the rate of one causal sequence, forward and backward, on the path that training takes."""
+    """Returns the rate of one causal sequence, forward and backward, computed as in training."""
     attention = Attention(Choice("local", "one rank"))
     attend = attention.for_pack(attention.layout([0, tokens]), device)
     q, k, v = (
@@ -129,14 +131,14 @@ def _attention_tflops(tokens: int, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _copy_gbps(size: int, source: torch.device, target: torch.device) -> float:
-    """Returns 10^9 bytes read and written in a second."""
+    """Returns the rate of a copy in 10^9 bytes per second, counting bytes read and bytes written."""
     first = torch.ones(size // 4, device=source, pin_memory=source.type != target.type)
     second = torch.empty(size // 4, device=target)
     return 2 * size / _best_seconds(lambda: second.copy_(first), target) / 1e9
 
 
 def _comm_gbps(size: int, device: torch.device, group: dist.ProcessGroup) -> dict[str, float]:
-    """Returns 10^9 bytes that a rank sends in a second in each collective, taken to be a ring."""
+    """Returns the rate of each collective in 10^9 bytes sent per rank and second, assuming ring algorithms."""
     ranks = dist.get_world_size(group)
     shard = torch.ones(max(1, size // 4 // ranks), device=device)
     whole = torch.ones(shard.numel() * ranks, device=device)
@@ -156,7 +158,7 @@ def _comm_gbps(size: int, device: torch.device, group: dist.ProcessGroup) -> dic
 def _best_seconds(action: Callable[[], Any], device: torch.device) -> float:
     """Returns the best of several rounds; every rank takes the same number of rounds."""
     best = math.inf
-    for _ in range(_ROUNDS + 1):  # the first one is a warm-up
+    for _ in range(_ROUNDS + 1):  # the first round is a warm-up
         start = time.perf_counter()
         action()
         if device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Floating-point operations of a model, counted from its dimensions: what an update needs, and what is executed here.
+"""Counts the floating-point operations of a model: those that an update needs, and those that are executed here.
 
-A multiply and an add are two operations. Norms, activations and softmaxes are left out: memory bounds them.
+A multiply and an add are two operations. Norms, activations and softmaxes are not counted, as memory bounds their time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slimefsdp.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations by where they are spent."""
+    """Holds numbers of operations by part of the model."""
 
     layers: float  # products with the weights of decoder layers
     attention: float  # queries with keys, probabilities with values
@@ -25,7 +25,7 @@ class Flops:
         return self.layers + self.attention + self.head
 
     def over(self, parts: float) -> Flops:
-        """Returns one of so many equal parts."""
+        """Returns the operations divided by `parts`."""
         return Flops(self.layers / parts, self.attention / parts, self.head / parts)
 
 
@@ -40,10 +40,10 @@ def forward_flops(
     """Returns the operations of one forward pass.
 
     Args:
-        lengths: tokens of every sample, in any shape; or of every node, where samples share prefixes.
-        counted_rows: tokens whose log-prob is asked for; the head projects no other. 0 for a critic.
-        depths: tokens that precede every node in its samples, in the shape of lengths; None: nothing is shared.
-        adapter_parameters: parameters of adapters, on top of the layers' weights.
+        lengths: tokens of every sample, or of every node if samples share prefixes; in any shape.
+        counted_rows: number of tokens whose log-probs are computed, i.e. rows of the head; 0 for a critic.
+        depths: tokens that precede each node in its samples, in the shape of `lengths`; None: nothing is shared.
+        adapter_parameters: parameters of adapters, in addition to the layers' weights.
     """
     starts = np.zeros(lengths.shape) if depths is None else depths.astype(np.float64)
     ends = lengths.astype(np.float64) + starts
@@ -71,11 +71,11 @@ def training_flops(
 ) -> Flops:
     """Returns the operations that one forward and backward pass needs, as model FLOPs utilisation (MFU) counts them.
 
-    Nothing is counted twice. The gradients of both factors of a product cost as much again as the product, each.
+    Recomputation is not counted. The gradient of each factor of a product costs as much as the product.
 
     Args:
-        lengths, counted_rows, depths, adapter_parameters: as for `forward_flops`.
-        trained_share: share of the weights that is trained. A frozen weight has no gradient, but what precedes it may.
+        lengths, counted_rows, depths, adapter_parameters: see `forward_flops`.
+        trained_share: trained weights / all weights. Products with a frozen weight still have a gradient of the input.
     """
     forward = forward_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths)
     of_weights, of_adapters = 2 + trained_share, 6.0 * adapter_parameters * float(lengths.sum())
@@ -83,15 +83,15 @@ def training_flops(
 
 
 def executed_flops(needed: Flops, forward: Flops, *, recomputed_layers: float = 0, recomputed_head: float = 0) -> Flops:
-    """Returns the operations of a forward and backward pass as it runs here, with all that is computed twice.
+    """Returns the operations of a forward and backward pass that are executed here, recomputation included.
 
-    Attention's backward multiplies queries with keys again, and the head's computes the logits that were not kept.
+    Attention's backward recomputes the products of queries and keys, and the head's backward the logits not kept.
 
     Args:
-        needed: of `training_flops`.
-        forward: of `forward_flops` with its adapters.
-        recomputed_layers: share of the decoder layers that activation checkpointing computes again, counted whole.
-        recomputed_head: share of the head's projection that backward computes again.
+        needed: the result of `training_flops`.
+        forward: the result of `forward_flops`, including adapters.
+        recomputed_layers: share of the decoder layers that are recomputed as a whole.
+        recomputed_head: share of the head's logits that backward recomputes.
     """
     return Flops(
         layers=needed.layers + recomputed_layers * forward.layers,
@@ -101,6 +101,6 @@ def executed_flops(needed: Flops, forward: Flops, *, recomputed_layers: float = 
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Returns pairs of a token and one that it attends to, itself included, in the first `lengths` tokens."""
-    seen = lengths if window is None else np.minimum(lengths, window)
-    return seen * (seen + 1) / 2 + (lengths - seen) * seen
+    """Returns the numbers of (query, key) pairs within the first `lengths` tokens of causal sequences."""
+    span = lengths if window is None else np.minimum(lengths, window)
+    return span * (span + 1) / 2 + (lengths - span) * span

@@ -1,4 +1,4 @@
-"""What a device holds and does in a second: as `slimefsdp plan --calibrate` measured it, or as data sheets say."""
+"""Provides the memory and rates of devices: measured by `slimefsdp plan --calibrate`, or from data sheets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.user_files import parse_json, read_plain
 
-# TFLOP/s of dense bfloat16 products with float32 sums, as the makers state them; the first name that fits counts
+# vendors' TFLOP/s of dense bfloat16 products with float32 accumulation; the first name that matches is used
 _PEAK_TFLOPS = {
     "A30": 165.0,
     "A40": 149.7,
@@ -32,7 +32,7 @@ _PEAK_TFLOPS = {
     "GH200": 989.4,
     "B200": 2250.0,
 }
-# GB of memory; GB/s of that memory, of links between devices of a node, and to the host
+# GB of memory; GB/s of this memory, of links between devices of a node, and of the link to the host
 _STATED: dict[str, tuple[float, float, float, float]] = {
     "A100": (80, 2000, 200, 25),
     "H100": (80, 3350, 350, 50),
@@ -45,68 +45,68 @@ _STATED: dict[str, tuple[float, float, float, float]] = {
 DEVICES = tuple(_STATED)
 _CORE_TFLOPS = 0.05  # of one CPU core in float32
 _REACHED = 0.6  # share of the stated peak that large products reach
-HEADROOM = 0.9  # an estimate is right within a tenth, and allocators keep more than is in use
+HEADROOM = 0.9  # usable share of memory: estimates may be off by a tenth, and allocators reserve more than is in use
 
-# no device is near either bound, and what is computed from rates between them stays a finite number
+# bounds far from any device's rates, within which all results stay finite
 LEAST_RATE, MOST_RATE = 1e-9, 1e9
-_MAX_BYTES = 1_000_000  # a calibration has one or two thousand
+_MAX_BYTES = 1_000_000  # a calibration has about two thousand
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns a device's stated half-precision TFLOP/s by the name that its driver gives; None where it is unknown."""
-    if "Laptop" in device_name:  # the desktop's name, and another chip
+    """Returns the vendor's half-precision TFLOP/s of a device by its driver's name; None if unknown."""
+    if "Laptop" in device_name:  # laptop chips have the names of faster desktop chips
         return None
     return next((rate for name, rate in _PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one rank does in a second."""
+    """Holds the rates of one rank."""
 
-    source: str  # where the numbers come from
-    matrix_tflops: float  # of products in the compute dtype; a multiply and an add are two operations
-    attention_tflops: float  # of pairs of tokens, forward and backward
-    memory_gbps: float  # 10^9 bytes read or written on the device
-    comm_gbps: float  # 10^9 bytes that a rank sends in collectives
-    host_gbps: float  # 10^9 bytes between device and host
-    dtype: str | None = None  # of the products that were measured; None: the rates are for any
+    source: str  # origin of the numbers
+    matrix_tflops: float  # TFLOP/s of matrix products in the compute dtype; a multiply and an add are two operations
+    attention_tflops: float  # TFLOP/s of attention, forward and backward
+    memory_gbps: float  # 10^9 bytes per second read or written on the device
+    comm_gbps: float  # 10^9 bytes per second that a rank sends in collectives
+    host_gbps: float  # 10^9 bytes per second between device and host
+    dtype: str | None = None  # dtype of the measured products; None: for any dtype
 
     @property
     def attention_slowdown(self) -> float:
-        """Operations in products that take as long as one in attention."""
+        """Returns the FLOPs of matrix products that take as long as one FLOP of attention."""
         return self.matrix_tflops / self.attention_tflops
 
     @property
     def flops_per_byte(self) -> float:
-        """Operations in products that take as long as sending a byte."""
+        """Returns the FLOPs of matrix products that take as long as sending a byte."""
         return 1e3 * self.matrix_tflops / self.comm_gbps
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is known of one rank's device."""
+    """Describes one rank's device."""
 
     rates: Rates
-    memory_bytes: int | None  # None: no limit is known
-    named_by: str | None  # the flag that named the memory; None: it is a guess
+    memory_bytes: int | None  # None: not known
+    named_by: str | None  # the flag that gave the memory; None: it is a guess
     on_cpu: bool
 
     def has_room(self, held: int) -> bool:
-        """Returns whether so many bytes fit with a tenth left free, as far as a limit is known."""
+        """Returns whether `held` bytes leave a tenth of the memory free; True if the memory is not known."""
         return self.memory_bytes is None or fits(held, self.memory_bytes)
 
 
 def fits(held: int, memory_bytes: int) -> bool:
-    """Returns whether an estimate of `held` bytes leaves a tenth free."""
+    """Returns whether `held` bytes leave a tenth of the memory free."""
     return held <= HEADROOM * memory_bytes
 
 
 def guessed_rates(device: str, compute_bytes: int) -> Rates:
-    """Returns rates by a data sheet.
+    """Returns a device's rates according to its data sheet.
 
     Args:
         device: one of DEVICES.
-        compute_bytes: of an element; what is wider than half precision is slower in proportion.
+        compute_bytes: bytes of an element; wider dtypes than half precision are proportionally slower.
     """
     _, memory, comm, host = _STATED[device]
     tflops = _CORE_TFLOPS
@@ -116,15 +116,15 @@ def guessed_rates(device: str, compute_bytes: int) -> Rates:
 
 
 def device_bytes(device: str) -> int | None:
-    """Returns the memory of one of DEVICES; None for a CPU, whose memory is the machine's."""
+    """Returns the memory of one of DEVICES; None for a CPU."""
     return round(_STATED[device][0] * 1e9) or None
 
 
 def write_calibration(path: Path, rates: Rates, details: Mapping[str, Any], *, field: str = "--calibrate") -> None:
-    """Writes rates, and how they were measured, for `read_calibration`.
+    """Writes rates and details of their measurement to a file for `read_calibration`.
 
     Raises:
-        ConfigError: under `field`; the file cannot be written.
+        ConfigError: the file cannot be written; names `field`.
     """
     try:
         path.write_text(json.dumps({"rates": asdict(rates), **details}, indent=1) + "\n")
@@ -133,10 +133,10 @@ def write_calibration(path: Path, rates: Rates, details: Mapping[str, Any], *, f
 
 
 def read_calibration(path: Path, *, field: str) -> Rates:
-    """Returns the rates of a file that `write_calibration` wrote.
+    """Returns the rates in a file that `write_calibration` wrote.
 
     Raises:
-        ConfigError: under `field`; there is no such file, or it holds something else.
+        ConfigError: there is no such file, or it is not a calibration; names `field`.
     """
 
     def refused(problem: str) -> ConfigError:
@@ -154,7 +154,7 @@ def read_calibration(path: Path, *, field: str) -> Rates:
             is_sound = isinstance(value, str) and value.isprintable() and len(value) <= 300
         elif name == "dtype":
             is_sound = value is None or (isinstance(value, str) and value in ELEMENT_BYTES)
-        else:  # in a comparison of numbers, a bool would pass as one
+        else:  # type(), not isinstance, because a bool is an int
             is_sound = type(value) in (int, float) and LEAST_RATE <= value <= MOST_RATE
         if not is_sound:
             raise refused(f"has {name}={short_text(value)}, which is no {'rate' if '_' in name else name}")

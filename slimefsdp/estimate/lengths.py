@@ -1,4 +1,4 @@
-"""Samples to plan with: a saved batch, a list of lengths in a file, or lengths drawn from a named distribution."""
+"""Reads samples for `plan`: a saved batch, a list of lengths in a file, or lengths drawn from a distribution."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.io.user_files import NoPath, parse_json, path_of, read_plain
 
-MAX_LENGTH = 2**40  # a million of them still add up in int64
+MAX_LENGTH = 2**40  # the sum of a million such lengths fits int64
 
-_MAX_BYTES = 100_000_000  # ten million lengths
+_MAX_BYTES = 100_000_000  # about ten million lengths
 _HINT = (
     "write fixed(512), uniform(16, 4096) or lognormal(1000, 0.8, 16, 8192) (mean in tokens, sigma of the logarithm, "
     "shortest, longest), or name a file: of RolloutBatch.save, or a JSON list of lengths"
@@ -20,21 +20,22 @@ _HINT = (
 
 
 def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray:
-    """Returns the lengths of `read_samples`, int64 [num_samples], or [as many as the file has]."""
+    """Returns the lengths of the samples of `read_samples`, int64 [samples]."""
     samples = read_samples(text, num_samples, seed=seed, field=field)
     return samples.lengths if isinstance(samples, RolloutBatch) else samples
 
 
 def read_samples(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray | RolloutBatch:
-    """Returns the batch of a file, or lengths in tokens: int64 [num_samples], or [as many as the file has].
+    """Returns the batch in a file, or lengths in tokens, int64: all lengths of a file, or `num_samples` draws.
 
     Args:
         text: a distribution, or the path of a saved RolloutBatch or of a JSON list. The mean of
-            lognormal(mean, sigma, min, max) is that of the distribution before it is cut off at min and max.
-        seed: of the draws.
+            lognormal(mean, sigma, min, max) is that of the distribution before values are clipped to [min, max].
+        seed: seed of the draws.
 
     Raises:
-        ConfigError: the text is neither. BatchError: the file cannot be read as what it should be.
+        ConfigError: the text is neither a distribution nor a file.
+        BatchError: the file is not a RolloutBatch or a list of lengths.
     """
     named = re.fullmatch(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*", text)
     if named is None:
@@ -67,7 +68,7 @@ def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
         is_file = path.is_file()
     except NoPath as error:
         raise ConfigError(f"{field}={text!r} {error.rule}", field=field, hint=error.hint) from None
-    except OSError:  # a name that is too long
+    except OSError:  # the name is too long
         is_file = False
     if not is_file:
         raise ConfigError(f"{field}={text!r} is neither a distribution nor a file", field=field, hint=_HINT)

@@ -1,8 +1,8 @@
-"""Bytes of one rank in training: what it holds at rest, and at the fullest moment of an update.
+"""Estimates the memory of one rank in training, at rest and at the peak of an update.
 
-Activations are counted operation by operation, for decoder layers as transformers writes them: norms in float32, a
-gated MLP, rotary positions. Mixtures of experts and layers without a gate are counted alike, which is rough for them.
-What kernels allocate inside, what the allocator keeps in reserve and padding are not counted.
+Activations are counted operation by operation for decoder layers as transformers implements them: norms in float32, a
+gated MLP, rotary positions. The same counts are only rough for mixtures of experts and layers without a gate.
+Workspace of kernels, memory that the allocator reserves, and padding are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slimefsdp.models.head_tiles import HeadTiles
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """The largest micro-batch of a rank, and how many micro-batches an update has."""
+    """Describes the largest micro-batch of a rank, and the number of micro-batches of an update."""
 
     tokens: int
     rows: int  # tokens that the head projects to the vocabulary
@@ -26,71 +26,71 @@ class MicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank at one moment."""
+    """Holds the bytes of one rank at one moment."""
 
     parameters: int
     gradients: int
     optimizer: int
     unsharded: int = 0  # parameters gathered in the compute dtype, and their gradients before they are summed
     activations: int = 0  # of decoder layers
-    head: int = 0  # logits, hidden rows, the gradient of the head's weight
-    buffers: int = 0  # of collectives and of the optimiser
-    others: int = 0  # reference and critic in the policy's processes
-    host: int = 0  # in the machine's memory, on top of the device's: what offloading and sleep put there
+    head: int = 0  # logits, hidden rows, gradient of the head's weight
+    buffers: int = 0  # of collectives and the optimiser
+    others: int = 0  # colocated reference and critic
+    host: int = 0  # bytes on the host due to offloading and sleep, not on the device
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Returns the bytes on the device."""
         at_rest = self.parameters + self.gradients + self.optimizer + self.others
         return at_rest + self.unsharded + self.activations + self.head + self.buffers
 
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes of one token in one decoder layer, and (`sums`, `sums_backward`) bytes that do not depend on tokens."""
+    """Holds the bytes of one token in one decoder layer; `sums` and `sums_backward` do not depend on tokens."""
 
-    norms: int  # what norms keep, and what the products that read them keep
+    norms: int  # saved by norms, and by products for their normed inputs
     attention: int  # from queries, keys and values to the output
     mlp: int
-    adapters: int  # what is kept for A and B
-    products: int  # what selective recomputation keeps: results of matrix products and attention's output
+    adapters: int  # saved for A and B
+    products: int  # saved under selective recomputation: results of matrix products and attention's output
     stream: int  # the hidden state between layers
-    is_stream_kept: bool  # by the first norm; in half precision it keeps a widened copy instead
-    mlp_backward: int  # on top of what is kept, while gradients of gate and up are both there
-    attention_backward: int  # gradients of queries, keys and values, on top of what is kept
+    is_stream_kept: bool  # whether the first norm saves the stream; in half precision it saves a float32 copy instead
+    mlp_backward: int  # additional memory of the MLP's backward, for the gradients of gate and up
+    attention_backward: int  # additional memory of attention's backward, for gradients of queries, keys and values
     sums: int = 0  # stacks of experts with their adapters added
-    sums_backward: int = 0  # a gradient of the largest stack, on top of what is kept
+    sums_backward: int = 0  # additional memory for the gradient of the largest stack
 
     @property
     def kept(self) -> int:
-        """Bytes of one token that a layer keeps for backward, unless it is recomputed."""
+        """Returns the bytes of one token that a layer saves for backward, unless it is recomputed."""
         return self.norms + self.attention + self.mlp + self.adapters
 
     @classmethod
     def of(cls, setup: TrainingSetup) -> LayerActivations:
-        """Returns the activations of a model's mean layer.
+        """Returns the activations of a model's average layer.
 
-        Under adapters a frozen norm or product keeps nothing for its weight.
+        With adapters, frozen norms and products save nothing for the gradients of their weights.
         """
         model, compute, wide, adapters = setup.model, setup.sizes.compute, setup.sizes.wide, setup.adapters
         hidden = model.hidden
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        # a norm keeps its widened input, the normed one before its weight, and what the products read
+        # a norm saves its float32 input and the normed value before the weight; products save its output
         for_weight = compute if adapters is None else 0
-        of_rotated = wide + compute + for_weight if model.has_head_norms else compute
+        rotated_bytes = wide + compute + for_weight if model.has_head_norms else compute
         rows = model.intermediate * compute * model.active_experts
         routed = 3 * hidden * compute * model.active_experts if model.experts > 1 else 0
         read_by_last_matrix = rows if adapters is None else 0
-        of_adapters = added = sums = sums_backward = 0
+        adapter_bytes = added = sums = sums_backward = 0
         if adapters is not None:
-            of_adapters = (adapters.inputs + adapters.inner) * compute // model.layers
+            adapter_bytes = (adapters.inputs + adapters.inner) * compute // model.layers
             added = (adapters.outputs + adapters.inner) * compute // model.layers
             sums, sums_backward = adapters.summed * compute // model.layers, adapters.largest_sum * compute
         return cls(
             norms=model.norms_per_layer * hidden * (wide + for_weight) + 2 * hidden * for_weight,
-            attention=(queries + keys) * of_rotated + (keys + queries) * compute + model.heads * wide,
+            attention=(queries + keys) * rotated_bytes + (keys + queries) * compute + model.heads * wide,
             mlp=model.mlp_matrices * rows + read_by_last_matrix + routed,
-            adapters=of_adapters,
+            adapters=adapter_bytes,
             products=(2 * queries + 2 * keys + 2 * hidden) * compute + (model.mlp_matrices - 1) * rows + routed + added,
             stream=hidden * compute,
             is_stream_kept=compute == wide,
@@ -102,46 +102,46 @@ class LayerActivations:
 
 
 class HeadActivations(NamedTuple):
-    """Bytes of the head in one micro-batch, from the final norm to log-probs."""
+    """Holds the bytes of the head in one micro-batch, from the final norm to log-probs."""
 
-    kept: int  # from forward to backward
-    forward: int  # logits of the tiles that are held, and exponentials of one tile
-    backward: int  # these logits, and the gradients of the hidden rows and, in float32, of the weight
+    kept: int  # saved from forward to backward
+    forward: int  # logits of the kept tiles, and exponentials of one tile
+    backward: int  # these logits, gradients of the hidden rows, and the float32 gradient of the weight
 
 
 def head_activations(setup: TrainingSetup, batch: MicroBatches) -> HeadActivations:
-    """Returns the bytes of the head. A critic asks for no rows and has no logits."""
+    """Returns the bytes of the head; a critic has no rows and no logits."""
     model, sizes, rows = setup.model, setup.sizes, batch.rows
     hidden, compute, wide = model.hidden, sizes.compute, sizes.wide
     is_frozen, is_half = setup.lora_rank is not None, compute != wide
-    of_norm = batch.tokens * hidden * (wide if is_frozen else wide + compute)
+    norm_bytes = batch.tokens * hidden * (wide if is_frozen else wide + compute)
     if not rows:
-        return HeadActivations(of_norm, 0, 0)
+        return HeadActivations(norm_bytes, 0, 0)
     tiles = _head_tiles(setup, rows)
     tile = tiles.elements * wide
-    # on a CPU, products need the words of a half-precision weight widened, and are added up in that width
+    # on a CPU, half-precision weights are converted to float32 for products and their sums
     words = max(end - start for start, end in tiles.words)
     widened = words * hidden * wide * (1 + setup.full_kl) if is_half and setup.on_cpu else 0
     is_summed = len(tiles.words) > 1 or (is_half and setup.on_cpu)
-    of_rows = rows * hidden * (wide if is_summed else compute)
-    of_rows += rows * hidden * compute if is_summed and is_half else 0
-    # on CUDA, products take a tile's gradient in half precision; at the end the weight's gradient is there in both
-    of_weight = tile * compute // wide if is_half and not setup.on_cpu else 0
+    rows_gradient = rows * hidden * (wide if is_summed else compute)
+    rows_gradient += rows * hidden * compute if is_summed and is_half else 0
+    # on CUDA, products use a tile's gradient in half precision; finally the weight's gradient exists in both dtypes
+    weight_gradient = tile * compute // wide if is_half and not setup.on_cpu else 0
     if not is_frozen:
         rounded_weight = model.vocab * hidden * compute if is_half else 0
-        of_weight = model.vocab * hidden * wide + max(of_weight, rounded_weight)
+        weight_gradient = model.vocab * hidden * wide + max(weight_gradient, rounded_weight)
     differentiates_all = setup.entropy_grad or setup.full_kl
     return HeadActivations(
-        kept=of_norm + rows * hidden * compute * (1 + setup.full_kl),
+        kept=norm_bytes + rows * hidden * compute * (1 + setup.full_kl),
         forward=(tiles.held + 1 + setup.full_kl) * tile + widened,
-        backward=tile * (tiles.held + differentiates_all + setup.full_kl) + widened + of_rows + of_weight,
+        backward=tile * (tiles.held + differentiates_all + setup.full_kl) + widened + rows_gradient + weight_gradient,
     )
 
 
 def recomputed_head_share(setup: TrainingSetup, rows: int) -> float:
-    """Returns the share of the head's projection that backward computes again: all tiles whose logits are not kept.
+    """Returns the share of the head's logits that backward recomputes because they are not kept.
 
-    Under a final logit soft-cap no logits are kept; the model's dimensions do not tell, and this leaves it out.
+    With a final logit soft-cap no logits are kept, but ModelSpec does not record it, so this case is ignored.
     """
     return _head_tiles(setup, rows).recomputed_share
 
@@ -151,40 +151,44 @@ def _head_tiles(setup: TrainingSetup, rows: int) -> HeadTiles:
 
 
 def kept_activations(setup: TrainingSetup, layers: int, tokens: int) -> int:
-    """Returns the bytes on the device that the first `layers` layers keep between their forward and backward."""
+    """Returns the bytes on the device that the first `layers` layers save from forward to backward."""
     layer, recomputed = LayerActivations.of(setup), setup.recomputed_among(layers)
-    left = 0 if setup.inputs_on_host else layer.stream
-    left += layer.products if setup.recompute == "selective" else 0
-    return tokens * recomputed * left + (layers - recomputed) * (tokens * layer.kept + layer.sums)
+    kept_if_recomputed = 0 if setup.inputs_on_host else layer.stream
+    kept_if_recomputed += layer.products if setup.recompute == "selective" else 0
+    return tokens * recomputed * kept_if_recomputed + (layers - recomputed) * (tokens * layer.kept + layer.sums)
 
 
 def memory_at_rest(setup: TrainingSetup) -> Memory:
-    """Returns what a rank holds of parameters, gradients and optimiser state."""
-    held, held_adapters = -(-setup.model.parameters // setup.shards), -(-setup.adapter_parameters // setup.shards)
-    trained = round(held * setup.trained_share) + held_adapters
-    in_layers = round((trained - held_adapters) * setup.model.share_in_layers) + held_adapters
+    """Returns the bytes of a rank's parameters, gradients and optimiser state."""
+    in_shard, adapters_in_shard = (
+        -(-setup.model.parameters // setup.shards),
+        -(-setup.adapter_parameters // setup.shards),
+    )
+    trained = round(in_shard * setup.trained_share) + adapters_in_shard
+    in_layers = round((trained - adapters_in_shard) * setup.model.share_in_layers) + adapters_in_shard
     sizes = setup.sizes
     return Memory(
-        # next to adapters, frozen weights are stored in the dtype that they compute in
-        parameters=held * (sizes.master if setup.adapters is None else sizes.compute) + held_adapters * sizes.master,
+        # with adapters, frozen weights are stored in the compute dtype
+        parameters=in_shard * (sizes.master if setup.adapters is None else sizes.compute)
+        + adapters_in_shard * sizes.master,
         gradients=trained * sizes.master,
         optimizer=round(sizes.state_bytes(trained - in_layers, in_layers)),
     )
 
 
 def most_gathered(setup: TrainingSetup) -> int:
-    """Returns the most bytes of parameters, and of gradients waiting to be summed, that are whole at a time."""
+    """Returns the largest number of bytes of gathered parameters and unsharded gradients at a time."""
     whole = setup.parameters
     if not setup.keeps_parameters_gathered:
-        # the root stays whole from forward to backward, with one other unit at a time
+        # the root stays gathered from forward to backward, together with one other unit at a time
         unit = max(setup.layer_parameters, setup.model.embedding_unit_parameters)
         whole = min(whole, setup.model.root_parameters + unit)
-    of_gradients = setup.trained_parameters * setup.sizes.reduce if setup.sharding == "optimizer" else 0
-    return whole * setup.sizes.compute + of_gradients
+    gradients = setup.trained_parameters * setup.sizes.reduce if setup.sharding == "optimizer" else 0
+    return whole * setup.sizes.compute + gradients
 
 
 def step_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
-    """Returns the fullest moment of an update of this model, without colocated models."""
+    """Returns the peak memory of an update of this model, without colocated models."""
     fullest = max(_moments(setup, batch), key=lambda moment: moment.total)
     inputs = setup.recomputed_among(setup.model.layers) * batch.tokens * setup.model.hidden * setup.sizes.compute
     host = inputs if setup.inputs_on_host else 0
@@ -195,9 +199,9 @@ def step_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
 
 
 def _moments(setup: TrainingSetup, batch: MicroBatches) -> Iterator[Memory]:
-    """Yields memory at the moments of an update that may be the fullest."""
+    """Yields memory at the moments of an update that may be the peak."""
     at_rest = memory_at_rest(setup)
-    before = at_rest  # what earlier micro-batches left
+    before = at_rest  # memory before the last micro-batch
     if batch.count == 1:
         before = replace(at_rest, gradients=0)
     elif setup.sharding == "optimizer":
@@ -212,7 +216,7 @@ def _moments(setup: TrainingSetup, batch: MicroBatches) -> Iterator[Memory]:
 
 
 def _in_head(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Iterator[Memory]:
-    """Yields memory in the head's forward and backward, when the activations of all layers are there."""
+    """Yields memory in the head's forward and backward, when the activations of all layers are saved."""
     head, layers = head_activations(setup, batch), setup.model.layers
     in_flight = setup.layer_parameters * setup.sizes.compute if setup.shards > 1 else 0
     state = replace(
@@ -231,49 +235,49 @@ def _in_last_layers(setup: TrainingSetup, batch: MicroBatches, before: Memory) -
     unit, unit_gradients = setup.layer_parameters * sizes.compute, setup.trained_layer_parameters * sizes.compute
     unit_reduced = setup.trained_layer_parameters * sizes.reduce
     head_gradient = round(model.embedding_parameters * sizes.compute * trained)
-    of_down = round(model.hidden * model.intermediate * sizes.compute * trained)
-    of_others = unit_gradients - round(model.attention_parameters * sizes.compute * 3 / 4 * trained)
-    # where layers differ in what they keep, the first that is recomputed is among these
-    for done in range(min(1 + setup.recompute_every, model.layers)):  # layers whose backward is over
-        at_work = model.layers - 1 - done
-        below = kept_activations(setup, at_work, tokens)
-        is_recomputed = setup.recompute != "none" and at_work % setup.recompute_every == 0
+    down_gradient = round(model.hidden * model.intermediate * sizes.compute * trained)
+    other_gradients = unit_gradients - round(model.attention_parameters * sizes.compute * 3 / 4 * trained)
+    # layers may differ in what they save; these include the first that is recomputed
+    for done in range(min(1 + setup.recompute_every, model.layers)):  # number of layers whose backward is complete
+        current = model.layers - 1 - done
+        below = kept_activations(setup, current, tokens)
+        is_recomputed = setup.recompute != "none" and current % setup.recompute_every == 0
         if is_recomputed and not layer.is_stream_kept:
             below += layer.stream * tokens
-        # the next layer is being gathered, the one before is still being summed
-        ahead = 0
+        # the next layer is being gathered, and the gradients of the previous one are being reduced
+        prefetched = 0
         if setup.shards > 1 and not setup.keeps_parameters_gathered and done < model.layers - 1:
-            ahead = unit * (2 if setup.on_cpu and not done else 1)
-        added_up = max(0, before.unsharded - done * unit_reduced)  # the last micro-batch sums layer by layer
-        whole = added_up + _gathered(setup, unit, done) + head_gradient
-        state = replace(before, buffers=ahead + (unit_reduced * reduce_buffers if done else 0))
+            prefetched = unit * (2 if setup.on_cpu and not done else 1)
+        accumulated = max(0, before.unsharded - done * unit_reduced)  # the last micro-batch reduces layer by layer
+        unsharded = accumulated + _gathered(setup, unit, done) + head_gradient
+        state = replace(before, buffers=prefetched + (unit_reduced * reduce_buffers if done else 0))
         in_mlp = (layer.kept + layer.mlp_backward) * tokens + layer.sums + layer.sums_backward
         in_attention = (layer.norms // 2 + layer.attention + layer.attention_backward) * tokens
-        yield replace(state, unsharded=whole + of_down, activations=below + in_mlp)
-        yield replace(state, unsharded=whole + of_others, activations=below + in_attention)
+        yield replace(state, unsharded=unsharded + down_gradient, activations=below + in_mlp)
+        yield replace(state, unsharded=unsharded + other_gradients, activations=below + in_attention)
         yield replace(
             state,
-            unsharded=whole - unit + unit_gradients,
+            unsharded=unsharded - unit + unit_gradients,
             activations=below + layer.stream * tokens,
-            buffers=unit_reduced * reduce_buffers + (unit if ahead else 0),
+            buffers=unit_reduced * reduce_buffers + (unit if prefetched else 0),
         )
 
 
 def _at_embedding(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Iterator[Memory]:
-    """Yields memory at the last gradients: those of the head and of the embedding, which a tied weight adds up."""
+    """Yields memory at the last gradients, those of the embedding and the head, which are summed if they are tied."""
     model, sizes = setup.model, setup.sizes
     size = round(model.embedding_parameters * setup.trained_share)
     untied = model.embedding_unit_parameters * sizes.compute
-    # where gradients add up over micro-batches, nothing is freed before the last of them
+    # if gradients accumulate unsharded, parameters are freed only in the last micro-batch
     done = 0 if before.unsharded else model.layers
-    whole = before.unsharded + _gathered(setup, 0, done) + untied
+    unsharded = before.unsharded + _gathered(setup, 0, done) + untied
     stream = batch.tokens * model.hidden * sizes.compute
-    yield replace(before, unsharded=whole + 2 * size * sizes.compute, activations=stream)
-    of_layers = model.layers * setup.trained_layer_parameters * sizes.reduce
+    yield replace(before, unsharded=unsharded + 2 * size * sizes.compute, activations=stream)
+    layer_gradients = model.layers * setup.trained_layer_parameters * sizes.reduce
     gradients = size * sizes.compute * (1 if model.is_tied else 2)
     yield replace(
         before,
-        unsharded=max(0, before.unsharded - of_layers) + untied + gradients,
+        unsharded=max(0, before.unsharded - layer_gradients) + untied + gradients,
         buffers=size * sizes.reduce * max(1, _reduce_buffers(setup)),
     )
 
@@ -282,8 +286,8 @@ def _gathered(setup: TrainingSetup, at_work: int, done: int = 0) -> int:
     """Returns the bytes of gathered parameters.
 
     Args:
-        at_work: bytes of the layers at work, where layers are gathered one by one.
-        done: layers whose backward is over.
+        at_work: bytes of the currently gathered layers, if layers are gathered one by one.
+        done: number of layers whose backward is complete.
     """
     compute = setup.sizes.compute
     if setup.keeps_parameters_gathered:
@@ -292,21 +296,21 @@ def _gathered(setup: TrainingSetup, at_work: int, done: int = 0) -> int:
 
 
 def _reduce_buffers(setup: TrainingSetup) -> int:
-    """Returns how many buffers as large as an FSDP unit it takes to sum the unit's gradients."""
+    """Returns the number of buffers of the size of an FSDP unit that the reduction of its gradients needs."""
     if setup.shards > 1:
         return (2 if setup.on_cpu else 1) + (setup.mesh.dp_replicate > 1)
     return 2 if setup.mesh.ranks > 1 else 1
 
 
 def training_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
-    """Returns the fullest moment of the policy's update, with colocated models where they rest."""
+    """Returns the peak memory of the policy's update, with colocated models where they are while unused."""
     waiting = _Waiting.of(setup)
     training = step_memory(setup, batch)
     return _on_one_memory(setup, replace(training, others=waiting.on_device, host=training.host + waiting.on_host))
 
 
 def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
-    """Returns the fullest of three moments: the policy trains, the reference computes, or the critic trains."""
+    """Returns the peak memory of three phases: the policy trains, the reference computes, and the critic trains."""
     moments = [training_memory(setup, batch)]
     colocated, waiting = setup.colocated, _Waiting.of(setup)
     policy = replace(memory_at_rest(setup), gradients=0)
@@ -314,7 +318,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
     policy = on_host if setup.states_on_host else policy
     reference, critic = setup.reference_setup, setup.critic_setup
     if reference is not None and colocated.reference_rests_on_host and not setup.full_kl:
-        # nothing is kept for a backward, but one layer is at work
+        # nothing is saved for a backward; only one layer's activations exist
         from_host = colocated.reference_computes_from_host or setup.states_on_host
         awake = 0 if from_host else waiting.reference
         resting = on_host if colocated.reference_takes_policys_place else policy
@@ -328,7 +332,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
         moments.append(_on_one_memory(setup, moment))
     if critic is not None:
         training = step_memory(critic, replace(batch, rows=0))
-        # the critic is not among those that wait while it trains
+        # while the critic trains, it does not count among the waiting models
         sleeps = colocated.critic_rests_on_host or setup.states_on_host
         resting_on_host = waiting.on_host - (waiting.critic if sleeps else 0)
         awake = policy.total + (0 if setup.states_on_host else waiting.reference - resting_on_host)
@@ -338,16 +342,16 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
 
 
 def _on_one_memory(setup: TrainingSetup, moment: Memory) -> Memory:
-    """Counts the host's bytes among the device's on a CPU, where the two are the same memory."""
+    """Adds the host's bytes to the device's on a CPU, where both are the same memory."""
     return replace(moment, others=moment.others + moment.host, host=0) if setup.on_cpu else moment
 
 
 class _Waiting(NamedTuple):
-    """Bytes of the colocated models while none of them is at work."""
+    """Holds the bytes of the colocated models while they are unused."""
 
     reference: int
     critic: int
-    on_device: int  # of both, while the policy trains
+    on_device: int  # bytes of both on the device while the policy trains
 
     @property
     def on_host(self) -> int:

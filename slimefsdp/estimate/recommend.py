@@ -1,6 +1,6 @@
-"""Which way to train is the fastest that fits, what would fit where none does, and the longest sample that fits.
+"""Recommends the fastest setup that fits the device, or changes if none fits, and finds the longest sample that fits.
 
-Ways to train are variations of one setup: the sharding, what is recomputed, and what waits on the host.
+The compared setups are variations of one: of its sharding, recomputation and offloading.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slimefsdp.estimate.setup import SHARDINGS, Recompute, TrainingSetup
 from slimefsdp.estimate.step_time import StepTime, step_time
 
 _RECOMPUTATIONS: tuple[tuple[Recompute, int], ...] = (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
-_MOST_RANKS = 8192  # larger meshes are not looked at
-MOST_TOKENS = 2**27  # longer samples are not looked for
+_MOST_RANKS = 8192  # largest mesh that is considered
+MOST_TOKENS = 2**27  # longest sample that is considered
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to train, and what an update is estimated to take."""
+    """Holds a setup, and the estimated memory and time of an update."""
 
     setup: TrainingSetup
     memory: Memory
@@ -35,33 +35,33 @@ class Candidate:
         return cls(setup, peak_memory(setup, schedule.largest), step_time(setup, schedule, rates))
 
     def tokens_per_second(self, schedule: Schedule) -> float:
-        """Returns the throughput of all ranks at the floor, a shared prefix counted in each of its samples."""
+        """Returns the throughput of all ranks at the estimated time; a shared prefix counts in each of its samples."""
         return schedule.tokens / len(schedule.updates) / self.seconds.total
 
     def mfu(self, schedule: Schedule, rates: Rates) -> float:
-        """Returns the operations that the update needs over those that the rate in products allows in its time."""
+        """Returns the FLOPs that the update needs / the FLOPs that the device could do in its time."""
         needed = schedule.needed_flops.total / self.setup.mesh.ranks
         return needed / (self.seconds.total * rates.matrix_tflops * 1e12)
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The settings as they are, and the ways to train that were compared with them."""
+    """Holds the estimate of the settings as they are, and of the setups that were compared with them."""
 
     chosen: Candidate
-    candidates: tuple[Candidate, ...]  # the fastest first
+    candidates: tuple[Candidate, ...]  # fastest first
     recommended: Candidate | None  # None: nothing fits
     advice: str
 
 
 def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selective: bool = True) -> Recommendation:
-    """Compares the setup with other ways to train, and recommends the fastest that fits the device.
+    """Compares the setup with variations of it, and recommends the fastest that fits the device.
 
     Args:
-        selective: whether layers can be recomputed in part; compiled ones cannot.
+        selective: whether selective recomputation is possible; it is not for compiled layers.
 
     Raises:
-        ResourceError: nothing fits the memory that a flag named; the hint says what would.
+        ResourceError: nothing fits the memory given by a flag; the hint says what would.
     """
     chosen = Candidate.of(setup, schedule, device.rates)
     compared = [
@@ -69,12 +69,12 @@ def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selec
         for way in _ways_to_train(setup, _RECOMPUTATIONS)
         if selective or way.recompute != "selective"
     ]
-    compared.sort(key=lambda one: (one.seconds.total, one.memory.total))
-    recommended = next((one for one in compared if device.has_room(one.memory.total)), None)
+    compared.sort(key=lambda candidate: (candidate.seconds.total, candidate.memory.total))
+    recommended = next((candidate for candidate in compared if device.has_room(candidate.memory.total)), None)
     if recommended is not None:
         return Recommendation(chosen, tuple(compared), recommended, _advice(chosen, recommended, device))
     assert device.memory_bytes is not None
-    least = min(one.memory.total for one in compared)
+    least = min(candidate.memory.total for candidate in compared)
     problem = (
         f"no way to train fits {byte_text(device.memory_bytes)} a rank: the smallest is estimated at "
         f"{byte_text(least)}, and a tenth is left free"
@@ -86,7 +86,7 @@ def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selec
 
 
 def _ways_to_train(setup: TrainingSetup, recomputations: tuple[tuple[Recompute, int], ...]) -> Iterator[TrainingSetup]:
-    """Yields every sharding with each recomputation, and with states on the device and, where it differs, the host."""
+    """Yields every sharding with each recomputation, with states on the device and, if it is separate, on the host."""
     for sharding in SHARDINGS:
         for recompute, every in recomputations:
             offloads_inputs = setup.offload_activations and recompute == "full"
@@ -107,11 +107,11 @@ def _advice(chosen: Candidate, recommended: Candidate, device: Device) -> str:
     return f"{why}, {chosen.seconds.total / recommended.seconds.total:.2f}x what is set"
 
 
-def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least_held: int) -> str:
-    """Returns what to change, in numbers that the estimate says fit.
+def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least_bytes: int) -> str:
+    """Returns changes that would make the run fit by the estimate, as text.
 
     Args:
-        least_held: bytes of the smallest way to train.
+        least_bytes: memory of the smallest variation.
     """
     cp, batch = setup.mesh.cp, schedule.largest
     ways = []
@@ -125,18 +125,18 @@ def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least
         dp = fewest_data_ranks(setup, with_cap(batch, shortest_cap), memory_bytes)
         if dp is not None:
             ways.append(f"lower batch.max_tokens_per_rank to {shortest_cap} and raise mesh.dp to {dp}")
-    ways.append(f"take devices of {byte_text(math.ceil(least_held / HEADROOM), round_up=True)}")
+    ways.append(f"take devices of {byte_text(math.ceil(least_bytes / HEADROOM), round_up=True)}")
     return ", or ".join(ways)
 
 
 def with_cap(batch: MicroBatches, tokens: int) -> MicroBatches:
-    """Returns the same update in micro-batches of so many tokens, and more of them."""
+    """Returns the same update in more micro-batches of `tokens` tokens each."""
     rows = max(1, round(tokens * batch.rows / batch.tokens))
     return MicroBatches(tokens, rows, -(-batch.count * batch.tokens // tokens))
 
 
 def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> int | None:
-    """Returns the mesh.dp with which some way to train fits, today's times a power of two; None: no such mesh."""
+    """Returns the smallest mesh.dp, in powers of two times the current one, with which some variation fits, or None."""
     mesh = setup.mesh
     while mesh.shard_ranks <= _MOST_RANKS:
         if _some_way_fits(replace(setup, mesh=mesh), batch, memory_bytes):
@@ -146,14 +146,14 @@ def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: i
 
 
 def _some_way_fits(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> bool:
-    """Returns whether some candidate fits. Those that recompute every layer hold least."""
+    """Returns whether some variation fits; only those that recompute every layer are tried, as they need least."""
     ways = _ways_to_train(setup, (("full", 1),))
     return any(fits(peak_memory(way, batch).total, memory_bytes) for way in ways)
 
 
 def largest(does: Callable[[int], bool], most: int) -> int:
-    """Returns the largest number from 1 to `most` for which `does` is true, as it is for all below it; 0: for none."""
-    low, high = 0, most + 1  # does(low), not does(high)
+    """Returns the largest number in [1, most] for which the monotone predicate `does` is true; 0 if there is none."""
+    low, high = 0, most + 1  # invariant: does(low), not does(high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if does(middle) else (low, middle)
@@ -162,23 +162,23 @@ def largest(does: Callable[[int], bool], most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LongestContext:
-    """One way to train, and the longest sample that fits."""
+    """Holds a setup, and the longest sample that fits it."""
 
     setup: TrainingSetup
-    tokens: int  # of the sample, over all cp ranks; 0: none fits
-    memory: Memory  # of a rank at the fullest moment, with a sample of that length
+    tokens: int  # length of the sample; 0: none fits
+    memory: Memory  # a rank's peak memory with a sample of this length
 
     @property
     def attention_workspace(self) -> int:
-        """Bytes that flash attention's backward allocates inside: float32 gradients of queries, and a sum per head.
+        """Returns the bytes that flash attention's backward allocates: float32 gradients of queries, a sum per head.
 
-        No estimate has them in it; they have to fit into what is left free.
+        Memory estimates do not include them; they must fit into the headroom.
         """
         model = self.setup.model
         return -(-self.tokens // self.setup.mesh.cp) * model.heads * (model.head_dim + 1) * 4
 
     def record(self) -> dict[str, Any]:
-        """Returns its values for JSON."""
+        """Returns the values for JSON."""
         return {
             "settings": self.setup.storage_settings,
             "tokens": self.tokens,
@@ -190,12 +190,12 @@ class LongestContext:
 def longest_contexts(
     setup: TrainingSetup, memory_bytes: int, *, counted_share: float = 1.0, most_tokens: int = MOST_TOKENS
 ) -> list[LongestContext]:
-    """Returns the longest sample under the setup, and then under other ways to store activations and states.
+    """Returns the longest sample under the setup, and under other settings for activations and states.
 
     Args:
-        memory_bytes: of a rank's device, of which a tenth stays free.
+        memory_bytes: memory of a rank's device, of which a tenth stays free.
         counted_share: share of a sample's tokens that the head projects.
-        most_tokens: longer samples are not looked for, such as where a model learned no more positions.
+        most_tokens: upper limit, such as the number of positions that the model learned.
     """
     ways = [setup]
     for offload in (False,) if setup.on_cpu else (False, True):
@@ -203,23 +203,23 @@ def longest_contexts(
         ways += [replace(stored, recompute="none"), replace(stored, recompute="full")]
         if not setup.on_cpu:
             ways.append(replace(stored, recompute="full", offload_activations=True))
-    found = []
+    contexts = []
     for way in dict.fromkeys(ways):
 
-        def held(tokens: int, way: TrainingSetup = way) -> Memory:
+        def memory_with(tokens: int, way: TrainingSetup = way) -> Memory:
             return memory_of_context(way, tokens, counted_share)
 
-        tokens = largest(lambda tokens: fits(held(tokens).total, memory_bytes), most_tokens)
-        found.append(LongestContext(way, tokens, held(max(tokens, setup.mesh.cp))))
-    return found
+        tokens = largest(lambda tokens: fits(memory_with(tokens).total, memory_bytes), most_tokens)
+        contexts.append(LongestContext(way, tokens, memory_with(max(tokens, setup.mesh.cp))))
+    return contexts
 
 
 def memory_of_context(setup: TrainingSetup, tokens: int, counted_share: float = 1.0) -> Memory:
-    """Returns the fullest moment of an update whose micro-batches, of which there are several, are one sample each."""
+    """Returns the peak memory of an update whose micro-batches are one sample of `tokens` tokens each."""
     local = -(-tokens // setup.mesh.cp)
     return peak_memory(setup, MicroBatches(local, rows=max(1, round(local * counted_share)), count=2))
 
 
 def as_record(memory: Memory) -> dict[str, int]:
-    """Returns the parts of memory and their sum on the device."""
+    """Returns the parts of memory and their total on the device, for JSON."""
     return asdict(memory) | {"total": memory.total}

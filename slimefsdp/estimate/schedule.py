@@ -1,6 +1,6 @@
-"""What a plan of packs asks of the ranks of a mesh: tokens, balance, attention's messages and operations.
+"""Computes the load that a plan puts on the ranks of a mesh: tokens, balance, attention's traffic and FLOPs.
 
-Plans and layouts are the ones that training uses, so counts are exact; balance of time is the planner's estimate.
+Plans and layouts are those of training, so counts are exact; the balance of time is the planner's estimate.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from slimefsdp.estimate.memory import MicroBatches
 from slimefsdp.estimate.setup import TrainingSetup
 from slimefsdp.estimate.traffic import attention_comm_bytes
 
-_PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts attention's pairs alone, n^2 / 2 of them
+_PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts only attention's pairs, n^2 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSchedule:
-    """One optimiser update."""
+    """Describes one optimiser update."""
 
     samples: int
-    tokens: int  # of the samples; a shared prefix is counted in each of them
-    micro_batches: int  # of every data rank
+    tokens: int  # of all samples; a shared prefix counts in each of them
+    micro_batches: int  # of each data rank
 
 
 @dataclass(frozen=True, slots=True)
 class CpImbalance:
-    """The fullest cp rank over the mean one; 1 is ideal. Summed over packs, since ranks wait for each other in each."""
+    """Holds loads of the busiest cp rank / the mean, summed over packs because ranks wait in each; 1 is ideal."""
 
     tokens: float
-    pairs: float  # of attention
-    work: float  # estimated time of matrices and attention
-    worst_tokens: float  # in the worst pack
+    pairs: float  # pairs of attention
+    work: float  # estimated time of matrix products and attention
+    worst_tokens: float  # of the worst pack
     worst_work: float
 
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    """The slowest rank over the mean one; 1 is ideal."""
+    """Holds loads of the slowest rank / the mean; 1 is ideal."""
 
     data_ranks: float  # estimated time, summed over updates
     micro_batches: float  # the same, if data ranks wait for each other after every micro-batch
     cp: CpImbalance
-    zigzag: CpImbalance  # if every sequence were cut
+    zigzag: CpImbalance  # for a layout that cuts every sequence
 
 
 @dataclass(frozen=True, slots=True)
 class CommBytes:
-    """Bytes that attention sends in one layer during an update, over all ranks; the mean of the updates."""
+    """Holds the bytes that attention sends in one layer in the mean update, over all ranks."""
 
     forward: int
     backward: int
@@ -69,34 +69,34 @@ class CommBytes:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The updates of a plan on the ranks of a mesh."""
+    """Holds the load of a plan on the ranks of a mesh."""
 
     strategy: Strategy
     samples: int
-    tokens: int  # of the samples; a shared prefix is counted in each of them
+    tokens: int  # of all samples; a shared prefix counts in each of them
     longest: int
-    computed_tokens: int  # a prefix that samples of a pack share is counted once, here and in all that follows
+    computed_tokens: int  # a shared prefix of a pack counts once, here and in the following fields
     updates: tuple[UpdateSchedule, ...]
-    tokens_per_rank: tuple[int, float, int]  # fewest, mean, most; over the whole step
-    largest: MicroBatches  # the largest micro-batch of a rank, and the most micro-batches of an update
+    tokens_per_rank: tuple[int, float, int]  # (fewest, mean, most) over the whole step
+    largest: MicroBatches  # the largest micro-batch of a rank, and the largest number of micro-batches of an update
     imbalance: Imbalance
-    comm: dict[Strategy, tuple[float, float] | None]  # as CommBytes, without recomputation; None: heads do not divide
-    needed_flops: Flops  # of an update, over all ranks: forward and backward, nothing twice; the mean of the updates
+    comm: dict[Strategy, tuple[float, float] | None]  # CommBytes without recomputation; None: heads do not divide
+    needed_flops: Flops  # forward and backward of the mean update without recomputation, over all ranks
     forward_flops: Flops
 
     @property
     def micro_batches_per_update(self) -> float:
-        """Micro-batches of a data rank in the mean update."""
+        """Returns the number of micro-batches of a data rank in the mean update."""
         return sum(update.micro_batches for update in self.updates) / len(self.updates)
 
     def comm_bytes(self, strategy: Strategy, setup: TrainingSetup) -> CommBytes | None:
-        """Returns what a strategy sends where the setup's recomputed layers send their forward again."""
+        """Returns the bytes that a strategy sends, including what recomputed layers send again; None: not possible."""
         if (once := self.comm[strategy]) is None:
             return None
         return CommBytes(round(once[0] * (1 + setup.recomputed_share)), round(once[1]))
 
     def attention_bytes_per_rank(self, setup: TrainingSetup) -> int:
-        """Returns what attention sends in an update, in all layers of the mean rank, under the strategy in use."""
+        """Returns the bytes that the mean rank sends for attention in an update, in all layers."""
         sent = self.comm_bytes(self.strategy, setup)
         assert sent is not None
         return sent.total * setup.model.layers // setup.mesh.ranks
@@ -111,13 +111,13 @@ def measure_schedule(
     cost: CostModel,
     counted_share: float = 1.0,
 ) -> Schedule:
-    """Returns what a plan of at least one update asks of the ranks of the setup's mesh.
+    """Returns the load of a plan, of at least one update, on the ranks of the setup's mesh.
 
     Args:
         lengths: int64 [B], tokens of each sample.
         strategy: how cp ranks exchange keys and values.
-        cost: what the plan was balanced by.
-        counted_share: share of the tokens whose log-probs are asked for.
+        cost: the cost model that the plan was balanced by.
+        counted_share: share of the tokens whose log-probs are computed.
 
     Raises:
         ConfigError: the strategy cannot divide the model's heads over cp ranks.
@@ -154,7 +154,7 @@ def measure_schedule(
         imbalance=imbalance,
         comm={
             name: _comm_bytes(packs, setup, name, num_updates)
-            # asked for all the same, the strategy in use raises its error
+            # the strategy in use is always included, so that it raises its error
             if name != "ulysses" or model.heads % setup.mesh.cp == 0 or strategy == name
             else None
             for name in STRATEGIES
@@ -165,18 +165,18 @@ def measure_schedule(
 
 
 def lightest_strategy(schedule: Schedule, setup: TrainingSetup, attention: AttentionShape) -> Strategy:
-    """Returns the strategy that sends least for these samples, forward and backward, of those that serve the model."""
+    """Returns the strategy that sends least for these samples, among those that can serve the model."""
     sent = {
         name: comm.total
         for name in serving_strategies(attention, setup.mesh.cp)
         if (comm := schedule.comm_bytes(name, setup)) is not None
     }
-    # of equals, the one in use
+    # prefers the strategy in use among equals
     return min(sent, key=lambda name: (sent[name], name != schedule.strategy))
 
 
 class _Pack(NamedTuple):
-    """The samples of one micro-batch of one data rank, or the nodes that samples with shared prefixes consist of."""
+    """Holds the samples of one micro-batch of one data rank, or their nodes if samples share prefixes."""
 
     update: int
     data_rank: int
@@ -186,12 +186,12 @@ class _Pack(NamedTuple):
 
     @property
     def depths(self) -> np.ndarray:
-        """Tokens that precede every node in its samples, int64 [nodes]."""
+        """Returns the number of tokens that precede each node in its samples, int64 [nodes]."""
         return np.zeros(len(self.offsets) - 1, np.int64) if self.forest is None else np.array(self.forest.depths)
 
 
 def _packs_of(plan: Plan, lengths: np.ndarray) -> Iterator[_Pack]:
-    """Yields the packs that hold samples; a rank without one in a micro-batch computes a dummy of one token."""
+    """Yields the packs that have samples, without dummies."""
     for index, update in enumerate(plan.updates):
         for data_rank, of_rank in enumerate(update):
             for step, samples in enumerate(of_rank):
@@ -205,7 +205,11 @@ def _packs_of(plan: Plan, lengths: np.ndarray) -> Iterator[_Pack]:
 
 
 def _balance(plan: Plan, packs: list[_Pack], cp: int, cost: CostModel) -> tuple[Imbalance, tuple[int, float, int], int]:
-    """Lays out every pack. Returns imbalances, (fewest, mean, most) tokens of a rank, and the most at once."""
+    """Lays out every pack.
+
+    Returns:
+        Imbalances; (fewest, mean, most) tokens of a rank in the step; and the most tokens of a rank in a pack.
+    """
     times = [np.zeros((len(update), len(update[0]))) for update in plan.updates]  # [data ranks, micro-batches] each
     per_rank = np.zeros((len(plan.updates[0]), cp), dtype=np.int64)
     hybrid, zigzag = np.empty((2, len(packs), 3, cp))
@@ -228,7 +232,7 @@ def _balance(plan: Plan, packs: list[_Pack], cp: int, cost: CostModel) -> tuple[
 def _loads(layout: Layout, pack: _Pack, cost: CostModel) -> np.ndarray:
     """Returns tokens, pairs and work of every cp rank, [3, cp]."""
     pairs, work = (work_of(layout, pack.offsets, model, pack.forest) for model in (_PAIRS, cost.of_owner()))
-    if cost.splits_heads:  # heads divide pairs evenly, whoever owns the tokens
+    if cost.splits_heads:  # pairs are split by heads, evenly over the ranks
         pairs = np.full(len(layout), pairs.mean())
     return np.array([tokens_of(layout), pairs, work])
 
@@ -242,7 +246,7 @@ def _cp_imbalance(loads: np.ndarray) -> CpImbalance:
 
 
 def _comm_bytes(packs: list[_Pack], setup: TrainingSetup, strategy: Strategy, num_updates: int) -> tuple[float, float]:
-    """Returns the mean update's (forward, backward) bytes in a layer, packs laid out as this strategy has them."""
+    """Returns the (forward, backward) bytes of the mean update in a layer, with packs laid out for this strategy."""
     cost = CostModel.of_model(setup.model, strategy=strategy, bytes_per_element=setup.sizes.compute)
     sent = np.zeros(2)
     for pack in packs:

@@ -1,4 +1,4 @@
-"""One description of a training run, from which memory, traffic and time are estimated."""
+"""Describes a training run; memory, traffic and time are estimated from this description."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Recompute = Literal["none", "full", "selective"]
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Ranks along each mesh axis. The cp ranks share packs, and dp x cp ranks share one copy of the model."""
+    """Holds the number of ranks along each mesh axis; cp ranks share packs, dp x cp ranks a copy of the model."""
 
     dp_replicate: int = 1
     dp: int = 1
@@ -29,7 +29,7 @@ class MeshShape:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Returns the number of ranks that share one copy of the model."""
         return self.dp * self.cp
 
     @property
@@ -39,35 +39,35 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class ByteSizes:
-    """Bytes per element of what a training rank holds and sends."""
+    """Holds the bytes per element of tensors that a rank stores and sends, and the number of optimiser states."""
 
     compute: int = 2  # parameters and activations in forward and backward
     master: int = 4  # parameters, gradients and optimiser state at rest
-    reduce: int = 4  # gradients while they are summed over ranks
+    reduce: int = 4  # gradients in reductions over ranks
     optimizer_states: int = 2  # tensors of the parameters' size: 2 for AdamW, 1 for momentum alone
-    matrix_states: int | None = None  # of the layers' matrices and of adapters; None: optimizer_states
-    state: float | None = None  # one element of optimiser state; None: master
+    matrix_states: int | None = None  # states of the layers' matrices and of adapters; None: optimizer_states
+    state: float | None = None  # optimiser state; None: master
 
     def state_bytes(self, others: float, matrices: float) -> float:
         """Returns the bytes of optimiser state.
 
         Args:
-            others: trained parameters outside of the layers' matrices.
-            matrices: trained parameters in the layers' matrices.
+            others: number of trained parameters outside of the layers' matrices.
+            matrices: number of trained parameters in the layers' matrices.
         """
-        of_matrices = self.optimizer_states if self.matrix_states is None else self.matrix_states
+        matrix_states = self.optimizer_states if self.matrix_states is None else self.matrix_states
         element = self.master if self.state is None else self.state
-        return element * (others * self.optimizer_states + matrices * of_matrices)
+        return element * (others * self.optimizer_states + matrices * matrix_states)
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of norms, softmaxes and the accumulators of attention's gradients."""
+        """Returns the bytes of an element of norms, softmaxes and accumulators of attention's gradients."""
         return max(4, self.compute)
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedModels:
-    """The models that share the policy's processes, sharded like it, and where they wait while they are unused."""
+    """Holds the models in the policy's processes, which are sharded like it, and where they are while unused."""
 
     reference: ModelSpec | None = None
     reference_rests_on_host: bool = True
@@ -79,9 +79,9 @@ class ColocatedModels:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A model and how it is trained: everything but the batch that a rank's bytes and seconds depend on.
+    """Describes a model and how it is trained: everything except the batch that memory and time depend on.
 
-    The fields have the names of the settings that they come from, where there is one.
+    Fields that come from a setting have its name.
     """
 
     model: ModelSpec
@@ -92,39 +92,39 @@ class TrainingSetup:
     recompute_every: int = 1
     offload_activations: bool = False
     cpu_offload: bool = False
-    trained_share: float = 1.0  # of the model's parameters; the others have no gradients and no optimiser state
+    trained_share: float = 1.0  # trained parameters / all parameters of the model, without adapters
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ("attention", "mlp")
     is_optimizer_fused: bool = False
-    newton_schulz_steps: int = 0  # of Muon; 0 for another optimiser
+    newton_schulz_steps: int = 0  # iterations of Muon; 0 for other optimisers
     entropy_grad: bool = False  # the loss differentiates entropies
     full_kl: bool = False  # the loss differentiates the KL over the whole vocabulary
-    on_cpu: bool = False  # the host's memory is the device's, and gloo copies what it sends
+    on_cpu: bool = False  # device and host share their memory, and gloo makes copies of what it sends
     colocated: ColocatedModels = field(default_factory=ColocatedModels)
 
     @property
     def shards(self) -> int:
-        """Parts into which parameters are divided."""
+        """Returns the number of shards of each parameter."""
         return 1 if self.sharding == "replicate" else self.mesh.shard_ranks
 
     @property
     def keeps_parameters_gathered(self) -> bool:
-        """Whether parameters stay gathered from forward to backward."""
+        """Returns whether parameters stay gathered from forward to backward."""
         return self.sharding in ("keep_parameters", "optimizer")
 
     @property
     def states_on_host(self) -> bool:
-        """Whether parameters, gradients and optimiser state are in a memory other than the device's."""
+        """Returns whether parameters, gradients and optimiser state are outside of the device's memory."""
         return self.cpu_offload and not self.on_cpu
 
     @property
     def inputs_on_host(self) -> bool:
-        """Whether the inputs of recomputed layers are in a memory other than the device's."""
+        """Returns whether the inputs of recomputed layers are outside of the device's memory."""
         return self.offload_activations and not self.on_cpu
 
     @cached_property
     def adapters(self) -> Adapters | None:
-        """The adapters that are trained; None without lora.rank."""
+        """Returns the sizes of the trained adapters; None without lora.rank."""
         return None if self.lora_rank is None else _adapters(self.model, self.lora_rank, self.lora_targets)
 
     @property
@@ -133,7 +133,7 @@ class TrainingSetup:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model and of its adapters."""
+        """Returns the number of parameters of the model and its adapters."""
         return self.model.parameters + self.adapter_parameters
 
     @property
@@ -142,7 +142,7 @@ class TrainingSetup:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer and of its adapters, which are one FSDP unit."""
+        """Returns the number of parameters of one decoder layer and its adapters, which are one FSDP unit."""
         return self.model.layer_parameters + self.adapter_parameters // self.model.layers
 
     @property
@@ -150,17 +150,17 @@ class TrainingSetup:
         return round(self.model.layer_parameters * self.trained_share) + self.adapter_parameters // self.model.layers
 
     def recomputed_among(self, layers: int) -> int:
-        """Returns how many of the first `layers` decoder layers backward computes again."""
+        """Returns how many of the first `layers` decoder layers are recomputed in backward."""
         return 0 if self.recompute == "none" else -(-layers // self.recompute_every)
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the decoder layers whose forward runs, and sends, a second time in backward."""
+        """Returns the share of the decoder layers whose forward, with its communication, runs again in backward."""
         return self.recomputed_among(self.model.layers) / self.model.layers
 
     @property
     def storage_settings(self) -> str:
-        """The way to store activations and states, as overrides on a command line."""
+        """Returns the settings for activations and states, as overrides on a command line."""
         text = f"model.activation_checkpointing={self.recompute}"
         text += f" model.checkpoint_every_n_layers={self.recompute_every}" if self.recompute_every > 1 else ""
         text += " model.offload_activations=true" if self.offload_activations else ""
@@ -168,20 +168,20 @@ class TrainingSetup:
 
     @property
     def settings(self) -> str:
-        """The sharding and the way to store activations and states, as overrides on a command line."""
+        """Returns the settings for sharding, activations and states, as overrides on a command line."""
         return f"fsdp.sharding={self.sharding} {self.storage_settings}"
 
     @property
     def reference_setup(self) -> TrainingSetup | None:
-        """The colocated reference model as a setup in which nothing is trained."""
+        """Returns the colocated reference model as a setup in which nothing is trained; None if there is none."""
         model = self.colocated.reference
         return None if model is None else replace(self, model=model, trained_share=0.0, lora_rank=None)
 
     @property
     def critic_setup(self) -> TrainingSetup | None:
-        """The colocated critic as a setup of its own. Nothing of it is frozen, except by adapters.
+        """Returns the colocated critic as a separate setup; None if there is none.
 
-        It has no head over the vocabulary: its embedding is counted as if it were tied to one.
+        All of it is trained, except under adapters. It has no head over the vocabulary, which `is_tied` accounts for.
         """
         if (model := self.colocated.critic) is None:
             return None
@@ -198,11 +198,11 @@ def setup_of(
     reference: ModelSpec | None = None,
     critic: ModelSpec | None = None,
 ) -> TrainingSetup:
-    """Returns the setup that settings describe, with `full` sharding where fsdp.sharding is auto.
+    """Returns the setup that settings describe, with `full` sharding if fsdp.sharding is auto.
 
     Args:
-        mesh: the ranks; mesh.dp of the settings may still be auto.
-        reference, critic: counted where the settings colocate such a model with the policy.
+        mesh: the ranks, because mesh.dp in the settings may be auto.
+        reference, critic: counted if the settings colocate such a model with the policy.
     """
     precision, optim, lora = config.precision, config.optim, config.lora
     compute = ELEMENT_BYTES[precision.compute_dtype]
@@ -220,7 +220,7 @@ def setup_of(
             reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
             optimizer_states=1 if optim.name == "sgd" else 2,
             matrix_states=1 if optim.name == "muon" else None,
-            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[optim.state_dtype],  # with the scales of blocks
+            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[optim.state_dtype],  # includes scales of blocks
         ),
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,

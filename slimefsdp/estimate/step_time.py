@@ -1,4 +1,4 @@
-"""The least seconds that an update takes on the slowest rank, with nothing overlapping."""
+"""Estimates a lower bound on the seconds of an update on the slowest rank, without overlap of its parts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from slimefsdp.estimate.schedule import Schedule
 from slimefsdp.estimate.setup import TrainingSetup
 from slimefsdp.estimate.traffic import gathered_parameters, sharding_traffic
 
-# an optimiser reads each gradient and reads and writes each parameter; it reads and writes each state
+# an optimiser reads each gradient, and reads and writes each parameter and each state
 _PASSES_OVER_PARAMETERS = 3
 _PASSES_OVER_STATES = 2
-# what lies between products is written once and read once in backward, and so are its gradients
+# activations are written in forward and read in backward, and so are their gradients
 _PASSES_OVER_ACTIVATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of an update on a rank by what they go to."""
+    """Holds the seconds of an update on a rank by activity."""
 
-    products: float  # with weights, the head's among them
+    products: float  # matrix products with weights, including the head's
     attention: float
-    memory: float  # what is read and written between products, and by the optimiser
+    memory: float  # reading and writing of activations, parameters and optimiser state
     comm: float
-    host: float
+    host: float  # copies between device and host
 
     @property
     def total(self) -> float:
@@ -34,12 +34,12 @@ class StepTime:
 
 
 def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTime:
-    """Returns the floor of an update.
+    """Returns the lower bound on the time of an update.
 
-    Recomputed layers are computed again as a whole, or under `selective` without matrix products and attention.
+    Under `full` recomputed layers are computed again as a whole, under `selective` without products and attention.
     """
     model, sizes, ranks = setup.model, setup.sizes, setup.mesh.ranks
-    slowdown = schedule.imbalance.micro_batches  # of the slowest rank against the mean one
+    slowdown = schedule.imbalance.micro_batches  # time of the slowest rank / the mean
     micro_batches, tokens = schedule.largest.count, schedule.computed_tokens / len(schedule.updates) / ranks
     recomputed, layer = setup.recomputed_share, LayerActivations.of(setup)
     executed = executed_flops(
@@ -48,10 +48,13 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
         recomputed_layers=recomputed if setup.recompute == "full" else 0.0,
         recomputed_head=recomputed_head_share(setup, schedule.largest.rows),
     )
-    # Muon assigns matrices to all ranks; its iterations on adapters are too thin to count
+    # Muon assigns matrices to all ranks; its iterations on adapters are negligible
     muon = model.newton_schulz_flops(setup.newton_schulz_steps) * setup.trained_share / ranks
-    of_model, adapters = model.parameters * setup.trained_share / setup.shards, setup.adapter_parameters / setup.shards
-    trained, in_layers = of_model + adapters, of_model * model.share_in_layers + adapters
+    model_parameters, adapters = (
+        model.parameters * setup.trained_share / setup.shards,
+        setup.adapter_parameters / setup.shards,
+    )
+    trained, in_layers = model_parameters + adapters, model_parameters * model.share_in_layers + adapters
     states = sizes.state_bytes(trained - in_layers, in_layers)
     optimizer = _PASSES_OVER_PARAMETERS * trained * sizes.master + _PASSES_OVER_STATES * states
     sharding = sharding_traffic(setup, micro_batches)
@@ -64,7 +67,7 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
         to_host += optimizer
     else:
         touched += optimizer
-    if setup.inputs_on_host:  # there and back
+    if setup.inputs_on_host:  # to the host and back
         to_host += 2 * layer.stream * model.layers * tokens * recomputed
     return StepTime(
         products=(slowdown * (executed.layers + executed.head) + muon) / (1e12 * rates.matrix_tflops),

@@ -1,4 +1,4 @@
-"""Bytes that ranks send for sharding and for attention, and the choice of `fsdp.sharding=auto` that follows."""
+"""Estimates the bytes that ranks send for sharding and attention, and chooses the level for `fsdp.sharding=auto`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slimefsdp.estimate.setup import ByteSizes, Sharding, TrainingSetup
 from slimefsdp.model_spec import ModelSpec
 
 AUTO_LEVELS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer")
-"""What `fsdp.sharding=auto` chooses from. `replicate` sends more than `optimizer`."""
+"""The levels from which `fsdp.sharding=auto` chooses. `replicate` is not among them: it sends more than `optimizer`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingTraffic:
-    """Bytes that one rank sends in an update, by ring collectives."""
+    """Holds the bytes that one rank sends in an update, assuming ring collectives."""
 
     all_gather: int
     reduce_scatter: int
     all_reduce: int
-    copied: int = 0  # read and written on the device to gather parameters and to sum gradients
+    copied: int = 0  # bytes read and written on the device to gather parameters and sum gradients
 
     @property
     def total(self) -> int:
@@ -34,10 +34,10 @@ class ShardingTraffic:
 
 
 def gathered_parameters(setup: TrainingSetup, micro_batches: float) -> float:
-    """Returns how many parameters a rank gathers in an update, each counted as often as it is gathered.
+    """Returns the number of parameters that a rank gathers in an update, each counted as often as it is gathered.
 
-    They are gathered in forward and, except for the root's, again in backward; under `keep_parameters` once in a
-    micro-batch, under `optimizer` once.
+    Under `full` they are gathered in forward and, except for the root's, again in backward of every micro-batch; under
+    `keep_parameters` once in a micro-batch, and under `optimizer` once in an update.
     """
     if setup.sharding == "optimizer":
         return float(setup.parameters)
@@ -47,10 +47,9 @@ def gathered_parameters(setup: TrainingSetup, micro_batches: float) -> float:
 
 
 def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> ShardingTraffic:
-    """Returns what a rank sends to gather parameters and to sum gradients in an update.
+    """Returns the bytes that a rank sends in an update to gather parameters and sum gradients.
 
-    Gradients are summed over the shards, then over the copies of the model, in every micro-batch; under `optimizer`
-    once.
+    Gradients are summed over shards and then over copies of the model, in every micro-batch, or under `optimizer` once.
     """
     shards, copies = setup.shards, setup.mesh.ranks // setup.shards
     gathered = gathered_parameters(setup, micro_batches) * setup.sizes.compute
@@ -66,23 +65,23 @@ def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> Sharding
 
 
 def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes: int | None) -> Sharding:
-    """Returns the level that sends least, and then copies least, of those whose memory fits; else the smallest.
+    """Returns the level that sends least, and then copies least, among those that fit the memory.
 
-    Equal arguments give equal levels. The level of `setup` is ignored.
+    If none fits, returns the level with the least memory. The level of `setup` is ignored.
 
     Args:
-        memory_bytes: what is free for a rank; None: more than enough.
+        memory_bytes: free memory of a rank; None: unlimited.
     """
     # with a single micro-batch, gradients are summed once at every level
     batch = MicroBatches(max_tokens_per_rank, rows=max_tokens_per_rank, count=2)
     limit = sys.maxsize if memory_bytes is None else int(HEADROOM * memory_bytes)
     setups = [replace(setup, sharding=level) for level in AUTO_LEVELS]
-    held = {one.sharding: training_memory(one, batch).total for one in setups}
-    sent = {one.sharding: sharding_traffic(one, batch.count) for one in setups}
-    fitting = [level for level in AUTO_LEVELS if held[level] <= limit]
+    memory_of = {candidate.sharding: training_memory(candidate, batch).total for candidate in setups}
+    traffic_of = {candidate.sharding: sharding_traffic(candidate, batch.count) for candidate in setups}
+    fitting = [level for level in AUTO_LEVELS if memory_of[level] <= limit]
     if not fitting:
-        return min(AUTO_LEVELS, key=lambda level: held[level])
-    return min(fitting, key=lambda level: (sent[level].total, sent[level].copied, held[level]))
+        return min(AUTO_LEVELS, key=lambda level: memory_of[level])
+    return min(fitting, key=lambda level: (traffic_of[level].total, traffic_of[level].copied, memory_of[level]))
 
 
 def attention_comm_bytes(
@@ -94,17 +93,18 @@ def attention_comm_bytes(
 ) -> tuple[int, int]:
     """Returns the (forward, backward) bytes sent for one pack in one layer, summed over the cp ranks.
 
-    `sent_rows` says which rows travel. ring: their K and V are passed on cp - 1 times, once more in backward, and the
-    gradients as often. all_gather: their K and V go to cp - 1 ranks and are kept, and gradients come back from as many.
-    ulysses: q, k, v and the output of every token go to the ranks that hold their heads, except for the share of
-    1 / cp that is there already; their gradients do the same in backward. Ring and all_gather accumulate gradients in
-    `sizes.wide`, and Ulysses sends them in the compute dtype.
+    - ring: K and V of the rows in `sent_rows` are passed on cp - 1 times, and again in backward with their gradients.
+    - all_gather: K and V of these rows are sent to cp - 1 ranks and kept; their gradients are sent back.
+    - ulysses: q, k, v and the output of every token are sent to the ranks of their heads, except for a share of 1 / cp
+      that is already there. Backward sends the gradients in the same way.
+
+    Ring and all_gather send gradients with `sizes.wide` bytes per element, Ulysses in the compute dtype.
 
     Args:
-        parents: the parent of every node of the pack, where samples share a prefix.
+        parents: the parent of every node of the pack; None: no node has a parent.
 
     Raises:
-        ConfigError: Ulysses, and heads that cp does not divide.
+        ConfigError: the strategy is Ulysses, and cp does not divide the heads.
     """
     cp = len(layout)
     if cp == 1:

@@ -1,1 +1,1 @@
-"""The actor's weights on their way to engines: gathered, sent in buckets, received and committed."""
+"""Sends the actor's weights to engines: gathers, sends in buckets, receives and commits them."""
