@@ -144,14 +144,14 @@ class Run:
             self._log.write(0, first)
             self._table.write(0, first)
         self._profiles = ProfiledUpdates(config, self._group)
-        self._interrupts.steps_begin(start + 1, _next_end(start + 1, config))
+        self._interrupts.steps_begin(start + 1, self._steps)
         return start
 
     def step(self, step: int) -> None:
         """Runs one step, logs it, and saves a checkpoint if one is due.
 
         Raises:
-            Interrupted: an end was asked for, and this is a step to go on from; its checkpoint is on disk.
+            Interrupted: an end was asked for; the checkpoint of this step is on disk.
         """
         config, done = self._config, step + 1
         began = time.perf_counter()
@@ -168,7 +168,7 @@ class Run:
         self._profiles.show_new()
         self._curves.draw_if_due()
         is_last = done == self._steps
-        ends_here = self._interrupts.step_done(done, _next_end(done + 1, config)) and not is_last
+        ends_here = self._interrupts.step_done(done) and not is_last
         if ends_here or (self._keeps and (is_last or _is_due(done, config.checkpoint.interval_steps))):
             _save(done, self._group, self._loop, self._folder)
         if ends_here:
@@ -286,7 +286,12 @@ class RolloutLoop:
         evaluates = interval is not None and (is_last or _is_due(step + 1, interval))
         if self._are_colocated:
             self._version += int(metrics["updates"])
-        elif self._engines_are_behind and (evaluates or _is_due(step + 1, self._config.rollout.sync_interval_steps)):
+        # a run that is resumed begins with engines of the checkpoint's weights, so one that goes on does, too
+        elif self._engines_are_behind and (
+            evaluates
+            or _is_due(step + 1, self._config.rollout.sync_interval_steps)
+            or _is_due(step + 1, self._config.checkpoint.interval_steps)
+        ):
             with timed(seconds, "sync"):
                 self._update_engines()
         if self._ahead is not None:
@@ -448,28 +453,10 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
         print(f"checkpoint passed over: {reason}", file=sys.stderr)
     for difference in found.differences:
         print(f"resuming: {difference}", file=sys.stderr)
-    if group.critic is not None:
-        group.critic.load(step)  # an error where there is none: a critic of another step would be another run
     print(f"resuming at step {step} of {config.run.steps}, from {found.path}", file=sys.stderr)
     prompts.restore(state["prompts"], allow_changed=config.data.allow_changed)
     log.truncate_after(step if step else -1)  # a run that begins again at 0 evaluates again, too
-    if group.reference_group is not None:
-        _restore_reference_group(group, step, config.reference.update_interval_steps)
     return step
-
-
-def _restore_reference_group(group: Group, step: int, interval: int | None) -> None:
-    """No checkpoint holds a reference in a group of its own: it is as launched, or equals the policy of this step."""
-    if interval is None or step < interval:
-        return
-    if step % interval:
-        raise CheckpointError(
-            f"the reference of step {step} is that of step {step - step % interval}, which is in no checkpoint",
-            field="reference.placement",
-            hint="make checkpoint.interval_steps a multiple of reference.update_interval_steps, or use "
-            "reference.placement=colocated",
-        )
-    group.update_ref()
 
 
 class ProfiledUpdates:
@@ -526,33 +513,11 @@ def _updates_taken(group: Group) -> int:
 
 
 def _save(step: int, group: Group, loop: RolloutLoop | SftLoop, folder: RunFolder) -> None:
-    """A checkpoint from which `_resume` goes on; what the engines draw follows from run.seed and the step alone."""
-    if group.critic is not None:
-        group.finish_save()  # the critic's save removes its oldest: the policy's last one must be there before
-        group.critic.save(step)
-        group.critic.finish_save()  # so that no step of the policy is on disk without the critic's
-        if isinstance(loop, RolloutLoop):
-            loop.rest_critic()
+    """Writes a checkpoint for `_resume`; what the engines draw follows from run.seed, the step and the weights."""
     group.save(step, {"step": step, "prompts": loop.prompts_state()})
+    if isinstance(loop, RolloutLoop):
+        loop.rest_critic()
     folder.forget_old_batches()
-
-
-def _can_go_on_from(step: int, config: RunConfig) -> bool:
-    """Whether a run resumed at this step does as one that never stopped, as settings demand of interval_steps.
-
-    What is in no checkpoint must equal the policy: engines, and a reference group that was updated.
-    """
-    updates = config.reference.update_interval_steps if config.reference.placement == "group" else None
-    if updates is not None and step >= updates and step % updates:
-        return False
-    return not config.has_rollouts or step % config.rollout.sync_interval_steps == 0
-
-
-def _next_end(step: int, config: RunConfig) -> int | None:
-    """The first step from this one on after which the run may end: its last, or one that it can go on from."""
-    assert config.run.steps is not None
-    later = range(step, config.run.steps + 1)
-    return next((one for one in later if one == config.run.steps or _can_go_on_from(one, config)), None)
 
 
 def _is_due(step: int, interval: int | None) -> bool:

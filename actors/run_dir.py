@@ -23,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from slimefsdp.checkpoint.manifest import record_of
 from slimefsdp.checkpoint.store import CheckpointStore, remove
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
-from slimefsdp.io.checksummed_files import checksum_of, io_reported, write_checksum, write_synced
+from slimefsdp.io.checksummed_files import io_reported, write_synced
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.hub import id_of_snapshot
 
@@ -125,8 +126,7 @@ class RecordedBatches:
                 batch.save(file)
             except BatchError as error:
                 raise error.__cause__ or error from None  # the disk's refusal is about run.dir, not about a path given
-            write_checksum(file, checksum_of(file))
-        self._store.commit(step, notes)
+            self._store.commit(step, notes, [record_of(file)])
 
     def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:
         """The batch of a step and its notes; None where there is none, or, with a warning, where it is damaged."""

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests: the run ends after the next step that it can go on from, with a checkpoint.
+"""SIGTERM and SIGINT as requests: the run ends after the step that it is in, with a checkpoint.
 
 A thread reads the signals from a pipe into which Python's C handler writes them, so that they are heard while the main
 thread is inside of a call that does not return, and whatever handler Ray puts in place meanwhile.
@@ -35,8 +35,7 @@ class Interrupts:
         self._is_done = False
         self._timer: threading.Timer | None = None
         self._grace_s = 0.0
-        self._step = 0  # that is being made
-        self._last: int | None = None  # after which a request ends the run; None: it is ending by itself
+        self._step = self._steps = 0  # that is being made, and the run's last
         self._lock = threading.Lock()  # what a request is told and what the loop then does are one decision
 
     @property
@@ -44,33 +43,22 @@ class Interrupts:
         """Whether somebody asked for an end."""
         return self._first is not None
 
-    def steps_begin(self, step: int, last: int | None) -> None:
+    def steps_begin(self, step: int, steps: int) -> None:
         """Lets requests wait for the end of a step from now on; before, a checkpoint would have nothing to keep.
 
         Args:
             step: the first, which begins now.
-            last: the step after which a request ends the run; None: there is no step.
+            steps: the number of the last one.
         """
         with self._lock:
-            self._in_steps, self._step, self._last = True, step, last
+            self._in_steps, self._step, self._steps = True, step, steps
 
-    def step_done(self, step: int, last: int | None) -> bool:
-        """Whether the run ends after this step, which is done but for its checkpoint.
-
-        If not, a request that was made has the grace period anew for the next step.
-
-        Args:
-            last: the step after which a request that comes from now on ends the run; None: there is no further step.
-        """
+    def step_done(self, step: int) -> bool:
+        """Returns whether the run ends after this step, which is done but for its checkpoint."""
         with self._lock:
-            self._step = step + 1
             if self._first is None:
-                self._last = last
-                return False
-            if step == self._last:
-                return True
-            self._start_grace()
-            return False
+                self._step = step + 1
+            return self._first is not None
 
     def done(self) -> None:
         """Ends the grace period, since the checkpoint is on disk; a second signal still ends the run."""
@@ -85,8 +73,7 @@ class Interrupts:
         `finally`: what was committed to disk stands, and the cleanup process ends the cluster.
 
         Args:
-            grace_s: how long the step may take after the request, and each one up to the last, that with its
-                checkpoint, until `done`.
+            grace_s: how long the step and its checkpoint may take after the request, until `done`.
         """
         self._grace_s = grace_s
         read_end, write_end = os.pipe()
@@ -131,18 +118,11 @@ class Interrupts:
             _end(f"a second signal, {number.name}, ended the run at once", _GO_ON, 128 + number)
 
     def _when(self) -> str:
-        if self._is_done or self._last is None:
+        if self._is_done or self._step > self._steps:
             return "soon"
-        if self._last == self._step:
-            return f"after step {self._last}, once that is saved, within {self._grace_s:g} s"
-        return (
-            f"after step {self._last}, once that is saved: the next that it can go on from exactly. It is at step "
-            f"{self._step}, and each may take {self._grace_s:g} s"
-        )
+        return f"after step {self._step}, once that is saved, within {self._grace_s:g} s"
 
     def _start_grace(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         self._timer = threading.Timer(self._grace_s, self._end_of_grace)
         self._timer.daemon = True
         self._timer.start()

@@ -166,6 +166,21 @@ class CallLock:
 # ---------------------------------------------------------------------- arguments
 
 
+@dataclass(frozen=True, slots=True)
+class JobCheckpoint:
+    """Makes a save or a load that of a whole job: the actor's, with its critic and its reference group as parts.
+
+    A driver gives it to the calls of each group. A Trainer that is saved by itself has none.
+
+    Args:
+        save_id: of the save, under which its manifests are recorded; of a load: the save that it demands, None: any.
+        parts: of an actor's save: the folders that the other groups have written.
+    """
+
+    save_id: str | None = None
+    parts: tuple[str, ...] = ()
+
+
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "lr": ("a finite number of 0 or more", lambda value: value >= 0),
     "betas": ("two numbers in [0, 1)", lambda value: 0 <= value < 1),

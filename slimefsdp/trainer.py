@@ -80,12 +80,12 @@ class Trainer(
         )
         self._frozen_source = uuid.uuid4().hex
         self._adapters = None
-        self.receiver = WeightReceiver(model.named_weights())  # of another group's weights, in a reference group
+        self.receiver = WeightReceiver(model.named_weights())
+        self._state.checkpoints = Checkpoints(config, role, folder, mesh, model)
         if role == "ref":
             return
         self._state.updater = build.updater_for(config, role, model)
         memory_manager.optimizer = self.updater.optimizer
-        self._state.checkpoints = Checkpoints(config, role, folder, mesh, model)
         self._state.throughput = throughput_for(
             model,
             model_spec_of(folder.config),

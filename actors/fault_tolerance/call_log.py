@@ -1,9 +1,8 @@
-"""The calls of a job since a checkpoint: which of them made the state that its ranks have, and where to begin again.
+"""The log of a job's calls since a checkpoint, from which a recovery brings new ranks to the state of the lost ones.
 
-Batches that calls may need again are on the disk instead of in Ray's object store, in files without a name in
-`run.dir`: nothing stays behind, however the driver ends, and the disk has the space back as soon as no call refers to a
-batch of a file any more. A batch is a pickle that this process wrote: it is compared with a sha256 kept in memory
-before it is read.
+Older batches of the log are on the disk instead of in Ray's object store, in files without a name in `run.dir`. Such
+a file is gone with the driver, however that ends, and its space is free as soon as no call refers to a batch in it. A
+batch is a pickle that this process wrote, and is compared with a sha256 in memory before it is read.
 """
 
 from __future__ import annotations
@@ -23,38 +22,32 @@ from typing import Any
 from actors.cluster.ray_errors import fetch
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import RankRequest
-from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ResourceError, StateError
 from slimefsdp.io.checksummed_files import io_reported
-from slimefsdp.rpc import Role
+from slimefsdp.rpc import ROLES, Role
 from slimefsdp.training.prepare import PreparedBatch
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
 """Calls that gather, use or drop gradients."""
+DROPS_GRADIENTS = {"train_step", "optimizer_step", "zero_grad", "load"}
+"""Calls after which earlier gradients are gone."""
 KEPT_IN_STORE = 4
-"""So many of the newest batches in the call log are in Ray's object store; older ones are on the disk."""
+"""The number of batches in Ray's object store, the newest of the log; older ones are on the disk."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One call, through all the groups that had to work on it."""
+    """A call of a user, which several groups of ranks may work on, one after another."""
 
     role: Role
-    request: RankRequest  # as the ranks get it, but for a batch that is on the disk by now
+    request: RankRequest  # as the ranks get it, except for a batch that is on the disk by now
     has_batch: bool = False
-    running: CallFuture | None = None
-    launch: int = 0  # which group `running` is of
+    running: CallFuture | None = None  # on the ranks of the newest group
+    launch: int = 0  # the number of that group
     is_done: bool = False
     value: Any = None
-    restored: CallFuture | None = None  # of a load: asked right behind it, what it has loaded
-    overwrites: bool = False  # of a save: there was a checkpoint of its step
-    is_first_of_name: bool = False  # of a save under a name: there was no checkpoint of that name
-    # of a save: what is under its step is what it wrote; not while it is to be made again behind an earlier checkpoint
-    is_written: bool = False
-    # of a save, with a reference group of its own, which no checkpoint holds: it equals the policy;
-    # None: it is as launched, or there is none
-    reference_is_current: bool | None = None
+    restored: CallFuture | None = None  # of a load: the call that asks which step it has loaded
 
     @property
     def name(self) -> str:
@@ -68,7 +61,7 @@ class Call:
 
     @property
     def changes_state(self) -> bool:
-        """Whether later calls depend on it. Other calls read, and are not made again once their result is here."""
+        """Whether later calls depend on this one. A recovery repeats no other call that has its result."""
         return self.request.call.changes_state
 
     @property
@@ -83,23 +76,22 @@ class Call:
 
 
 class CallLog:
-    """Calls in the order in which the ranks got them: those that change their state, and reads without a result yet.
+    """Keeps the calls that change state and the reads without a result, in the order in which the ranks got them.
+
+    A recovery loads a checkpoint and repeats the calls since its save. The job and each of its other adapters have
+    checkpoints of their own, since their states do not depend on each other. Where a method takes `adapter`, None means
+    the job with its critic and reference group.
 
     The newest batches are in Ray's object store, older ones on the disk of `run.dir`. Without a `run.dir` there is no
     checkpoint either, and all batches stay in the object store.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.reaches_launch = True  # nothing was forgotten yet
-        self.has_critic = False
-        self.made: dict[str, Call] = {}  # adapter -> the call that made it, once that has come to its end
+        self.created: dict[str, Call] = {}  # adapter -> the call that created it, once that has its result
         self._calls: list[Call] = []
-        self._run_dir, self._has_reference_group = config.run.dir, config.reference.placement == "group"
+        self._reaches_launch = True  # no call of the job was forgotten yet
         self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
-        self._spills = True  # the disk has not refused the last one
-        self._reference_is_current: bool | None = None  # see Call
-        # role, adapter and name of each checkpoint that was saved under a name, or is about to be
-        self._names: set[tuple[Role, str | None, str | None]] = set()
+        self._has_disk = True  # the disk took the last batch
 
     def __contains__(self, call: Call) -> bool:
         return call in self._calls
@@ -110,41 +102,16 @@ class CallLog:
     def __iter__(self) -> Iterator[Call]:
         return iter(self._calls)
 
-    def note(self, call: Call) -> None:
-        """Adds to a call that is about to begin what a recovery must know of it besides its arguments.
+    def check(self, call: Call) -> None:
+        """Refuses a save that would overwrite a checkpoint which a recovery may have to load again.
 
         Raises:
-            StateError: it would overwrite a checkpoint that a recovery may have to load again.
+            StateError: the save names such a checkpoint.
         """
-        name = call.under_name
-        store = None if self._run_dir is None else CheckpointStore.of_run(self._run_dir, call.role, call.adapter)
-        if call.name == "save" and name is not None:
-            self._refuse_to_overwrite_loaded(call)
-            is_on_disk = store is not None and bool(store.named(name).steps())
-            call.is_first_of_name = not is_on_disk and (call.role, call.adapter, name) not in self._names
-            self._names.add((call.role, call.adapter, name))
-        elif call.name == "save":
-            call.overwrites = store is not None and call.step in store.steps()
-        if call.role != "actor" or call.adapter is not None or not self._has_reference_group:
+        if call.name != "save" or call.under_name is None:
             return
-        if call.name == "update_ref":
-            self._reference_is_current = True
-        elif (call.name in TRAINING or call.name == "load") and self._reference_is_current:
-            self._reference_is_current = False
-        call.reference_is_current = self._reference_is_current
-
-    def note_failure(self, call: Call) -> None:
-        """Takes back what `note` assumed of a call that has failed."""
-        if call.name == "update_ref":
-            self._reference_is_current = False
-        if call.is_first_of_name:
-            self._names.discard((call.role, call.adapter, call.under_name))
-
-    def _refuse_to_overwrite_loaded(self, call: Call) -> None:
-        saved = (call.role, call.adapter, call.under_name)
-        if any(
-            other.name == "load" and (other.role, other.adapter, other.under_name) == saved for other in self._calls
-        ):
+        saved = (call.adapter, call.under_name)
+        if any(other.name == "load" and (other.adapter, other.under_name) == saved for other in self._calls):
             raise StateError(
                 f"save under the name {call.under_name!r}, which was loaded since the last checkpoint",
                 field="name",
@@ -166,12 +133,12 @@ class CallLog:
             try:
                 older.request = older.request.having(batch=self._spilled.write(fetch(stored, "batch")))
             except (OSError, ResourceError) as error:
-                if self._spills:
+                if self._has_disk:
                     problem = f"batches for a recovery stay in Ray's object store, and more with each call: {error}"
                     warnings.warn(problem, stacklevel=5)
-                self._spills = False
+                self._has_disk = False
                 return
-            self._spills = True
+            self._has_disk = True
 
     def remove(self, call: Call) -> None:
         """Removes a call that nothing depends on, unless it is forgotten already."""
@@ -183,69 +150,51 @@ class CallLog:
         if call in self._calls:
             self._calls[self._calls.index(call)] = other
 
-    def marks(self) -> Iterator[Call]:
-        """Yields the actor's saves at which a recovery can begin, newest first.
+    def reaches_beginning(self, adapter: str | None) -> bool:
+        """Returns whether all calls since the launch, or since the creation of an adapter, are in the log."""
+        return self._reaches_launch if adapter is None else self.created[adapter] in self._calls
 
-        Not one under a name, which a program may overwrite or remove when it likes. Not one of a step that was begun
-        again later: what of that step is on the disk may be either. Nor one between a forward_backward and its
-        optimizer_step, whose gradients no checkpoint holds, nor one without the critic's.
+    def saves(self, adapter: str | None) -> Iterator[Call]:
+        """Yields the saves that a recovery can begin with, newest first.
+
+        Saves under a name are not among them, since a program may overwrite or remove their checkpoints at any time.
         """
-        for call in self._whole_saves(None):
-            if not self.has_critic or "critic" in self.starts(call):
-                yield call
-
-    def marks_of_adapter(self, name: str) -> Iterator[Call]:
-        """Yields the saves of an adapter at which a recovery of it can begin, newest first."""
-        return self._whole_saves(name)
-
-    def _whole_saves(self, adapter: str | None) -> Iterator[Call]:
-        steps: set[int] = set()
         for call in reversed(self._calls):
-            if adapter is not None and (call.name, call.adapter) == ("create_adapter", adapter):
-                return  # what is before it was of another one of this name
+            if (call.name, call.adapter) == ("create_adapter", adapter):
+                return  # earlier calls were for another adapter of this name
             is_save = (call.name, call.role, call.adapter) == ("save", "actor", adapter)
-            if not is_save or call.under_name is not None:
-                continue
-            if call.is_written and not self._has_gradients(call) and call.step not in steps:
+            if is_save and call.under_name is None and call.is_done:
                 yield call
-            steps.add(call.step)
 
-    def starts(self, mark: Call) -> dict[Role, Call]:
-        """Returns for each role the save of a mark's step; the role's later calls are not in that checkpoint."""
-        saves = [
-            call for call in self._calls if (call.name, call.role) == ("save", "critic") and call.under_name is None
-        ]
-        newest = next((call for call in reversed(saves) if call.step == mark.step), None)
-        if newest is None or not newest.is_written or self._has_gradients(newest):
-            return {"actor": mark}
-        return {"actor": mark, "critic": newest}
-
-    def behind(self, mark: Call | None, of_adapters: Mapping[str, Call]) -> list[Call]:
-        """Returns the calls that are not in the checkpoints of marks; all where the mark is None.
+    def since(self, beginnings: Mapping[str | None, Call]) -> list[Call]:
+        """Returns the calls to repeat on ranks that have loaded checkpoints.
 
         Args:
-            of_adapters: adapter -> its mark, or the call that made it; one that is not among them has all its calls.
+            beginnings: for each adapter, and under None for the job, the save of its checkpoint, or the call that
+                created it. All calls for one that is missing are returned.
         """
-        starts: dict[tuple[Role, str | None], int] = {}
-        if mark is not None:
-            starts = {(role, None): self._calls.index(call) for role, call in self.starts(mark).items()}
-        starts |= {("actor", name): self._calls.index(call) for name, call in of_adapters.items()}
-        return [call for index, call in enumerate(self._calls) if index > starts.get((call.role, call.adapter), -1)]
+        needed = set[Call]().union(*map(self._not_in, beginnings.values()))
+        return [call for call in self._calls if call.adapter not in beginnings or call in needed]
 
-    def forget(self, marks: int, adapter: str | None = None) -> None:
-        """Forgets the calls before so many marks.
+    def forget(self, checkpoints: int, adapter: str | None = None) -> None:
+        """Forgets the calls that no recovery from one of the newest checkpoints repeats.
 
         Args:
-            adapter: whose calls and marks these are.
+            checkpoints: the number of these, counted by step. With fewer saves in the log nothing is forgotten.
         """
-        kept = list(self.marks() if adapter is None else self.marks_of_adapter(adapter))[:marks]
-        if len(kept) < marks:
+        steps: set[int] = set()
+        oldest: Call | None = None
+        for save in self.saves(adapter):
+            if len(steps | {save.step}) > checkpoints:
+                break
+            steps.add(save.step)
+            oldest = save
+        if oldest is None or len(steps) < checkpoints:
             return
-        saves = self.starts(kept[-1]).values() if adapter is None else [kept[-1]]
-        first = min(map(self._calls.index, saves))
-        left = [call for index, call in enumerate(self._calls) if index >= first or call.adapter != adapter]
+        needed = self._not_in(oldest) | {oldest}
+        left = [call for call in self._calls if call.adapter != adapter or call in needed]
         if len(left) < len(self._calls):
-            self.reaches_launch &= adapter is not None
+            self._reaches_launch &= adapter is not None
             if self._spilled is not None:
                 self._spilled.begin_file()
         self._calls = left
@@ -257,23 +206,29 @@ class CallLog:
         end, name = self._calls.index(deleted), deleted.adapter
         assert name is not None
         gone = [call for call in self._calls[: end + 1] if call.adapter == name]
-        made = self.made.get(name)
-        if made in gone or made not in self._calls:
-            self.made.pop(name, None)
+        created = self.created.get(name)
+        if created in gone or created not in self._calls:
+            self.created.pop(name, None)
         self._calls = [call for call in self._calls if call not in gone]
 
-    def _has_gradients(self, save: Call) -> bool:
-        """Returns whether gradients waited for their optimizer_step when a save began."""
-        before = reversed(self._calls[: self._calls.index(save)])
-        # a train_step that failed left them as they were: it refuses to begin with any, and leaves none of its own
-        found = (
-            call.name
-            for call in before
-            if (call.role, call.adapter) == (save.role, save.adapter)
-            and call.name in TRAINING | {"load"}
-            and (call.is_done or call.name != "train_step")
-        )
-        return next(found, None) == "forward_backward"
+    def _not_in(self, beginning: Call) -> set[Call]:
+        """Returns the calls that a checkpoint lacks: later ones, and those whose gradients waited during its save.
+
+        Args:
+            beginning: the save, or the call that created an adapter.
+        """
+        start = self._calls.index(beginning)
+        lacking = {call for call in self._calls[start + 1 :] if call.adapter == beginning.adapter}
+        settled: set[Role] = set() if beginning.name == "save" else set(ROLES)  # roles whose earlier gradients are gone
+        for call in reversed(self._calls[:start]):
+            if call.adapter != beginning.adapter or call.role in settled:
+                continue
+            if call.name == "forward_backward":
+                lacking.add(call)
+            # a train_step that failed left gradients as they were: it refuses to begin with any, and leaves none
+            elif call.name in DROPS_GRADIENTS and (call.is_done or call.name != "train_step"):
+                settled |= set(ROLES) if (call.name, call.role) == ("load", "actor") else {call.role}
+        return lacking
 
 
 # ---------------------------------------------------------------------- batches on the disk

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ from slimefsdp.errors import (
     WorkerDied,
 )
 from slimefsdp.results import Health
-from slimefsdp.rpc import Role
+from slimefsdp.rpc import JobCheckpoint, Role
 from slimefsdp.training.prepare import Planning
 
 
@@ -211,8 +212,10 @@ class Supervisor:
                     self._require_group()  # as it may have become meanwhile
                     if launch != self._launches:
                         continue
+                    if prepared.name == "save":
+                        prepared = prepared.having(job=JobCheckpoint(save_id=uuid.uuid4().hex))
                     call = Call(role, prepared, has_batch=planning is not None)
-                    self._call_log.note(call)
+                    self._call_log.check(call)
                     self._start_on_ranks(call)
                     self._call_log.append(call)  # also one that only reads, until its result is here
                     return call
@@ -233,7 +236,6 @@ class Supervisor:
             assert running is not None
             try:
                 value = running.result()
-                self._wait_if_overwriting(call)
                 loaded = None if restored is None else restored.result()
             except Exception as error:
                 if not self._recovered_from(call, error, launch):
@@ -242,12 +244,12 @@ class Supervisor:
             with self._lock:
                 if not call.is_done and call.launch == launch:
                     self._restarts.progress()
-                    call.value, call.is_written = value, call.name == "save"
+                    call.value = value
                     call.is_done = True  # last: other threads look at it without the lock
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
                         call.request, call.restored = call.request.having(step=loaded.step), None
                     if call.name == "create_adapter":
-                        self._call_log.made[call.request.arguments["name"]] = call
+                        self._call_log.created[call.request.arguments["name"]] = call
                     if not call.changes_state:
                         self._call_log.remove(call)
                     elif call.name == "delete_adapter":
@@ -281,11 +283,10 @@ class Supervisor:
             raise _shut_down()
         self._config = self._actor.config  # a job keeps its number of ranks
         self._sharding = self._actor.sharding  # and its levels, whatever memory is free when it is launched again
-        self._call_log.has_critic = self._actor.critic is not None
 
     def _start_on_ranks(self, call: Call) -> None:
         group, request = self.group(call.role), call.request
-        if call.is_first_of_name and call.launch:  # what is there now it has written itself, before ranks were lost
+        if call.under_name is not None and call.name == "save" and call.is_done:  # the name was free the first time
             request = request.having(overwrite=True)
         batch = request.arguments.get("batch")
         if isinstance(batch, SpilledBatch):
@@ -312,7 +313,6 @@ class Supervisor:
                     return False
                 self._recover(loss, launch)
                 return True
-            self._call_log.note_failure(call)
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
             # a training step that stopped on the way is part of the state; what ended ranks must not be made again
             if not is_of_all_ranks and call.name == "forward_backward":
@@ -385,79 +385,58 @@ class Supervisor:
         Returns:
             The step that was loaded, the number of calls that were repeated, and what came out differently.
         """
-        mark = self._loaded_mark()
-        of_adapters = {name: self._remade_adapter(name, made) for name, made in self._call_log.made.items()}
+        beginnings: dict[str | None, Call] = {}
+        for adapter in (None, *self._call_log.created):
+            beginning = self._restored_beginning(adapter)
+            if beginning is not None:
+                beginnings[adapter] = beginning
         repeated = 0
         differences: list[str] = []
-        behind = self._call_log.behind(mark, of_adapters)
-        for call in behind:  # two of them may have one step: a loss on the way must not take the first for the second
-            call.is_written = False
-        for call in behind:
+        for call in self._call_log.since(beginnings):
             self._start_on_ranks(call)
             if call.is_done:
                 assert call.running is not None
                 repeated += 1
                 differences += differences_of(call, self._replayed_result(call.name, call.running))
-                self._wait_if_overwriting(call)
-                call.is_written = call.name == "save"
-        return None if mark is None else mark.step, repeated, tuple(differences)
+        return beginnings[None].step if None in beginnings else None, repeated, tuple(differences)
 
-    def _loaded_mark(self) -> Call | None:
-        """Loads the newest checkpoint that verifies; returns its save, or None where the log reaches the launch."""
+    def _restored_beginning(self, adapter: str | None) -> Call | None:
+        """Loads the newest checkpoint of the job, or of an adapter, that is whole and of a save in the log.
+
+        Returns:
+            Its save. Without one, the call that created the adapter; or None for the job, which is as launched.
+
+        Raises:
+            CheckpointError: there is none, and the log does not reach back to the beginning.
+        """
+        group, created = self.group("actor"), None if adapter is None else self._call_log.created[adapter]
+        if created is not None:
+            group.begin(created.request).result()
         problem: CheckpointError | None = None
-        for mark in self._call_log.marks():
-            if mark.reference_is_current is False:
-                continue  # no checkpoint holds a reference group, and at this one it was that of an earlier step
+        for save in self._call_log.saves(adapter):
+            job = JobCheckpoint(save_id=save.request.arguments["job"].save_id)
             try:
-                for role in self._call_log.starts(mark):
-                    self.group(role).begin(RankRequest("load", {"step": mark.step})).result()
+                group.begin(RankRequest("load", {"step": save.step, "job": job}, adapter)).result()
+                return save
             except CheckpointError as error:
                 print(f"checkpoint passed over: {error}", file=sys.stderr)
                 problem = error
-                continue
-            if mark.reference_is_current:
-                self._replayed_result("update_ref", self.group("actor").begin(RankRequest("update_ref")))
-            return mark
-        if not self._call_log.reaches_launch:
+        if not self._call_log.reaches_beginning(adapter):
             raise problem or CheckpointError(
-                "no checkpoint holds the state that the job had, with its reference group, critic and gradients",
+                f"no checkpoint holds the state {'of the job' if adapter is None else f'of the adapter {adapter!r}'}",
                 field="checkpoint",
-                hint="save policy and critic under the same step, after an optimizer_step, and with "
-                "reference.placement=group right after an update_ref",
+                hint="save it under a step and not only under a name",
             )
-        if problem is not None:  # a load that failed may have filled a part
+        if problem is None:
+            return created
+        # a load that failed may have changed a part of the state
+        if created is None:
             self._end()
             self._launch()
-        return None
-
-    def _remade_adapter(self, name: str, made: Call) -> Call:
-        """Makes an adapter again and loads its newest checkpoint; returns the call after which to repeat calls."""
-        group = self.group("actor")
-        group.begin(made.request).result()
-        problem: CheckpointError | None = None
-        for mark in self._call_log.marks_of_adapter(name):
-            try:
-                group.begin(RankRequest("load", {"step": mark.step}, name)).result()
-            except CheckpointError as error:
-                print(f"checkpoint of adapter {name} passed over: {error}", file=sys.stderr)
-                problem = error
-                continue
-            return mark
-        if made not in self._call_log:
-            raise problem or CheckpointError(
-                f"no checkpoint holds the state that the adapter {name!r} had",
-                field="checkpoint",
-                hint="save it after an optimizer_step, before other gradients are gathered",
-            )
-        if problem is not None:  # a load that failed may have filled a part
-            group.begin(RankRequest("delete_adapter", {"name": name}, name)).result()
-            group.begin(made.request).result()
-        return made
-
-    def _wait_if_overwriting(self, call: Call) -> None:
-        """Waits until a save that overwrites a step is on disk, since nothing else tells the old one from the new."""
-        if call.overwrites and self._config.checkpoint.async_save:
-            self.group(call.role).begin(RankRequest("finish_save", adapter=call.adapter)).result()
+        else:
+            group.begin(RankRequest("delete_adapter", {"name": adapter}, adapter)).result()
+            group.begin(created.request).result()
+        return created
 
     def _replayed_result(self, name: str, running: Any) -> Any:
         """Waits for a repeated call; raises the loss of ranks behind a SyncError, where there is one."""

@@ -7,6 +7,7 @@ bad input never disturbs a rank, and who made the call goes on meanwhile.
 from __future__ import annotations
 
 import time
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,11 +24,12 @@ from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
 from actors.workers.named_group import NamedGroup
 from actors.workers.train_worker import Loaded, TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
+from slimefsdp.checkpoint.store import PARTS
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ModelError, PeerFailed, SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.results import Health
-from slimefsdp.rpc import Role
+from slimefsdp.rpc import JobCheckpoint, Role
 from slimefsdp.training.plan import cost_model_of
 from slimefsdp.training.prepare import BatchPlanner, Planning, PreparedBatch
 
@@ -241,6 +243,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             SlimeError: of the class that fits; no rank has seen anything.
         """
         self._require_workers(request.name)
+        if request.name in ("save", "load") and self.role == "ref":
+            problem = f"{request.name}() on a reference group"
+            raise StateError(problem, field=request.name, hint="call it on the actor's group: its checkpoints hold all")
         receivers = request.arguments.get("receivers", ())
         if any(receiver in self._workers for receiver in receivers):
             problem = "a group's ranks cannot receive the weights that they send"
@@ -304,7 +309,47 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return replace(work, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
     def begin(self, request: RankRequest) -> CallFuture:
-        """Starts a call with prepared arguments on all ranks."""
+        """Starts a call with prepared arguments on all ranks.
+
+        A save or a load of a job with a critic or a reference group waits for these.
+        """
+        others = [group for group in (self.critic, self.reference_group) if group is not None]
+        if others and request.name in ("save", "load") and request.adapter is None:
+            started = self._begin_save if request.name == "save" else self._begin_load
+            return started(request, others)
+        return self._begin(request)
+
+    def _begin_save(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
+        """Writes the parts of the other groups, then begins the save that takes them in.
+
+        Returns:
+            The future of that save, or of what failed before it.
+        """
+        job = request.arguments.get("job") or JobCheckpoint(uuid.uuid4().hex)
+        request = request.having(job=replace(job, parts=tuple(PARTS[group.role] for group in others)))
+        of_part = {**request.arguments, "loop_state": None}
+        if self.config.checkpoint.async_save:  # it may still be taking in parts, or be of the same step
+            finishing = self._begin(RankRequest("finish_save"))
+            if _failed([finishing]):
+                return finishing
+        for group in others:
+            group.await_weights()
+        return _failed([group._begin(RankRequest("save", of_part)) for group in others]) or self._begin(request)
+
+    def _begin_load(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
+        """Loads a checkpoint, then the parts of the other groups from the same one.
+
+        Returns:
+            The future of the load, or of what failed behind it.
+        """
+        load = self._begin(request.having(job=request.arguments.get("job") or JobCheckpoint()))
+        if _failed([load]):
+            return load
+        step = self._begin(RankRequest("restored")).result().step
+        of_part = {**request.arguments, "step": step, "job": JobCheckpoint()}
+        return _failed([group._begin(RankRequest("load", of_part)) for group in others]) or load
+
+    def _begin(self, request: RankRequest) -> CallFuture:
         reference = self.reference_group
         if request.name == "update_ref" and reference is not None:
             arguments = {"receivers": reference.receivers, "drop_failed": False}
@@ -332,6 +377,17 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             raise StateError(f"{name}() after shutdown()", field=name, hint="launch a new group")
         require_cluster()
         self._queue.require_moving(name)
+
+
+def _failed(futures: Sequence[CallFuture]) -> CallFuture | None:
+    """Waits for calls; returns the first one that has failed, whose `result` raises its error again."""
+    failed = None
+    for future in futures:
+        try:
+            future.result()
+        except Exception:
+            failed = failed or future
+    return failed
 
 
 def _model_folder(config: RunConfig, role: Role) -> ModelFolder:

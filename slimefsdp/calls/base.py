@@ -12,6 +12,7 @@ from slimefsdp.training.prepare import PreparedBatch
 if TYPE_CHECKING:
     from slimefsdp.training.adapters import Adapters
     from slimefsdp.training.step import RankState
+    from slimefsdp.weight_sync.receive import WeightReceiver
 
 
 class Calls:
@@ -23,6 +24,7 @@ class Calls:
 
     _state: RankState
     _adapters: Adapters | None  # None: the run has no adapters
+    receiver: WeightReceiver  # of another group's weights, in a reference group
     _frozen_source: str  # changes when weights that are not trained may have changed
 
     def _make(self, call: Call, arguments: Arguments) -> Any:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from slimefsdp.calls.base import Calls
 from slimefsdp.checkpoint.compatibility import check_loop_state
 from slimefsdp.checkpoint.store import require_name
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.results import LoadReport, SyncReport
-from slimefsdp.rpc import ROLES, Arguments, call, check_receivers
+from slimefsdp.rpc import ROLES, Arguments, JobCheckpoint, call, check_receivers
 
 if TYPE_CHECKING:
     from slimefsdp.weight_sync.receive import Receiver
@@ -89,40 +92,48 @@ class StateCalls(Calls):
         self._state.memory_manager.wake_up(("parameters",))
         self._state.reference.follow(self._state.model)
 
-    @call("actor", "critic", changes_state=True, needs_whole_weights=True, check=_check_checkpoint)
+    @call(*ROLES, changes_state=True, needs_whole_weights=True, check=_check_checkpoint)
     def save(
         self,
         step: int,
         loop_state: dict[str, Any] | None = None,
         name: str | None = None,
         overwrite: bool = False,
+        job: JobCheckpoint | None = None,
     ) -> Path:
         """Writes a checkpoint of everything that is needed to continue training; atomically.
 
-        With `checkpoint.async_save` it returns at once with a snapshot of this moment, and `finish_save` waits for it.
+        On a driver the checkpoint of an actor group also holds its critic and its reference group. With
+        `checkpoint.async_save` the call returns at once with a snapshot of this moment, and `finish_save` waits for it;
+        critic and reference group are written before it returns.
 
         Args:
             loop_state: the caller's own JSON, which `load` returns.
             name: keeps the checkpoint until its folder is removed; it counts neither for `checkpoint.keep_last` nor as
                 `latest`.
             overwrite: replaces an existing checkpoint of this name.
+            job: given by a driver.
 
         Raises:
             ConfigError: `run.dir` is not set.
             CheckpointError: this or the previous save could not be written, or the name is invalid or taken.
+            StateError: on a driver, of a reference group.
         """
-        state = self._state
+        state, is_reference = self._state, self._state.role == "ref"
         state.memory_manager.wake_up(("parameters", "optimizer"))
+        follows = self.receiver.version is not None if is_reference else state.reference.follows
+        own = state.model.saved_weights() if follows or not is_reference else []
         with state.reference.resting():
             folder = state.checkpoints.save(
                 step,
-                state.model.saved_weights() + state.reference.saved_weights(),
-                state.updater,
-                reference_follows=state.reference.follows,
+                own + state.reference.saved_weights(),
+                None if is_reference else state.updater,
+                reference_follows=follows,
                 kl_coefficient=state.kl_coefficient,
                 loop_state=loop_state,
                 name=name,
                 overwrite=overwrite,
+                job=job,
             )
             if state.reference.follows:
                 state.checkpoints.wait_for_copy()  # the reference model is about to be moved off the device
@@ -137,24 +148,33 @@ class StateCalls(Calls):
         """
         return self._state.checkpoints.finish()
 
-    @call("actor", "critic", changes_state=True, check=_check_checkpoint)
+    @call(*ROLES, changes_state=True, check=_check_checkpoint)
     def load(
-        self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
+        self,
+        step: int | Literal["latest"] = "latest",
+        name: str | None = None,
+        weights_only: bool = False,
+        job: JobCheckpoint | None = None,
     ) -> dict[str, Any]:
         """Loads a checkpoint, from whatever mesh it was saved on; returns its loop state.
 
-        It also repairs the state after an update that failed halfway.
+        On a driver an actor group's critic and reference group are restored with it. It also repairs the state after an
+        update that failed halfway.
 
         Args:
             name: loads the checkpoint of this name.
             weights_only: loads only the weights, with a new optimiser and counters at zero.
+            job: given by a driver.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is incomplete, changed or of another model.
+            StateError: on a driver, of a reference group.
         """
         state = self._state
         state.memory_manager.wake_up(("parameters", "optimizer"))
         self._frozen_source = uuid.uuid4().hex
+        if state.role == "ref":
+            return self._load_reference_group(step, name, job)
         with state.reference.resting():
             info = state.checkpoints.load(
                 step,
@@ -162,12 +182,38 @@ class StateCalls(Calls):
                 state.updater,
                 name=name,
                 weights_only=weights_only,
+                job=job,
             )
             state.reference.loaded(info["reference_follows"])
             if state.config.loss.kl_target is not None:
                 state.kl_coefficient = info["kl_coefficient"]
         state.checkpoints.warn_of_load()
         return dict(info["loop_state"])
+
+    def _load_reference_group(
+        self, step: int | Literal["latest"], name: str | None, job: JobCheckpoint | None
+    ) -> dict[str, Any]:
+        """Restores the weights of a reference group, or those of its folder where it had not been updated."""
+        from slimefsdp.models.decoder import PolicyModel
+        from slimefsdp.training.build import model_for
+
+        state = self._state
+        info = state.checkpoints.load(
+            step,
+            lambda info: state.model.saved_weights() if info["reference_follows"] else [],
+            None,
+            name=name,
+            job=job,
+        )
+        if info["reference_follows"]:
+            self.receiver.version = info["weight_version"]
+        elif self.receiver.version is not None:
+            launched = model_for(PolicyModel, state.config, "ref", state.folder, state.mesh)
+            with torch.no_grad():
+                for (_, weight), (_, first) in zip(state.model.named_weights(), launched.named_weights(), strict=True):
+                    local_shard(weight).copy_(local_shard(first))
+            self.receiver.forget()
+        return {}
 
     @call("actor", "critic", is_exclusive=False)
     def restored(self) -> LoadReport | None:

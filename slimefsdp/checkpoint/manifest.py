@@ -1,8 +1,7 @@
-"""What a checkpoint says about its own files: a checksum file beside each, then one manifest of them all.
+"""The manifest of a checkpoint: it lists the checkpoint's files with size and sha256, and carries its own digest.
 
-Every writer hashes its own files as it writes them and leaves the digest in `<file>.sha256`; `write_manifest` collects
-the digests in manifest.json, so that no file is reread for it. The manifest also carries its own
-digest. Nothing that is read here is trusted: names, sizes and types are checked before they are used.
+Every writer hashes its own files as it writes them, so that no file is reread for the manifest. Nothing that is read
+here is trusted: names, sizes and types are checked before they are used.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import (
-    CHECKSUM_LINE,
-    SIDECAR,
     checksum_of,
     damaged,
     json_bytes,
@@ -32,12 +29,13 @@ from slimefsdp.io.checksummed_files import (
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_PART_NAME = re.compile(rf"([a-z]{{1,20}})/{re.escape(MANIFEST)}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: its plain name, size in bytes and sha256 in hex."""
+    """One file of a checkpoint: its name, size in bytes and sha256 in hex. Of a part only the manifest is listed."""
 
     name: str
     bytes: int
@@ -52,20 +50,49 @@ class Manifest:
     info: dict[str, Any]
     files: tuple[FileRecord, ...]
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The folders inside of the checkpoint, each of which has a manifest of its own."""
+        return tuple(match[1] for record in self.files if (match := _PART_NAME.fullmatch(record.name)))
 
-def write_manifest(folder: Path, step: int, info: dict[str, Any]) -> None:
-    """Make the folder's files with checksums, and nothing else, its content. `info` is plain JSON.
 
-    CheckpointError if a file has no checksum or changed size since, or if `info` would not come back equal; OSError.
+def record_of(path: Path) -> FileRecord:
+    """Reads a finished file and returns its record."""
+    checksum = checksum_of(path)
+    return FileRecord(path.name, checksum.bytes, checksum.sha256)
+
+
+def write_manifest(folder: Path, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> None:
+    """Lists the files of a folder and the manifests of the folders in it, as its whole content.
+
+    Args:
+        info: plain JSON. A part has the same `save_id` and step.
+        files: the records of all files, from whoever wrote them.
+
+    Raises:
+        CheckpointError: the folder does not hold these files, a part is of another save, or `info` would not come back
+            equal. OSError: the disk refuses.
     """
     json_bytes(info, "info")
-    write_synced(folder / MANIFEST, _render(Manifest(step, info, _collect_digests(folder))))
+    listed = (*sorted(files, key=lambda record: record.name), *_parts_of(folder, step, info))
+    _check_names(folder, listed)
+    for record in files:
+        path = folder / record.name
+        if path.stat().st_size != record.bytes:
+            raise CheckpointError(
+                f"{path} has changed after it was written",
+                field=record.name,
+                hint="keep other programs out of the folder",
+                call="save",
+            )
+    write_synced(folder / MANIFEST, _render(Manifest(step, info, listed)))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a committed folder; its files are not looked at (`check_files`).
+    """Reads the manifest of a committed folder; its files are not looked at (`check_files`).
 
-    CheckpointError if it cannot be parsed, was altered, is of a newer schema, or lists what is no plain file name.
+    Raises:
+        CheckpointError: it cannot be parsed, was altered, is of a newer schema, or lists what is no plain file name.
     """
     path = folder / MANIFEST
     document, raw = read_json(path)
@@ -81,62 +108,85 @@ def read_manifest(folder: Path) -> Manifest:
     if not is_as_written:
         raise damaged(path, "was altered after it was written")
     for record in files:
-        if not _PLAIN_NAME.fullmatch(record.name) or record.name == MANIFEST or not _SHA256.fullmatch(record.sha256):
+        is_name = _PLAIN_NAME.fullmatch(record.name) or _PART_NAME.fullmatch(record.name)
+        if not is_name or record.name == MANIFEST or not _SHA256.fullmatch(record.sha256):
             raise damaged(path, f"lists {record.name!r}, which is no plain file name with a sha256")
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
-    """Reread the files and compare with the manifest.
+def check_files(
+    folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1, only_part: str | None = None
+) -> None:
+    """Rereads the files and compares them with the manifest, also those of parts.
 
     Names and sizes are those of all files; of the bytes, `share` out of `shares` is reread, about as many in each.
 
-    CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256. OSError.
+    Args:
+        only_part: rereads the bytes of this part alone.
+
+    Raises:
+        CheckpointError: names the first bad file: missing, surplus, not a plain file, wrong size or sha256.
+        OSError: the disk refuses.
     """
-    present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
-    if odd := sorted(present ^ {record.name for record in manifest.files}):
-        raise damaged(folder / odd[0], "is not in the manifest" if odd[0] in present else "is missing")
-    for record in manifest.files:
+    listed = _listed(folder, manifest)
+    for record in listed:
         found = (folder / record.name).lstat()
         if not stat.S_ISREG(found.st_mode):
             raise damaged(folder / record.name, "is not a plain file")
         if found.st_size != record.bytes:
             raise damaged(folder / record.name, f"has {found.st_size} bytes, not {record.bytes}")
+    reread = [record for record in listed if only_part is None or record.name.startswith(f"{only_part}/")]
     # hashing lets go of the interpreter lock, so threads use the idle cores
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        mine = _shares_of(manifest.files, shares)[share]
+        mine = _shares_of(reread, shares)[share]
         checksums = list(pool.map(checksum_of, (folder / record.name for record in mine)))
     for record, checksum in zip(mine, checksums, strict=True):
         if checksum.sha256 != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
 
 
-def _collect_digests(folder: Path) -> tuple[FileRecord, ...]:
-    """Returns one record per file with a checksum, and removes the checksum files."""
-    records = []
-    for name in sorted({path.name.removesuffix(SIDECAR) for path in folder.iterdir()}):
-        if name.startswith(".nfs"):
-            continue  # what NFS keeps of a file that was removed while open
-        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
+    """Returns the files of a checkpoint and of its parts, by names relative to `folder`.
+
+    Raises:
+        CheckpointError: what is there is not what the manifests list, or a part's manifest cannot be read.
+    """
+    _check_names(folder, manifest.files)
+    listed = list(manifest.files)
+    for part in manifest.parts:
+        if (folder / part).is_symlink() or not (folder / part).is_dir():
+            raise damaged(folder / part, "is not a folder")
+        inside = read_manifest(folder / part)
+        if inside.parts:
+            raise damaged(folder / part / MANIFEST, "lists parts, though it is of a part")
+        listed += [replace(record, name=f"{part}/{record.name}") for record in _listed(folder / part, inside)]
+    return listed
+
+
+def _check_names(folder: Path, files: Sequence[FileRecord]) -> None:
+    """
+    Raises:
+        CheckpointError: a folder does not have these files and parts, or has others.
+    """
+    # NFS keeps what was removed while it was open as .nfs*
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
+    if odd := sorted(present ^ {record.name.removesuffix(f"/{MANIFEST}") for record in files}):
+        raise damaged(folder / odd[0], "is not in the manifest" if odd[0] in present else "is missing")
+
+
+def _parts_of(folder: Path, step: int, info: dict[str, Any]) -> Iterator[FileRecord]:
+    """Yields a record of each part's manifest, which lists the part's files."""
+    for part in sorted(path for path in folder.iterdir() if path.is_dir()):
+        manifest, name = read_manifest(part), f"{part.name}/{MANIFEST}"
+        same_save = (manifest.step, manifest.info.get("save_id")) == (step, info.get("save_id"))
+        if not same_save or not _PART_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{folder / name} was put there by somebody else",
-                field=name,
-                hint="keep other programs out of the folder",
+                f"{part} is no part of this save",
+                field=part.name,
+                hint="keep other programs out of the folder, and save again",
                 call="save",
             )
-        path, sidecar = folder / name, folder / (name + SIDECAR)
-        checksum = CHECKSUM_LINE.fullmatch(sidecar.read_text() if sidecar.exists() else "")
-        if not checksum or int(checksum[2]) != path.stat().st_size:
-            raise CheckpointError(
-                f"{path} has no checksum file, or changed after it was written",
-                field=name,
-                hint="call write_checksum for every finished file, on the rank that wrote it",
-                call="save",
-            )
-        records.append(FileRecord(name, int(checksum[2]), checksum[1]))
-    for sidecar in folder.glob(f"*{SIDECAR}"):
-        sidecar.unlink()
-    return tuple(records)
+        yield replace(record_of(part / MANIFEST), name=name)
 
 
 def _shares_of(files: Sequence[FileRecord], shares: int) -> list[list[FileRecord]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,8 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slimefsdp.checkpoint.async_save import BackgroundSave
-from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files
+from slimefsdp.checkpoint.manifest import FileRecord, Manifest, check_files
 from slimefsdp.checkpoint.shards import (
     Reads,
     ShardedTensor,
@@ -29,127 +26,72 @@ from slimefsdp.checkpoint.shards import (
     write_shard,
     writing_ranks,
 )
-from slimefsdp.checkpoint.store import CheckpointStore, first_verified
-from slimefsdp.distributed.consensus import run_on_first, run_together
+from slimefsdp.checkpoint.store import CheckpointStore, Choice, first_verified
+from slimefsdp.distributed.consensus import gathered, run_on_first, run_together
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import io_reported, json_bytes
+from slimefsdp.io.checksummed_files import io_reported
 
 Named = Sequence[tuple[str, nn.Parameter]]
-# from a checkpoint's info and manifest file to the parameters it holds; an error refuses the checkpoint
-Accept = Callable[[dict[str, Any], Path], Named]
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class LoadedState:
-    """The checkpoint that a load took its values from."""
-
-    step: int
-    folder: Path
-    info: dict[str, Any]
-    skipped: tuple[str, ...]  # why each checkpoint that comes before it was skipped
-    ranks: int  # how many ranks wrote it
-
-
-def save_training_state(
-    store: CheckpointStore,
-    step: int,
-    named: Named,
-    optimizer: torch.optim.Optimizer,
-    info: dict[str, Any],
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    keep_last: int,
-    writes_tensors: bool,
-    background: BackgroundSave | None = None,
-) -> Path:
-    """Commits a checkpoint of `step`, completely or not at all, and removes old ones; a collective call.
-
-    No parameter is gathered: each rank writes the rows it holds.
-
-    Args:
-        info: JSON about the run, the same on every rank.
-        writes_tensors: true on one of the ranks that hold the same rows; the others write only their generators.
-        background: copies the state and writes it later. Its `finish` must have returned since its last save, and the
-            caller waits for its copy before it changes tensors.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        CheckpointError: on every rank, if any rank could not write; earlier checkpoints stay. With `background`, its
-            `finish` raises the errors of writing.
-        ResourceError: on every rank, if any has no memory for the copy.
-    """
-
-    def prepare() -> None:
-        if type(step) is not int or not 0 <= step < 2**62:
-            raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
-        json_bytes(info, "info")
-        if background is not None and background.is_lost:
-            raise CheckpointError(
-                "no save in the background can follow one that ranks did not end together",
-                field="checkpoint.async_save",
-                hint="start the group anew and load, or save with checkpoint.async_save=false",
-            )
-        if dist.get_rank(group) == 0:
-            store.lock()
-
-    run_together(prepare, group)
-    tensors = _tensors(named, optimizer) if writes_tensors else {}
-    state = {"generators": generator_states(device)}
-    if background is None:
-        return _write(store, step, tensors, state, info, group=group, keep_last=keep_last)
-    copies: dict[str, ShardedTensor] = {}
-    run_together(lambda: copies.update(background.buffers_for(tensors)), group)
-    info = json.loads(json_bytes(info, "info"))  # the caller may change its own
-
-    def copy_and_write() -> Path:
-        run_together(lambda: background.copy(tensors, copies), background.group)
-        return _write(store, step, copies, state, info, group=background.group, keep_last=keep_last)
-
-    background.start(copy_and_write)
-    return store.final_path(step)
-
-
-def load_training_state(
-    store: CheckpointStore,
-    step: int | Literal["latest"],
-    accept: Accept,
-    optimizer: torch.optim.Optimizer,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    with_generators: Callable[[dict[str, Any]], bool],
-) -> LoadedState:
-    """Verifies a checkpoint, each rank a part of it, and fills parameters and optimiser; a collective call.
+def choose_checkpoint(store: CheckpointStore, step: int | Literal["latest"], group: dist.ProcessGroup) -> Choice:
+    """Verifies checkpoints, each rank a share of their bytes, until one is whole; a collective call.
 
     Any number of ranks may have written the checkpoint.
 
-    Args:
-        accept: refuses a checkpoint that is not for this run; a collective call with the same outcome on all ranks.
-        with_generators: whether the random generators of a checkpoint with this info belong to these ranks.
+    Returns:
+        The checkpoint, or the store's part of it. Where it has no such part, it is the checkpoint of the same step in
+        `PartStore.before`, or without such a store the checkpoint that lacks the part.
 
     Raises:
-        CheckpointError: on every rank: there is no checkpoint, or it is torn, altered or of another model. No value has
-            changed, unless the disk failed while values were read.
+        CheckpointError: on every rank: there is no checkpoint, or it is torn or altered.
     """
     folders, odd = _from_first(lambda: store.candidates(step), group)
     verify = partial(_verified_together, store, group)
-    if step == "latest":
+    if step == "latest":  # with all parts, so that all groups of ranks choose the same
         manifest, folder, skipped = first_verified(store.root, folders, odd, verify)
     else:
-        manifest, folder, skipped = verify(folders[0]), folders[0], []
-    named = accept(manifest.info, folder / MANIFEST)
-    restores_generators = with_generators(manifest.info)
+        manifest, folder, skipped = verify(folders[0], only_part=store.part), folders[0], []
+    if store.part in manifest.parts:
+        folder = folder / str(store.part)
+        return Choice(_from_first(lambda: store.manifest_of(folder), group), folder, skipped)
+    if (before := store.before) is not None:
+        folder = _from_first(lambda: before.path_of(manifest.step), group)
+        return Choice(_verified_together(before, group, folder), folder, skipped)
+    return Choice(manifest, folder, skipped)
+
+
+def load_training_state(
+    chosen: Choice,
+    named: Named,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    restores_generators: bool,
+) -> int:
+    """Fills parameters, optimiser and random generators from a verified checkpoint; a collective call.
+
+    Args:
+        named: the parameters that the checkpoint holds.
+        restores_generators: the random generators in the checkpoint belong to these ranks.
+
+    Returns:
+        How many ranks wrote the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank: it is of another model. No value has changed, unless the disk failed while
+            values were read.
+    """
+    folder = chosen.folder
     reads: Reads = []
     state: dict[str, Any] = {}
     writers: list[int] = []
 
     def plan() -> None:
-        reads.extend(plan_reads(folder, _tensors(named, optimizer)))
+        reads.extend(plan_reads(folder, tensors_of(named, optimizer)))
         state.update(read_rank_state(folder, dist.get_rank(group)) or {})
         if restores_generators:  # tried now, when nothing has changed, and put back
             present = generator_states(device)
@@ -166,36 +108,54 @@ def load_training_state(
 
     run_together(plan, group)
     run_together(read, group)
-    return LoadedState(manifest.step, folder, manifest.info, tuple(map(str, skipped)), writers[0])
+    return writers[0]
 
 
-def _write(
+def write_checkpoint(
     store: CheckpointStore,
     step: int,
     tensors: dict[str, ShardedTensor],
     state: dict[str, Any],
     info: dict[str, Any],
     *,
-    group: dist.ProcessGroup,
+    parts: Sequence[str],
     keep_last: int,
+    group: dist.ProcessGroup,
 ) -> Path:
-    """Runs the commit protocol; a collective call. An error leaves nothing of the attempt on the disk."""
-    folder, rank = store.temporary_path(step), dist.get_rank(group)
-    run_on_first(lambda: store.begin(step), group)
+    """Commits a checkpoint, completely or not at all, and removes old ones; a collective call.
 
-    def commit() -> None:
-        if (found := writing_ranks(folder)) != dist.get_world_size(group):
+    Args:
+        tensors: this rank's rows, on one of the ranks that hold the same ones.
+        state: of this rank, plain JSON.
+        info: JSON about the run, the same on every rank.
+        parts: parts of this step that other groups of ranks have written, which the checkpoint takes in.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write. Nothing of the attempt is left on the disk, and
+            earlier checkpoints stay.
+    """
+    folder, rank = store.temporary_path(step), dist.get_rank(group)
+    run_on_first(lambda: store.begin(step, parts), group)
+
+    records: list[FileRecord] = []
+
+    def commit(files: list[FileRecord]) -> None:
+        if absent := [record.name for record in files if not (folder / record.name).exists()]:
             raise CheckpointError(
-                f"{folder} received the files of {found} ranks out of {dist.get_world_size(group)}",
+                f"{folder} did not receive {absent[0]}, which another rank has written",
                 field="run.dir",
                 hint="put run.dir on a file system that all nodes share",
             )
-        store.commit(step, info)
+        store.commit(step, info, files)
         store.prune(keep_last)
 
     try:
-        run_together(lambda: write_shard(folder, rank, tensors, state), group)
-        run_on_first(commit, group)
+        run_together(lambda: records.extend(write_shard(folder, rank, tensors, state)), group)
+        files = [record for of_rank in gathered(records, group) for record in of_rank]
+        run_on_first(lambda: commit(files), group)
     except CheckpointError:  # which all ranks raise, so nobody writes there any more
         run_on_first(lambda: store.abandon(step), group)
         raise
@@ -206,13 +166,18 @@ def _write(
     return store.final_path(step)
 
 
-def _verified_together(store: CheckpointStore, group: dist.ProcessGroup, folder: Path) -> Manifest:
+def _verified_together(
+    store: CheckpointStore, group: dist.ProcessGroup, folder: Path, only_part: str | None = None
+) -> Manifest:
     """Has the ranks together reread every byte of a folder; all return its manifest or raise the same error."""
     manifest = _from_first(lambda: store.manifest_of(folder), group)
+    only_part = only_part if only_part in manifest.parts else None
 
     def check() -> None:
         with io_reported(folder, "load"):
-            check_files(folder, manifest, share=dist.get_rank(group), shares=dist.get_world_size(group))
+            check_files(
+                folder, manifest, share=dist.get_rank(group), shares=dist.get_world_size(group), only_part=only_part
+            )
 
     run_together(check, group)
     return manifest
@@ -228,13 +193,13 @@ def _from_first(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     return result
 
 
-def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
-    """This rank's rows of every parameter (`model.*`) and optimiser tensor (`optimizer.*`), as views."""
+def tensors_of(named: Named, optimizer: torch.optim.Optimizer | None) -> dict[str, ShardedTensor]:
+    """Returns this rank's rows of every parameter (`model.*`) and optimiser tensor (`optimizer.*`), as views."""
     tensors: dict[str, ShardedTensor] = {}
     for name, parameter in named:
         start = _first_row(parameter)
         tensors[f"model.{name}"] = _shard(parameter, start)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
             # what is sharded there is sharded as the parameter is
             tensors[f"optimizer.{name}.{key}"] = _shard(value, start if isinstance(value, DTensor) else 0)
     return tensors

@@ -7,6 +7,7 @@ overlap them. Nothing here proves that the bytes are the saved ones: `Checkpoint
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ from typing import Any, BinaryIO
 
 import torch
 
+from slimefsdp.checkpoint.manifest import FileRecord
 from slimefsdp.errors import CheckpointError, ModelError
 from slimefsdp.io.checksummed_files import (
     io_reported,
     json_bytes,
     read_json,
     whole,
-    write_checksum,
-    write_with_checksum,
+    write_synced,
 )
 from slimefsdp.io.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, TensorFileWriter, TensorSpec, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry, read_header
@@ -201,11 +202,17 @@ def fill(reads: Reads) -> None:
                 rows.read(file, tensor)
 
 
-def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], state: dict[str, Any]) -> None:
-    """Write and fsync this rank's two files, with checksums. `state` is plain JSON (integers, lists, base64 strings).
+def write_shard(
+    folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], state: dict[str, Any]
+) -> list[FileRecord]:
+    """Writes this rank's two files and waits until the disk has them; returns their records.
 
-    CheckpointError if a share does not fit its global shape, a dtype is not supported, `state` is not JSON, or the disk
-    refuses.
+    Args:
+        state: plain JSON (integers, lists, base64 strings).
+
+    Raises:
+        CheckpointError: a share does not fit its global shape, a dtype is not supported, `state` is not JSON, or the
+            disk refuses.
     """
     index: dict[str, Any] = {"tensors": {}, "state": state}
     for name, tensor in tensors.items():
@@ -225,9 +232,13 @@ def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], s
         with TensorFileWriter(tensor_path, specs) as file:
             for name, tensor in ordered:
                 file.write(name, tensor.local)
-        write_checksum(tensor_path, file.close())
+        written = file.close()
     with io_reported(index_path, "save"):
-        write_with_checksum(index_path, text)
+        write_synced(index_path, text)
+    return [
+        FileRecord(tensor_path.name, written.bytes, written.sha256),
+        FileRecord(index_path.name, len(text), hashlib.sha256(text).hexdigest()),
+    ]
 
 
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:

@@ -2,34 +2,41 @@
 
 Layout under the store's root (one writing run per root, one save at a time):
 
-    step_00000012/            a committed checkpoint: its files and manifest.json
+    step_00000012/            a committed checkpoint: its files, its parts and manifest.json
+    step_00000012/critic/     a part, written by another group of ranks: its files and a manifest.json of its own
     named/NAME/               a store of one checkpoint, which is kept under a name
+    .part_critic_step_00000012/  a part that is being written, or waits for the save that takes it in; never read
     .tmp_step_00000012/       being written, or left by a writer that died; never read
     .replaced_step_00000012/  the earlier save of a step while the new one takes its place; read if the step is gone
     latest                    the name of the folder that was committed last
     .lock                     held by the run that writes here
 
-Every rank leaves checksums of the files that it writes before `commit` lists them in manifest.json.
+`commit` lists all files with their checksums in manifest.json. The manifest of a checkpoint also lists the manifests of
+its parts: a checkpoint is whole if and only if this one manifest holds.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
+from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_files, read_manifest, write_manifest
 from slimefsdp.errors import CheckpointError, short_repr
 from slimefsdp.io.checksummed_files import damaged, io_reported, sync, write_synced
 from slimefsdp.io.file_lock import FolderLock
 
 LATEST = "latest"
-_TMP, _REPLACED = ".tmp_", ".replaced_"
+_TMP, _REPLACED, _PART = ".tmp_", ".replaced_", ".part_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 NAMED, _ADAPTERS = "named", "adapters"
+PARTS = {"critic": "critic", "ref": "reference"}
+"""Role -> the folder of its part in the checkpoint of a job."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -44,6 +51,9 @@ class Choice(NamedTuple):
 class CheckpointStore:
     """The checkpoints of one run. Only rank 0 calls `begin`, `commit` and `prune`; any process may read."""
 
+    part: str | None = None  # of each checkpoint that is read and written; None: all but its parts
+    before: CheckpointStore | None = None  # see PartStore
+
     def __init__(self, root: Path) -> None:
         self.root = root
 
@@ -54,17 +64,37 @@ class CheckpointStore:
             return cls(run_dir / _ADAPTERS / adapter / "checkpoints")
         return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")
 
-    def named(self, name: str) -> Self:
-        """The store of the one checkpoint that is kept under a name.
+    @staticmethod
+    def of_job(run_dir: Path, role: str, name: str | None = None) -> CheckpointStore:
+        """Returns the store of a role in the checkpoints of a job: an actor's has all of it, others have their part.
 
-        CheckpointError if that can be no name of a folder.
+        Args:
+            name: of one checkpoint, as in `named`.
+        """
+        stores = [CheckpointStore.of_run(run_dir, which) for which in ("actor", "critic")]
+        whole, critic = stores if name is None else [store.named(name) for store in stores]
+        if role == "actor":
+            return whole
+        return PartStore(whole.root, PARTS[role], before=critic if role == "critic" else None)
+
+    def named(self, name: str) -> Self:
+        """Returns the store of the one checkpoint that is kept under a name.
+
+        Raises:
+            CheckpointError: no folder can have this name.
         """
         require_name(name)
         return type(self)(self.root / NAMED / name)
 
-    def require_empty(self, name: str) -> None:
-        """CheckpointError if there is a checkpoint under this store's name."""
-        if self._folders():
+    def require_empty(self, name: str, save_id: str | None = None) -> None:
+        """Checks that a save under this store's name would replace nothing but what the same save wrote before.
+
+        Raises:
+            CheckpointError: there is another checkpoint.
+        """
+        steps = self.steps()
+        written_by = [manifest.info.get("save_id") for manifest in self.manifests()]
+        if steps and (save_id is None or written_by != [save_id] * len(steps)):
             raise CheckpointError(
                 f"there is a checkpoint of the name {name!r} in {self.root}",
                 field="name",
@@ -72,8 +102,12 @@ class CheckpointStore:
                 call="save",
             )
 
-    def begin(self, step: int) -> Path:
-        """Clear what dead writers left, and make the empty folder that every rank writes step `step` into."""
+    def begin(self, step: int, parts: Sequence[str] = ()) -> Path:
+        """Clears what dead writers left, and makes the folder that every rank writes step `step` into.
+
+        Args:
+            parts: the parts of this step that other groups have written; the folder holds these and nothing else.
+        """
         temporary = self.temporary_path(step)
         self.lock()
         with io_reported(temporary, "save"):
@@ -92,37 +126,44 @@ class CheckpointStore:
                 else:  # the writer died between moving it aside and moving the new one in
                     replaced.rename(final)
             temporary.mkdir()
+            for part in parts:
+                PartStore(self.root, part).temporary_path(step).rename(temporary / part)
+            for stale in self.root.glob(f"{_PART}*"):
+                remove(stale)
         return temporary
 
     def lock(self) -> None:
-        """Make this process the one that writes here, until it ends.
+        """Makes this process the one that writes here, until it ends.
 
-        CheckpointError if another run does, or if the folder cannot be written.
+        Raises:
+            CheckpointError: another process is, or the folder cannot be written.
         """
         FolderLock(self.root).acquire()
 
     def abandon(self, step: int) -> None:
-        """Remove what was written since `begin(step)`, after all ranks have stopped writing; its space comes back."""
+        """Removes what was written since `begin(step)`; no rank may be writing any more."""
         shutil.rmtree(self.temporary_path(step), ignore_errors=True)
 
     def temporary_path(self, step: int) -> Path:
-        """The folder that `begin` makes on rank 0, for the other ranks."""
+        """Returns the folder that `begin` makes on rank 0, for the other ranks."""
         return self.root / f"{_TMP}{_step_name(step)}"
 
     def final_path(self, step: int) -> Path:
-        """The folder that `commit` makes."""
+        """Returns the folder that `commit` makes."""
         return self.root / _step_name(step)
 
-    def commit(self, step: int, info: dict[str, Any]) -> Path:
-        """Make the files of `begin(step)` the newest checkpoint. Call after every rank has written its own.
+    def commit(self, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> Path:
+        """Makes the files of `begin(step)` the newest checkpoint. Call after every rank has written its own.
 
-        An earlier save of the same step stays loadable until the new one is in place. CheckpointError if a file has no
-        checksum or changed size since, if `info` is not plain JSON, or if the disk refuses.
+        An earlier save of the same step stays loadable until the new one is in place.
+
+        Raises:
+            CheckpointError: the folder does not hold these files, `info` is not plain JSON, or the disk refuses.
         """
         temporary, final = self.temporary_path(step), self.final_path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
         with io_reported(temporary, "save"):
-            write_manifest(temporary, step, info)
+            write_manifest(temporary, step, info, files)
             sync(temporary)
             if final.exists():
                 final.rename(replaced)
@@ -137,11 +178,15 @@ class CheckpointStore:
         return final
 
     def steps(self) -> list[int]:
-        """Steps with a committed folder, ascending; nothing is verified."""
+        """Returns the steps with a committed folder, ascending; nothing is verified."""
         return sorted(self._folders())
 
     def path_of(self, step: int) -> Path:
-        """The folder of a committed step; CheckpointError if there is none."""
+        """Returns the folder of a committed step.
+
+        Raises:
+            CheckpointError: there is none.
+        """
         folders = self._folders()
         if step not in folders:
             raise CheckpointError(
@@ -150,10 +195,11 @@ class CheckpointStore:
         return folders[step]
 
     def verify(self, step_folder: Path) -> Manifest:
-        """Reread every byte and compare with the manifest.
+        """Rereads every byte and compares it with the manifest.
 
-        CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256, a manifest
-        that cannot be parsed, was altered, is of another step or of a newer schema.
+        Raises:
+            CheckpointError: names the first bad file: missing, surplus, not a plain file, wrong size or sha256, a
+                manifest that cannot be parsed, was altered, is of another step or of a newer schema.
         """
         manifest = self.manifest_of(step_folder)
         with io_reported(step_folder, "load"):
@@ -161,7 +207,11 @@ class CheckpointStore:
         return manifest
 
     def manifest_of(self, step_folder: Path) -> Manifest:
-        """The first part of `verify`: the files that the manifest lists are not looked at."""
+        """Reads and checks a manifest; the files that it lists are not looked at.
+
+        Raises:
+            CheckpointError: it is none, or of another step.
+        """
         manifest = read_manifest(step_folder)
         named = _STEP_NAME.search(step_folder.name)
         if named and int(named[1]) != manifest.step:
@@ -219,7 +269,7 @@ class CheckpointStore:
             yield manifest
 
     def prune(self, keep_last: int) -> list[int]:
-        """Remove all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
+        """Removes all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
         assert keep_last >= 1
         folders = self._folders()
         removed = _by_preference(folders, self._latest(folders)[0])[keep_last:]
@@ -244,7 +294,7 @@ class CheckpointStore:
         return found
 
     def _latest(self, folders: dict[int, Path]) -> tuple[int | None, list[CheckpointError]]:
-        """The step that `latest` names, None if it names none of `folders`, and what is odd about it."""
+        """Returns the step that `latest` names, None if it names none of `folders`, and what is odd about it."""
         if not folders:
             return None, []
         pointer = self.root / LATEST
@@ -263,6 +313,60 @@ class CheckpointStore:
             damaged(folders[step], f"is later than latest ({content})") for step in sorted(folders) if step > latest
         ]
         return latest, later
+
+
+class PartStore(CheckpointStore):
+    """A part of each checkpoint of a store, which ranks of another group write.
+
+    They write it before the checkpoint of its step: the save of that step takes it in, and it counts from then on.
+
+    Args:
+        before: has the checkpoints of these ranks that were written before checkpoints had parts; None: there are none.
+    """
+
+    def __init__(self, root: Path, part: str, before: CheckpointStore | None = None) -> None:
+        super().__init__(root)
+        self.part, self.before = part, before
+
+    def temporary_path(self, step: int) -> Path:
+        """Returns the folder that the part waits in."""
+        return self.root / f"{_PART}{self.part}_{_step_name(step)}"
+
+    final_path = temporary_path
+
+    def manifests(self) -> Iterator[Manifest]:
+        """Yields the manifests of the part in `candidates`."""
+        for whole in super().manifests():
+            with suppress(CheckpointError):
+                if self.part in whole.parts:
+                    yield self.manifest_of(self.path_of(whole.step) / str(self.part))
+                elif self.before is not None:
+                    yield self.before.manifest_of(self.before.path_of(whole.step))
+
+    def lock(self) -> None:
+        """Does nothing: the save that takes the part in has the lock."""
+
+    def begin(self, step: int, parts: Sequence[str] = ()) -> Path:
+        """Makes the empty folder that every rank writes the part into."""
+        folder = self.temporary_path(step)
+        with io_reported(folder, "save"):
+            self.root.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(folder):
+                remove(folder)
+            folder.mkdir()
+        return folder
+
+    def commit(self, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> Path:
+        """Completes the part. Call after every rank has written its own files."""
+        folder = self.temporary_path(step)
+        with io_reported(folder, "save"):
+            write_manifest(folder, step, info, files)
+            sync(folder)
+        return folder
+
+    def prune(self, keep_last: int) -> list[int]:
+        """Does nothing: a part goes with its checkpoint."""
+        return []
 
 
 def first_verified(

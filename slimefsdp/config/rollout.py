@@ -396,7 +396,9 @@ class RolloutSettings(Settings):
         False, description="engines compare every bucket of weights with a checksum that comes with it (not sglang)"
     )
     sync_interval_steps: PositiveInt = Field(
-        1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
+        1,
+        description="the engines take the policy's weights after every so many steps, at a checkpoint, and before an "
+        "evaluation",
     )
     max_staleness: int = Field(
         0,

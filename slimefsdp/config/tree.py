@@ -335,18 +335,6 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
-    def check_reference_update_interval(self) -> RunConfig:
-        updates, saves = self.reference.update_interval_steps, self.checkpoint.interval_steps
-        if self.reference.placement == "group" and updates is not None and saves is not None and saves % updates:
-            raise BrokenRule(
-                "checkpoint.interval_steps",
-                f"checkpoint.interval_steps={saves} is no multiple of reference.update_interval_steps={updates}: no "
-                "checkpoint holds the reference of a group of its own, which equals the policy at its updates",
-                "make it a multiple, or set reference.placement=colocated",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_disk_transport_has_a_folder(self) -> RunConfig:
         if self.rollout.transport == "disk" and self.run.dir is None:
             raise BrokenRule(
@@ -363,18 +351,6 @@ class RunConfig(AlgorithmSettings):
                 "rollout.gpus_per_engine",
                 f"rollout.gpus_per_engine={self.rollout.gpus_per_engine} does nothing under mesh.device=cpu",
                 "remove it",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_sync_interval(self) -> RunConfig:
-        syncs, saves = self.rollout.sync_interval_steps, self.checkpoint.interval_steps
-        if saves is not None and saves % syncs:
-            raise BrokenRule(
-                "checkpoint.interval_steps",
-                f"checkpoint.interval_steps={saves} is no multiple of rollout.sync_interval_steps={syncs}: a "
-                "resumed run begins with engines of the checkpoint's weights",
-                "make it a multiple",
             )
         return self
 

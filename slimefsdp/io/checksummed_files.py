@@ -1,14 +1,10 @@
-"""Writes files with a wait for the disk and a checksum file (`.sha256`) next to each, and reads strict JSON.
-
-Writers hash a file while they write it, so that it is not read again for its digest.
-"""
+"""Writes files with a wait for the disk, computes their checksums, and reads strict JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +18,7 @@ from slimefsdp.io.user_files import is_deeper, parse_json
 
 MAX_JSON_BYTES = 64 << 20  # far above any real index; keeps a manipulated file from filling the memory
 MAX_DEPTH = 64  # nesting of JSON; libraries fail in different ways on deeper values
-SIDECAR = ".sha256"
 _CHUNK_BYTES = 1 << 20
-CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) (\d+)\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +118,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_with_checksum(path: Path, data: bytes) -> None:
-    """Writes a file with its checksum file, and waits until the file is on disk."""
-    write_synced(path, data)
-    write_checksum(path, Checksum(hashlib.sha256(data).hexdigest(), len(data)))
-
-
-def write_checksum(path: Path, checksum: Checksum) -> None:
-    """Writes the checksum file of a file that is on disk, for `write_manifest`."""
-    # not synced, since it is removed before the folder becomes a checkpoint
-    path.with_name(path.name + SIDECAR).write_text(f"{checksum.sha256} {checksum.bytes}\n")
 
 
 def whole(value: Any) -> int:

@@ -280,7 +280,7 @@ def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
 
     if not config.checkpoint.resume or config.run.dir is None or role == "ref":
         return None
-    store = CheckpointStore.of_run(config.run.dir, role)
+    store = CheckpointStore.of_job(config.run.dir, role)
     for manifest in store.manifests():
         with suppress(CheckpointError):  # loading skips a damaged one, too
             info = manifest.info

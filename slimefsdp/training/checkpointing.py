@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -24,26 +26,34 @@ from slimefsdp.checkpoint.compatibility import (
     differences,
 )
 from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
+from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
-from slimefsdp.checkpoint.save_load import Named, load_training_state, save_training_state
-from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.checkpoint.save_load import (
+    Named,
+    choose_checkpoint,
+    generator_states,
+    load_training_state,
+    tensors_of,
+    write_checkpoint,
+)
+from slimefsdp.checkpoint.shards import ShardedTensor
+from slimefsdp.checkpoint.store import PARTS, CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError
-from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.io.checksummed_files import io_reported, json_bytes
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.lora import base_digest, merged_rows
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import LoadReport
-from slimefsdp.rpc import Role
+from slimefsdp.rpc import JobCheckpoint, Role
 from slimefsdp.training.build import is_host_memory_pinned, master_dtype
 from slimefsdp.weight_sync.gather import Bucket, full_weights
 
 EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
-
 
 # of the optimiser's settings, those that do not belong to the schedule or the update rule
 _NO_SCHEDULE = {"name", "implementation", "log_layer_norms", "max_skipped_updates"}
@@ -62,7 +72,7 @@ class Checkpoints:
     (`wait_for_copy`), and the next call for the rest.
 
     Args:
-        role: a critic's are in a folder of their own.
+        role: a critic that is saved by itself has a folder of its own.
         folder: the model's.
         model: its weights awake, and as they are in that folder.
     """
@@ -85,7 +95,8 @@ class Checkpoints:
         if config.optim.state_dtype != "auto":  # which the first versions had alone
             self._identity["optim.state_dtype"] = config.optim.state_dtype
         path = "critic.path" if role == "critic" else "model.path"
-        if config.lora.rank is not None:  # other runs have no such entries, as the first versions had none
+        # other runs have no such entries, as the first versions had none
+        if config.lora.rank is not None and role != "ref":
             self._identity |= {
                 "lora.rank": config.lora.rank,
                 "lora.alpha": config.lora.alpha,
@@ -95,7 +106,7 @@ class Checkpoints:
                 path: f"a folder of weights {base_digest(model, mesh.shard_group)}",
             }
         self._background: BackgroundSave | None = None
-        if config.checkpoint.async_save:
+        if config.checkpoint.async_save and role != "ref":
             timeout = timedelta(seconds=config.cluster.call_timeout_s)
             self._background = BackgroundSave(
                 dist.new_group(backend="gloo", timeout=timeout), pin_memory=is_host_memory_pinned(config, mesh.device)
@@ -113,13 +124,14 @@ class Checkpoints:
         self,
         step: int,
         named: Named,
-        updater: OptimizerStep,
+        updater: OptimizerStep | None,
         *,
         reference_follows: bool,
         kl_coefficient: float,
         loop_state: dict[str, Any] | None,
         name: str | None = None,
         overwrite: bool = False,
+        job: JobCheckpoint | None = None,
     ) -> Path:
         """Collective: commits a checkpoint of `step`, whole or not at all; returns its folder.
 
@@ -129,21 +141,24 @@ class Checkpoints:
             kl_coefficient: of the next step.
             name: keeps it apart from the numbered ones, under this name.
             overwrite: in place of one that has the name already.
+            job: of which this is the checkpoint, or of a critic or a reference the part.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not;
                 or the name cannot be one, or is taken; or weights under a name would not be finite.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
-        store = self._store(name)
+        store = self._store(name, job)
+        is_part, save_id = store.part is not None, None if job is None else job.save_id
         run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
         if name is not None and not overwrite:
-            run_on_first(lambda: store.require_empty(name), self._mesh.group)
+            run_on_first(lambda: store.require_empty(name, save_id), self._mesh.group)
         if name is not None:
             _require_finite(named, self._mesh.group)
+        progress = {"updates_taken": 0, "skipped_in_a_row": 0} if updater is None else updater.progress()
         info = {
-            **updater.progress(),
-            "weight_version": updater.updates_taken,
+            **progress,
+            "weight_version": progress["updates_taken"],
             "reference_follows": reference_follows,
             "kl_coefficient": kl_coefficient,
             "loop_state": loop_state or {},
@@ -152,19 +167,52 @@ class Checkpoints:
             "mesh": self._axes,
             "versions": _VERSIONS,
         }
-        return save_training_state(
+        if save_id is not None:
+            info["save_id"] = save_id
+        write = partial(
+            write_checkpoint,
             store,
             step,
-            named,
-            updater.optimizer,
-            info,
-            device=self._mesh.device,
-            group=self._mesh.group,
-            # a critic saves before its actor, and must still have the step that the actor had last
-            keep_last=1 if name is not None else self._config.checkpoint.keep_last + (self._role == "critic"),
-            writes_tensors=self._mesh.is_first_copy,
-            background=self._background,
+            state={"generators": generator_states(self._mesh.device)},
+            parts=() if job is None or is_part else job.parts,
+            keep_last=1 if name is not None else self._config.checkpoint.keep_last,
         )
+        background = None if is_part else self._background  # the save that takes a part in follows at once
+        run_together(lambda: self._check_save(store, step, info, background), self._mesh.group)
+        optimizer = None if updater is None else updater.optimizer
+        tensors = tensors_of(named, optimizer) if self._mesh.is_first_copy else {}
+        if background is None:
+            return write(tensors=tensors, info=info, group=self._mesh.group)
+        copies: dict[str, ShardedTensor] = {}
+        run_together(lambda: copies.update(background.buffers_for(tensors)), self._mesh.group)
+        info = json.loads(json_bytes(info, "info"))  # the caller may change its own
+
+        def copy_and_write() -> Path:
+            run_together(lambda: background.copy(tensors, copies), background.group)
+            return write(tensors=copies, info=info, group=background.group)
+
+        background.start(copy_and_write)
+        return store.final_path(step)
+
+    def _check_save(
+        self, store: CheckpointStore, step: int, info: dict[str, Any], background: BackgroundSave | None
+    ) -> None:
+        """Checks on one rank that a save can begin; rank 0 becomes the writer of the store.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
+        if type(step) is not int or not 0 <= step < 2**62:
+            raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
+        json_bytes(info, "info")
+        if background is not None and background.is_lost:
+            raise CheckpointError(
+                "no save in the background can follow one that ranks did not end together",
+                field="checkpoint.async_save",
+                hint="start the group anew and load, or save with checkpoint.async_save=false",
+            )
+        if dist.get_rank(self._mesh.group) == 0:
+            store.lock()
 
     @property
     def host_bytes(self) -> int:
@@ -188,10 +236,11 @@ class Checkpoints:
         self,
         step: int | Literal["latest"],
         named_for: Callable[[dict[str, Any]], Named],
-        updater: OptimizerStep,
+        updater: OptimizerStep | None,
         *,
         name: str | None = None,
         weights_only: bool = False,
+        job: JobCheckpoint | None = None,
     ) -> dict[str, Any]:
         """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
 
@@ -202,43 +251,49 @@ class Checkpoints:
             named_for: the parameters that a checkpoint with this info holds.
             name: of the one that was saved under it.
             weights_only: resets the optimiser: moments and the counters of updates are 0.
+            job: of which this is the checkpoint, or of a critic or a reference the part.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,
                 or the save before could not be written.
         """
-        store = self._store(name)
+        store = self._store(name, job)
         run_together(self.finish, self._mesh.group)
+        chosen = choose_checkpoint(store, step, self._mesh.group)
+        info, file = chosen.manifest.info, chosen.folder / MANIFEST
+        if store.part == PARTS["ref"] != chosen.folder.name:
+            run_together(lambda: _require_reference_of_launch(info, file), self._mesh.group)
+            return info | {"reference_follows": False}
 
-        def accept(info: dict[str, Any], file: Path) -> Named:
-            def check() -> None:
-                check_info(info, file)
-                check_identity(info["identity"], self._identity, file)
+        def check() -> None:
+            check_info(info, file)
+            check_identity(info["identity"], self._identity, file)
+            if job is not None and job.save_id is not None and info.get("save_id") != job.save_id:
+                problem = f"{chosen.folder} was written by another save of step {step}"
+                raise CheckpointError(problem, field="step", hint="load another checkpoint")
 
-            run_together(check, self._mesh.group)
-            return named_for(info)
-
-        loaded = load_training_state(
-            store,
-            step,
-            accept,
-            updater.optimizer,
+        run_together(check, self._mesh.group)
+        ranks = load_training_state(
+            chosen,
+            named_for(info),
+            None if updater is None else updater.optimizer,
             device=self._mesh.device,
             group=self._mesh.group,
-            with_generators=lambda info: bool(info["mesh"] == self._axes),
+            restores_generators=info["mesh"] == self._axes,
         )
-        updater.restore(loaded.info)
-        if weights_only:
-            updater.begin_anew()
+        if updater is not None:
+            updater.restore(info)
+            if weights_only:
+                updater.begin_anew()
         self.restored = LoadReport(
-            step=loaded.step,
-            path=str(loaded.folder),
-            skipped=loaded.skipped,
-            ranks=loaded.ranks,
-            mesh=dict(loaded.info["mesh"]),
-            differences=tuple(self._differences(loaded.info)),
+            step=chosen.manifest.step,
+            path=str(chosen.folder),
+            skipped=tuple(map(str, chosen.skipped)),
+            ranks=ranks,
+            mesh=dict(info["mesh"]),
+            differences=tuple(self._differences(info)),
         )
-        return loaded.info
+        return info
 
     def _differences(self, info: dict[str, Any]) -> Iterator[str]:
         own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
@@ -261,9 +316,11 @@ class Checkpoints:
         ):
             warnings.warn(message, stacklevel=4)
 
-    def _store(self, name: str | None) -> CheckpointStore:
+    def _store(self, name: str | None, job: JobCheckpoint | None) -> CheckpointStore:
         if self._config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
+        if job is not None and self._role != "actor":
+            return CheckpointStore.of_job(self._config.run.dir, self._role, name)
         store = CheckpointStore.of_run(self._config.run.dir, self._role, self._adapter)
         return store if name is None else store.named(name)
 
@@ -329,6 +386,23 @@ def export_adapters(
             write_peft_folder(target, specs, _one_by_one(buckets), facts)
 
     run_on_first(write, mesh.group, buckets)
+
+
+def _require_reference_of_launch(info: dict[str, Any], file: Path) -> None:
+    """Checks that a checkpoint without the part of a reference group needs none.
+
+    Raises:
+        CheckpointError: the reference had been updated, and an earlier version of this program kept it nowhere.
+    """
+    saved = info.get("config", {}).get("reference", {})
+    if saved.get("placement") != "group" or saved.get("update_interval_steps") is not None:
+        raise CheckpointError(
+            f"{file} has no part of a reference group, and is of reference.placement={saved.get('placement')}, "
+            f"reference.update_interval_steps={saved.get('update_interval_steps')}",
+            field="reference.placement",
+            hint="resume with the placement of the run that wrote it, or start a new run from its exported weights",
+            call="load",
+        )
 
 
 def _require_finite(named: Named, group: dist.ProcessGroup) -> None:

@@ -56,8 +56,8 @@ class RankState:
     memory_manager: MemoryManager
     reference: Reference
     kl_coefficient: float  # moves under loss.kl_target
-    updater: OptimizerStep = field(init=False)  # this and the following fields: only for roles that train
     checkpoints: Checkpoints = field(init=False)
+    updater: OptimizerStep = field(init=False)  # this and the following fields: only for roles that train
     throughput: Throughput = field(init=False)
     profiler: UpdateProfiler = field(init=False)
 

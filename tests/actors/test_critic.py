@@ -16,11 +16,10 @@ from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError, StateError
-from tests.support.refusals import refused
+from slimefsdp.errors import StateError
 from tests.support.runs import bits, rows_of
 
-STEPS, PRETRAINED, WARMED = 5, 1, 1
+STEPS, INTERVAL, PRETRAINED, WARMED = 6, 4, 1, 1
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,10 @@ def test_a_critic_sleeps_and_wakes_without_the_actor(
 
 @pytest.fixture(scope="module")
 def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run in which everything moves: a KL in the rewards whose coefficient adapts, and several updates a step."""
+    """A run in which everything moves: a KL in the rewards whose coefficient adapts, and several updates a step.
+
+    The reference is a group of its own, which equals no policy that is saved.
+    """
     folder = tmp_path_factory.mktemp("ppo")
 
     def make(name: str, *, steps: int, lora: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
@@ -112,7 +114,8 @@ def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFact
                 "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
                 "reward": "tests.support.runs:variety",
             },
-            checkpoint={"interval_steps": 3, "keep_last": 1, **sections},
+            reference={} if lora else {"placement": "group", "update_interval_steps": INTERVAL - 1},
+            checkpoint={"interval_steps": INTERVAL, "keep_last": 2, **sections},
             critic={"lr": 0.01, "pretrain_steps": PRETRAINED, "warmup_steps": WARMED},
         )  # fmt: skip
 
@@ -126,7 +129,7 @@ def model_bits(config: RunConfig) -> str:
 
 def critic_bits(config: RunConfig, step: int) -> list[str]:
     assert config.run.dir is not None
-    folder = CheckpointStore(config.run.dir / "critic" / "checkpoints").path_of(step)
+    folder = CheckpointStore.of_run(config.run.dir).path_of(step) / "critic"
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))]
 
 
@@ -152,19 +155,27 @@ def test_the_critic_is_trained_alone_at_first_and_with_the_policy_later(straight
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(straight: RunConfig, make_run: Any) -> None:
-    for steps, resume in ((3, False), (STEPS, True)):
-        config = make_run("resumed", steps=steps, resume=resume)
+    for steps, resume in ((INTERVAL, False), (STEPS, True)):
+        config = make_run("resumed", steps=steps, resume=resume, async_save=True)
         train(config)
     assert list(map(bits, rows_of(config))) == list(map(bits, rows_of(straight)))
     assert model_bits(config) == model_bits(straight)
-    assert critic_bits(config, STEPS) == critic_bits(straight, STEPS) != critic_bits(straight, 3)
+    assert critic_bits(config, STEPS) == critic_bits(straight, STEPS) != critic_bits(straight, INTERVAL)
 
 
-def test_a_policys_checkpoint_without_the_critics_is_not_resumed(straight: RunConfig, make_run: Any) -> None:
-    config = make_run("halved", steps=STEPS + 1, resume=True)
+def test_a_checkpoint_whose_critic_is_damaged_is_passed_over(
+    straight: RunConfig, make_run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_run("halved", steps=STEPS, resume=True)
     assert straight.run.dir is not None and config.run.dir is not None
     shutil.copytree(straight.run.dir, config.run.dir)
-    critics = CheckpointStore(config.run.dir / "critic" / "checkpoints")
-    shutil.rmtree(critics.path_of(STEPS))
-    with refused(CheckpointError, "step", STEPS, config.run.dir / "critic"):
-        train(config)
+    critic = CheckpointStore.of_run(config.run.dir).path_of(STEPS) / "critic"
+    with (critic / "rank_00001.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read()
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    train(config)
+    assert list(map(bits, rows_of(config))) == list(map(bits, rows_of(straight)))
+    said = capsys.readouterr().err
+    assert "critic/rank_00001.safetensors" in said and f"resuming at step {INTERVAL}" in said

@@ -10,12 +10,11 @@ import torch
 from ray.util import placement_group_table
 from transformers import AutoModelForCausalLM
 
-from actors.loop import _restore_reference_group, train
+from actors.loop import train
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.errors import BatchError, CheckpointError, ConfigError
+from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
 from tests.support import runs
-from tests.support.refusals import refused
 from tests.support.runs import bits, rows_of
 from tests.support.waiting import wait_until
 
@@ -128,32 +127,6 @@ def test_a_supervised_run_is_extended_as_if_it_had_been_longer(
     assert {parameter.dtype for model in exported for parameter in model.parameters()} == {torch.bfloat16}
     assert load_config(folder / "settings.yaml").run.steps == 5
     assert load_config(folder / "settings.1.yaml").run.steps == 3
-
-
-class GroupWithReference:
-    """What the loop asks of a worker group whose reference is a group of its own."""
-
-    def __init__(self) -> None:
-        self.updates = 0
-
-    def update_ref(self) -> None:
-        self.updates += 1
-
-
-@pytest.mark.parametrize(("step", "interval", "updates"), [(0, 4, 0), (3, 4, 0), (8, 4, 1), (8, None, 0)])
-def test_a_reference_group_is_restored_where_it_equals_the_policy(
-    step: int, interval: int | None, updates: int
-) -> None:
-    group: Any = GroupWithReference()
-    _restore_reference_group(group, step, interval)
-    assert group.updates == updates
-
-
-def test_a_reference_group_that_equals_an_earlier_policy_cannot_be_restored() -> None:
-    group: Any = GroupWithReference()
-    with refused(CheckpointError, "reference.placement", 10, 8):
-        _restore_reference_group(group, 10, 4)
-    assert group.updates == 0
 
 
 def test_a_run_that_lacks_a_setting_starts_nothing(make_run: Any) -> None:

@@ -50,7 +50,7 @@ class AskedAfter(Interrupts):
         super().__init__()
         self._metrics, self._asked_in = metrics, asked_in
 
-    def step_done(self, step: int, last: int | None) -> bool:
+    def step_done(self, step: int) -> bool:
         return len(self._metrics.read_text().splitlines()) >= self._asked_in
 
 

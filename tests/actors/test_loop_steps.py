@@ -113,13 +113,22 @@ def rows_of_run(config: RunConfig, group: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("every", "evaluates_every", "versions"),
-    [(1, None, [1, 2, 3, 4, 5, 6]), (2, None, [0, 2, 2, 4, 4, 6]), (4, 3, [0, 0, 3, 4, 4, 6])],
+    ("every", "evaluates_every", "saves_every", "versions"),
+    [
+        (1, None, None, [1, 2, 3, 4, 5, 6]),
+        (2, None, None, [0, 2, 2, 4, 4, 6]),
+        (4, 3, None, [0, 0, 3, 4, 4, 6]),
+        (4, None, 3, [0, 0, 3, 4, 4, 6]),
+    ],
 )
-def test_engines_take_the_weights_when_they_are_due_or_evaluated(
-    make: Any, every: int, evaluates_every: int | None, versions: list[int]
+def test_engines_take_the_weights_when_they_are_due_or_evaluated_or_saved(
+    make: Any, every: int, evaluates_every: int | None, saves_every: int | None, versions: list[int]
 ) -> None:
-    config = make(rollout={"sync_interval_steps": every}, evaluation={"interval_steps": evaluates_every})
+    config = make(
+        rollout={"sync_interval_steps": every},
+        evaluation={"interval_steps": evaluates_every},
+        checkpoint={"interval_steps": saves_every},
+    )
     rows = rows_of_run(config, Group())
     assert [row["weight_version"] for row in rows] == versions
     evaluated = [step + 1 for step, row in enumerate(rows) if "eval/reward" in row]

@@ -185,7 +185,7 @@ def test_what_no_checkpoint_can_go_back_to_is_removed(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     for step in (2, 4):
         store.begin(step)
-        store.commit(step, {})
+        store.commit(step, {}, [])
     folder.forget_old_batches()
     assert folder.checkpoint_steps == [2, 4]
     assert [step for step in range(6) if folder.batches.read(step) is not None] == [2, 3, 4, 5]

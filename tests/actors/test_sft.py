@@ -197,7 +197,7 @@ def sizes_of_a_run(folder: Path, epochs: int, records: int, *, algorithm: str = 
         loop.step(step)
     store = CheckpointStore.of_run(folder)
     store.begin(end)
-    store.commit(end, {"loop_state": {"step": end, "prompts": loop.prompts_state()}})
+    store.commit(end, {"loop_state": {"step": end, "prompts": loop.prompts_state()}}, [])
     return group.sizes
 
 
@@ -220,7 +220,7 @@ def test_a_resumed_run_trains_on_what_its_epochs_leave(tmp_path: Path, algorithm
 class Asked(Interrupts):
     """Somebody has asked for an end before the first step was done."""
 
-    def step_done(self, step: int, last: int | None) -> bool:
+    def step_done(self, step: int) -> bool:
         return True
 
 

@@ -12,20 +12,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actors import signals as module
 from actors.cluster.cleanup import running_processes
-from actors.loop import _can_go_on_from, _next_end, _restore_reference_group
 from actors.run_dir import RunFolder, settings_text
 from actors.signals import ONE_REQUEST_S, Interrupts
 from slimefsdp.config import config_from_dict
-from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
+from slimefsdp.errors import Interrupted
 from slimefsdp.monitoring.metrics_log import read_metrics
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -185,7 +182,7 @@ def test_signals_within_a_second_are_one_request_and_a_later_one_ends_at_once(en
     interrupts = Interrupts()
     assert not interrupts.requested
     with interrupts.listening(grace_s=60):
-        interrupts.steps_begin(1, last=1)
+        interrupts.steps_begin(1, 1)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert wait_until(lambda: interrupts.requested)
@@ -198,7 +195,7 @@ def test_signals_within_a_second_are_one_request_and_a_later_one_ends_at_once(en
 def test_the_grace_period_ends_a_run_that_goes_on_and_not_one_that_has_ended(ends: list[int]) -> None:
     for is_over in (False, True):
         with Interrupts().listening(grace_s=1.5) as interrupts:
-            interrupts.steps_begin(1, last=1)
+            interrupts.steps_begin(1, 1)
             os.kill(os.getpid(), signal.SIGTERM)
             assert wait_until(lambda: interrupts.requested)
             assert is_over or wait_until(lambda: bool(ends))
@@ -206,52 +203,17 @@ def test_the_grace_period_ends_a_run_that_goes_on_and_not_one_that_has_ended(end
     assert ends == [75]
 
 
-@dataclass
-class Timers:
-    """Stands for threading.Timer, whose seconds a test would have to wait for."""
-
-    running: list[Any] = field(default_factory=list)
-    cancelled: int = 0
-
-    def __call__(self, seconds: float, run: Any) -> Any:
-        self.running.append(run)
-        return SimpleNamespace(start=lambda: None, cancel=lambda: self.cancel(run), daemon=False)
-
-    def cancel(self, run: Any) -> None:
-        self.cancelled += 1
-        self.running.remove(run)
-
-
-def test_a_request_names_the_step_at_which_the_run_ends_and_each_step_until_then_has_the_grace_period(
-    ends: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    timers = Timers()
-    with Interrupts().listening(grace_s=60) as interrupts:
-        monkeypatch.setattr(module.threading, "Timer", timers)  # type: ignore[attr-defined]
-        interrupts.steps_begin(5, last=8)
-        assert not interrupts.step_done(5, last=8) and not timers.running
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_until(lambda: bool(timers.running))
-        told = capfd.readouterr().err
-        assert set(map(int, re.findall(r"step (\d+)", told))) == {6, 8}, told
-        assert not interrupts.step_done(6, last=8) and not interrupts.step_done(7, last=8)
-        assert timers.cancelled == 2 and len(timers.running) == 1, "each step has the whole period"
-        assert interrupts.step_done(8, last=12), "what was said is kept"
-        assert timers.cancelled == 2, "the last one together with its checkpoint"
-        timers.running[0]()
-        assert ends == [75]
-
-
-def test_a_request_after_the_end_of_a_step_names_the_next_one_that_can_be(
+def test_a_request_ends_the_run_after_the_step_that_it_is_in(
     ends: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Interrupts().listening(grace_s=60) as interrupts:
-        interrupts.steps_begin(4, last=4)
-        assert not interrupts.step_done(4, last=6)
-        os.kill(os.getpid(), signal.SIGTERM)  # while step 4 is saved, say
+        interrupts.steps_begin(5, 8)
+        assert not interrupts.step_done(5)
+        os.kill(os.getpid(), signal.SIGTERM)  # while step 5 is saved, say
         assert wait_until(lambda: interrupts.requested)
-        assert not interrupts.step_done(5, last=6) and interrupts.step_done(6, last=8)
-    assert re.search(r"step 6\b", capfd.readouterr().err) and not ends
+        assert interrupts.step_done(6)
+    told = capfd.readouterr().err
+    assert re.findall(r"step (\d+)", told) == ["6"] and not ends
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
@@ -259,7 +221,7 @@ def test_once_all_is_saved_the_grace_period_ends_nothing_and_a_second_signal_sti
     ends: list[int], asked_first: bool
 ) -> None:
     with Interrupts().listening(grace_s=0.5) as interrupts:
-        interrupts.steps_begin(1, last=1)
+        interrupts.steps_begin(1, 1)
         for happens in ("asked", "done") if asked_first else ("done", "asked"):
             if happens == "done":
                 interrupts.done()
@@ -276,7 +238,7 @@ def test_signals_mean_what_they_did_once_nobody_listens_and_never_in_a_forked_ch
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     threads = threading.active_count()
     with Interrupts().listening(grace_s=60) as interrupts:
-        interrupts.steps_begin(1, last=1)
+        interrupts.steps_begin(1, 1)
         child = os.fork()
         if child == 0:
             try:
@@ -297,40 +259,9 @@ def test_an_ignored_signal_stays_ignored(ends: list[int]) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does it to what runs in its background
     try:
         with Interrupts().listening(grace_s=60) as interrupts:
-            interrupts.steps_begin(1, last=1)
+            interrupts.steps_begin(1, 1)
             os.kill(os.getpid(), signal.SIGINT)
             assert not wait_until(lambda: interrupts.requested, 0.3)
     finally:
         signal.signal(signal.SIGINT, before)
     assert not ends
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
-def test_a_run_ends_where_it_can_be_gone_on_with_exactly(algorithm: str) -> None:
-    tree: dict[str, Any] = {"algorithm": algorithm, "model": {"path": "x"}, "optim": {"total_updates": 1}}
-    synced = {**tree, "rollout": {"sync_interval_steps": 4}}
-    if algorithm == "grpo":
-        for step in range(1, 13):
-            try:
-                config_from_dict({**synced, "checkpoint": {"interval_steps": step}})
-            except ConfigError:
-                assert not _can_go_on_from(step, config_from_dict(synced)), step
-            else:
-                assert _can_go_on_from(step, config_from_dict(synced)), step
-        apart = {"placement": "group", "update_interval_steps": 3}
-        config = config_from_dict({**tree, "loss": {"kl_coefficient": 0.1}, "reference": apart})
-        for step in range(1, 13):
-            try:
-                _restore_reference_group(SimpleNamespace(update_ref=lambda: None), step, 3)  # type: ignore[arg-type]
-            except CheckpointError:
-                assert not _can_go_on_from(step, config), step
-            else:
-                assert _can_go_on_from(step, config), step
-    else:
-        assert all(_can_go_on_from(step, config_from_dict(tree)) for step in range(1, 13))
-
-
-def test_the_next_end_of_a_run_is_where_it_can_be_gone_on_with_or_its_last_step() -> None:
-    tree: dict[str, Any] = {"model": {"path": "x"}, "optim": {"total_updates": 10}, "run": {"steps": 10}}
-    config = config_from_dict({**tree, "rollout": {"sync_interval_steps": 4}})
-    assert [_next_end(step, config) for step in (1, 4, 5, 8, 9, 10, 11)] == [4, 4, 8, 8, 10, 10, None]

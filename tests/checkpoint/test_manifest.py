@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
+from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, record_of, write_manifest
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import MAX_DEPTH, MAX_JSON_BYTES, json_bytes, write_with_checksum
+from slimefsdp.io.checksummed_files import MAX_DEPTH, MAX_JSON_BYTES, json_bytes
 from tests.support.refusals import assert_refusal, refused
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
@@ -23,8 +23,8 @@ def sealed_folder(parent: Path, info: dict[str, Any] | None = None) -> Path:
     folder = parent / "sealed"
     folder.mkdir()
     for name, data in FILES.items():
-        write_with_checksum(folder / name, data)
-    write_manifest(folder, 1, info or {})
+        (folder / name).write_bytes(data)
+    write_manifest(folder, 1, info or {}, [record_of(folder / name) for name in FILES])
     return folder
 
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from slimefsdp.checkpoint.manifest import FileRecord
 from slimefsdp.checkpoint.shards import (
     ShardedTensor,
     fill,
@@ -275,12 +276,13 @@ def test_ranks_that_write_at_the_same_time_make_one_verified_checkpoint(tmp_path
     full = {"w": random_bits((7, 2), torch.bfloat16, 3), "step": torch.tensor(4.0)}
     folder = store.begin(8)
 
-    def write(rank: int) -> None:
-        write_shard(folder, rank, {name: share(t, rank, world_size) for name, t in full.items()}, {"rank": rank})
+    def write(rank: int) -> list[FileRecord]:
+        shares = {name: share(tensor, rank, world_size) for name, tensor in full.items()}
+        return write_shard(folder, rank, shares, {"rank": rank})
 
     with ThreadPoolExecutor(world_size) as pool:
-        list(pool.map(write, range(world_size)))
-    store.commit(8, {"version": 1})
+        records = [record for of_rank in pool.map(write, range(world_size)) for record in of_rank]
+    store.commit(8, {"version": 1}, records)
     manifest, folder, skipped = store.newest_verified()
     assert (manifest.step, skipped) == (8, []) and store.verify(folder).info == {"version": 1}
     assert {path.name for path in folder.iterdir()} == {"manifest.json"} | {

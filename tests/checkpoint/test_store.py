@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord
-from slimefsdp.checkpoint.store import LATEST, CheckpointStore
+from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, record_of
+from slimefsdp.checkpoint.store import LATEST, CheckpointStore, PartStore
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import write_with_checksum
+from slimefsdp.io.checksummed_files import write_synced
 from slimefsdp.io.file_lock import LOCK
 from tests.support.refusals import refused
 
@@ -21,14 +21,18 @@ FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
 
 
 def save(store: CheckpointStore, step: int, files: dict[str, bytes] = FILES, info: Any = None) -> Path:
-    folder = store.begin(step)
+    records = written(store.begin(step), files)
+    return store.commit(step, {} if info is None else info, records)
+
+
+def written(folder: Path, files: dict[str, bytes]) -> list[FileRecord]:
     for name, data in files.items():
-        write_with_checksum(folder / name, data)
-    return store.commit(step, {} if info is None else info)
+        write_synced(folder / name, data)
+    return [record_of(folder / name) for name in files]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != MANIFEST}
 
 
 def names(folder: Path) -> list[str]:
@@ -134,16 +138,15 @@ def test_prune_keeps_the_last_and_never_what_latest_names(tmp_path, keep_last):
     assert len(names(tmp_path)) == len(kept) + 1
 
 
-def test_an_unsealed_or_later_changed_file_is_not_committed(tmp_path):
+def test_a_file_that_nobody_wrote_or_that_changed_later_is_not_committed(tmp_path):
     store = CheckpointStore(tmp_path)
     folder = store.begin(1)
-    (folder / "a").write_bytes(b"12")
-    with refused(CheckpointError, "a", folder / "a"):
-        store.commit(1, {})
-    write_with_checksum(folder / "a", b"12")
-    (folder / "a").write_bytes(b"123")
-    with refused(CheckpointError, "a", folder / "a"):
-        store.commit(1, {})
+    records = written(folder, {"a": b"12"})
+    for files, name in ((records, "b"), ([*records, FileRecord("c", 0, "0" * 64)], "b"), (records, "a")):
+        (folder / name).write_bytes(b"123")
+        with refused(CheckpointError, name, folder / name):
+            store.commit(1, {}, files)
+        (folder / name).unlink()
     assert store.steps() == []
 
 
@@ -161,7 +164,7 @@ def test_a_root_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
     with refused(CheckpointError, "run.dir", tmp_path / "file" / "run", os.strerror(errno.ENOTDIR)):
         store.begin(1)
     with pytest.raises(CheckpointError):
-        store.commit(1, {})
+        store.commit(1, {}, [])
     with pytest.raises(CheckpointError):
         CheckpointStore(tmp_path / "file").newest_verified()
 
@@ -174,19 +177,75 @@ def test_a_step_whose_replacement_never_arrived_stays_loadable_through_the_next_
     assert contents(store.newest_verified().folder) == FILES and store.newest_verified().skipped == []
 
 
+def save_whole(store: CheckpointStore, step: int, files: dict[str, bytes], save_id: str = "a") -> Path:
+    """A checkpoint whose files a critic has, too."""
+    part = PartStore(store.root, "critic")
+    part.commit(step, {"save_id": save_id}, written(part.begin(step), files))
+    return store.commit(step, {"save_id": save_id}, written(store.begin(step, ["critic"]), files))
+
+
+def test_a_part_counts_with_the_checkpoint_that_takes_it_in(tmp_path):
+    store = CheckpointStore(tmp_path)
+    part = PartStore(tmp_path, "critic")
+    part.begin(1)
+    part.commit(1, {}, [])
+    assert store.steps() == []
+    folder = save_whole(store, 2, FILES)
+    assert names(tmp_path) == [LATEST, folder.name], "the other part was left by a save that died"
+    manifest = store.newest_verified().manifest
+    assert manifest.parts == ("critic",) and contents(folder / "critic") == FILES
+    assert [found.files for found in part.manifests()] == [store.manifest_of(folder / "critic").files]
+
+
+def test_a_part_of_another_save_is_not_taken_in(tmp_path):
+    store, part = CheckpointStore(tmp_path), PartStore(tmp_path, "critic")
+    part.begin(3)
+    part.commit(3, {"save_id": "a"}, [])
+    store.begin(3, ["critic"])
+    with refused(CheckpointError, "critic"):
+        store.commit(3, {"save_id": "b"}, [])
+    with refused(CheckpointError, "run.dir"):
+        store.begin(3, ["critic"])  # which is gone with that attempt
+    assert store.steps() == []
+
+
+@pytest.mark.parametrize("name", ["a.bin", MANIFEST, "surplus", "missing", "."])
+def test_a_checkpoint_whose_part_is_damaged_is_passed_over(tmp_path, name):
+    store = CheckpointStore(tmp_path)
+    save_whole(store, 1, FILES)
+    part = save_whole(store, 2, FILES) / "critic"
+    if name == ".":
+        part.rename(tmp_path / "elsewhere")
+        part.symlink_to(tmp_path / "elsewhere")
+    elif name == "surplus":
+        (part / name).write_bytes(b"")
+    elif name == "missing":
+        (part / "empty").unlink()
+    elif name == MANIFEST:  # of another save of the same step, whole in itself
+        other = save_whole(CheckpointStore(tmp_path / "other"), 2, FILES, "b") / "critic"
+        (part / name).write_bytes((other / name).read_bytes())
+    else:
+        content = bytearray((part / name).read_bytes())
+        content[-1] ^= 1
+        (part / name).write_bytes(content)
+    chosen = store.newest_verified()
+    assert chosen.folder == store.path_of(1) and "step_00000002/critic" in str(chosen.skipped[0])
+
+
 class Killed(BaseException):
     """Stands for the process's end: nothing may catch it."""
 
 
+@pytest.mark.parametrize("save", [save, save_whole])
 @pytest.mark.parametrize("earlier", [[], [1], [1, 2], [2]], ids=str)
 def test_a_save_killed_before_any_of_its_disk_operations_leaves_the_old_or_the_new_checkpoint(
-    tmp_path, monkeypatch, earlier
+    tmp_path, monkeypatch, earlier, save
 ):
     outcomes = set()
     for kill_at in range(1, 100):
         store = CheckpointStore(tmp_path / str(kill_at))
         for step in earlier:
-            save(store, step, {"old": b"old"}, {"saved": step})
+            save(store, step, {"old": b"old"})
         left = kill_at
 
         def dying(real):
@@ -266,10 +325,10 @@ def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
 def test_a_strangers_file_is_named_and_what_nfs_leaves_is_not_counted(tmp_path):
     store = CheckpointStore(tmp_path)
     for name in ("a b", ".nfs0001"):
-        write_with_checksum(store.begin(1) / "a.bin", b"x")
+        records = written(store.begin(1), {"a.bin": b"x"})
         (store.temporary_path(1) / name).write_text("x")
         if name == "a b":
             with refused(CheckpointError, "a b", store.temporary_path(1) / "a b"):
-                store.commit(1, {})
+                store.commit(1, {}, records)
         else:
-            assert store.verify(store.commit(1, {})).step == 1
+            assert store.verify(store.commit(1, {}, records)).step == 1

@@ -1044,18 +1044,6 @@ RULES = [
         ["reference.update_interval_steps=5", "loss.kl_coefficient=0"],
     ),
     (
-        "check_reference_update_interval",
-        {**_REFERENCE_GROUP, "checkpoint__interval_steps": 10},
-        {**_REFERENCE_GROUP, "checkpoint__interval_steps": 7},
-        ["checkpoint.interval_steps=7", "reference.update_interval_steps=5"],
-    ),
-    (
-        "check_sync_interval",
-        {"rollout__sync_interval_steps": 5, "checkpoint__interval_steps": 10},
-        {"rollout__sync_interval_steps": 5, "checkpoint__interval_steps": 7},
-        ["checkpoint.interval_steps=7", "rollout.sync_interval_steps=5"],
-    ),
-    (
         "check_cpu_offload_reference",
         {"reference__offload": "fsdp", "fsdp__cpu_offload": True},
         {"reference__offload": "none", "fsdp__cpu_offload": True},

@@ -247,7 +247,13 @@ def test_every_call_has_the_bits_that_it_has_on_a_group_of_ones_own(
         metrics = [bits(step.result()) for step in steps]
         saved = group.save(3, {"cursor": 1})
         after = group.compute_log_probs(batch).log_probs
-        group.load(3)
+        group.update_ref()
+        updated = reference.compute_log_probs(batch, "ref").log_probs
+        group.save(4)
+        for step, expected in ((3, reference_log_probs.log_probs), (4, updated)):
+            group.load(step)
+            assert np.array_equal(reference.compute_log_probs(batch, "ref").log_probs, expected)
+        assert not np.array_equal(updated, reference_log_probs.log_probs)
         memory = [one.rank for one in group.health()]
         found.append((reference_log_probs.log_probs, values, metrics, saved.name, after, memory, group.describe()))
     own.shutdown()
@@ -257,7 +263,7 @@ def test_every_call_has_the_bits_that_it_has_on_a_group_of_ones_own(
         else:
             assert ours == theirs
     assert len(named.receivers) == 2 and named.config.ranks == 2
-    assert named.status().saved_step == 3
+    assert named.status().saved_step == 4
 
 
 def test_bad_input_is_refused_where_the_call_is_made(named: NamedGroup, batch: RolloutBatch) -> None:

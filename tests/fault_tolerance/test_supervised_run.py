@@ -73,14 +73,14 @@ def straight_and_struck(
         curves.append([bits(row) for row in rows_of(config)])
         victims.update(
             {
-                1 + SAMPLES: lambda: started["group"].health()[1].pid,  # in step 1, behind the checkpoint of step 0
-                1 + 3 * SAMPLES: lambda: pid_of(started["engines"].receivers[0]),
+                1 + SAMPLES: lambda: pid_of(started["engines"].receivers[0]),
+                1 + 3 * SAMPLES: lambda: started["group"].health()[1].pid,  # in step 3, behind the checkpoint of step 2
             }
         )
     victims.clear()
     (line,) = (tmp_path / "struck" / RECOVERIES).read_text().splitlines()
     recovery = json.loads(line)
-    assert (recovery["code"], recovery["rank"], recovery["checkpoint_step"]) == ("worker_died", 1, 0)
+    assert (recovery["code"], recovery["rank"], recovery["checkpoint_step"]) == ("worker_died", 1, 2)
     assert recovery["calls_repeated"] >= 1 and recovery["differences"] == []
     assert not (tmp_path / "straight" / RECOVERIES).exists()
     return curves
@@ -91,7 +91,7 @@ def straight_and_struck(
 def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
     cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
 ) -> None:
-    reference = {"update_interval_steps": 3}
+    reference = {"placement": "group", "update_interval_steps": 1}
     straight, struck = straight_and_struck(make_config, example, tmp_path, started, reference=reference)
     assert straight == struck
     assert "engines were lost" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from actors.workers.group_calls import RankRequest, submit
 from slimefsdp.batching.plan import Plan
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ResourceError, SlimeError, StateError, SyncError, WorkerDied
+from slimefsdp.rpc import JobCheckpoint
 from slimefsdp.training.prepare import PreparedBatch
 from tests.support.process_resources import files_up_to, unnamed_files
 from tests.support.refusals import names, refused
@@ -35,7 +36,7 @@ from tests.support.tiers import examples
 from tests.support.waiting import PATIENCE_S, wait_until
 
 BUG = 1000
-Disk = dict[tuple[str, int | str], tuple[Any, ...]]
+Disk = dict[tuple[str, int | str], dict[str, Any]]
 
 
 class Ref:
@@ -66,11 +67,9 @@ class Scripted:
         self.drift = 0  # of what ranks answer, from what others answered
         self.levels_given: list[Any] = []  # of sharding, by launch
         self.stored = weakref.WeakSet[Ref]()  # batches that the object store has to keep
-        placement = "group" if with_reference else "colocated"
         sections = {
             "cluster": {"max_restarts": max_restarts},
             "checkpoint": {"keep_last": keep_last, "async_save": False},
-            "reference": {"placement": placement},
             "run": {"dir": None},
         }
         self.config: Any = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in sections.items()})
@@ -129,7 +128,7 @@ class ScriptedGroup:
         self.loaded: int | None = None
         self.is_lost = False
         self.actor = actor or self
-        self.pending: list[tuple[tuple[str, int | str], Any]] = []  # saves that are not on disk
+        self.pending: list[tuple[tuple[str, int | str], dict[str, Any]]] = []  # saves that are not on disk
         self.adapter: str | None = None  # whose state is here; that of the others waits
         self.waiting: dict[str | None, tuple[Any, ...]] = {}
         self.critic = ScriptedGroup(script, "critic", self) if actor is None else None
@@ -257,22 +256,20 @@ class ScriptedGroup:
     def _update_weights(self, receivers: list[Any], drop_failed: bool) -> tuple[Any, ...]:
         return self.state
 
-    def _save(self, step: int, loop_state: None, name: str | None = None, overwrite: bool = False) -> None:
-        if name is not None:
-            self._commit()
-            if (self.place, name) in self.script.disk and not overwrite:
-                raise CheckpointError("taken", field="name")
-            self.pending.append(((self.place, name), self.state))
-            if not self.script.in_background:
-                self._commit()
-            return
-        written = {(role, s) for role, s in self.script.disk if role == self.place and isinstance(s, int)}
-        keep_last = self.script.keep_last + (self.role == "critic")  # it saves first, see Checkpoints.save
-        for key in sorted(written)[:-keep_last]:
-            del self.script.disk[key]
+    def _save(self, step: int, loop_state: None, name: str | None, overwrite: bool, job: JobCheckpoint) -> None:
+        """Writes a checkpoint of the whole job, or of the adapter that is here."""
+        assert self.actor is self and step < 100
+        if name is None:
+            written = [key for key in self.script.disk if key[0] == self.place and isinstance(key[1], int)]
+            for key in sorted(written)[: -self.script.keep_last]:
+                del self.script.disk[key]
         self._commit()
-        assert step < 100
-        self.pending.append(((self.place, step), self.state))
+        key: tuple[str, int | str] = (self.place, step if name is None else name)
+        there = self.script.disk.get(key)
+        if name is not None and there is not None and not overwrite and there["id"] != job.save_id:
+            raise CheckpointError("taken", field="name")
+        states = {group.role: group.state for group in self._saved_together()}
+        self.pending.append((key, {"id": job.save_id, "states": states}))
         if not self.script.in_background:
             self._commit()
 
@@ -280,13 +277,21 @@ class ScriptedGroup:
         self.script.disk.update(self.pending)
         self.pending = []
 
-    def _load(self, step: Any, name: str | None = None, weights_only: bool = False) -> None:
+    def _load(self, step: Any, name: str | None = None, weights_only: bool = False, job: Any = None) -> None:
         if name is not None:
             self._commit()
             step = name
-        if (self.place, step) not in self.script.disk:
+        there = self.script.disk.get((self.place, step))
+        if there is None:
             raise CheckpointError(f"no checkpoint of step {step}", field="name" if name else "step")
-        self.state, self.gradients, self.loaded = self.script.disk[self.place, step], (), step
+        if job is not None and there["id"] != job.save_id:
+            raise CheckpointError("another save", field="step")
+        for group in self._saved_together():
+            group.state, group.gradients, group.loaded = there["states"][group.role], (), step
+
+    def _saved_together(self) -> list[ScriptedGroup]:
+        whole = [self, self.critic, self.reference_group] if self.adapter is None else [self]
+        return [group for group in whole if group is not None]
 
     def _restored(self) -> Any:
         return SimpleNamespace(step=self.loaded)
@@ -318,12 +323,8 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
             name, group = name.removeprefix("adapter."), whole.adapter(f"adapter{batch % 2}")
         target = group.critic if name.startswith("critic.") else group
         match name:
-            case "save" | "save, critic last" | "save again":  # a step of the past once more, with its number
-                step = 0 if name == "save again" else number
-                order = (group, group.critic) if name == "save, critic last" else (group.critic, group)
-                seen += [outcome_of(one.save, step) for one in order]
-            case "actor.save":
-                seen.append(outcome_of(group.save, number))
+            case "save" | "save again":  # a step of the past once more, with its number
+                seen.append(outcome_of(group.save, 0 if name == "save again" else number))
             case "save under a name" | "overwrite a name":
                 is_over = name == "overwrite a name"
                 seen.append(outcome_of(lambda: group.save(number, None, f"name{batch % 3}", is_over)))  # noqa: B023
@@ -334,8 +335,8 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
             case "create_adapter" | "delete_adapter":
                 more = (None, None, number) if name == "create_adapter" else ()
                 seen.append(outcome_of(getattr(group, name), f"adapter{batch % 2}", *more))
-            case "update_ref" | "optimizer_step" | "zero_grad":
-                seen.append(outcome_of(getattr(group, name)))
+            case "update_ref" | "optimizer_step" | "zero_grad" | "critic.optimizer_step":
+                seen.append(outcome_of(getattr(target, name.removeprefix("critic."))))
             case "update_weights":
                 seen.append(outcome_of(group.update_weights, []))
             case _:
@@ -344,18 +345,18 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
 
 
 CALLS = ["train_step", "critic.train_step", "compute_log_probs", "critic.compute_values", "save", "update_weights"]
-ODD_CALLS = ["save, critic last", "save again", "actor.save", "load what is not there", "forward_backward"]
-ODD_CALLS += ["save under a name", "overwrite a name", "load a name"]
+ODD_CALLS = ["save again", "load what is not there", "forward_backward", "critic.forward_backward"]
+ODD_CALLS += ["critic.optimizer_step", "save under a name", "overwrite a name", "load a name"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(CALLS), st.integers(-1, 5).filter(bool)), max_size=25)
 ODD_ACTIONS = st.lists(
     st.tuples(st.sampled_from([*CALLS, *ODD_CALLS, "optimizer_step", "zero_grad"]), st.integers(-1, 5).filter(bool)),
     max_size=25,
 )
-OF_ADAPTERS = ["train_step", "compute_log_probs", "actor.save", "save under a name", "load a name", "optimizer_step"]
+OF_ADAPTERS = ["train_step", "compute_log_probs", "save", "save under a name", "load a name", "optimizer_step"]
 OF_ADAPTERS += ["forward_backward", "zero_grad", "overwrite a name", "load what is not there"]
 ADAPTER_CALLS = [*(f"adapter.{name}" for name in OF_ADAPTERS), "create_adapter", "create_adapter", "delete_adapter"]
 ADAPTER_ACTIONS = st.lists(
-    st.tuples(st.sampled_from([*ADAPTER_CALLS, *OF_ADAPTERS, "save"]), st.integers(-1, 5).filter(bool)), max_size=40
+    st.tuples(st.sampled_from([*ADAPTER_CALLS, *OF_ADAPTERS]), st.integers(-1, 5).filter(bool)), max_size=40
 )
 LOSSES = st.sets(st.integers(1, 80), max_size=12)
 NO_WAY_BACK = ("checkpoint", "step")  # none that would do was saved, or it is gone
@@ -412,7 +413,7 @@ def assert_made_good(actions: list[tuple[str, int]], struck: Scripted) -> None:
 
 SAVED_TWICE: list[tuple[str, int]] = [  # under one step, which is then deleted, so that all calls are made again
     ("train_step", 1), ("save again", 1), ("critic.train_step", 1), ("save again", 1), *[("train_step", 1)] * 7,
-    ("actor.save", 1), ("actor.save", 1), ("train_step", 1), ("save, critic last", 1),
+    ("save", 1), ("save", 1), ("train_step", 1), ("save", 1),
 ]  # fmt: skip
 
 
@@ -426,10 +427,10 @@ def test_calls_for_several_adapters_are_made_good_or_the_job_ends(
 
 TWO_ADAPTERS: list[tuple[str, int]] = [
     ("create_adapter", 2), ("create_adapter", 1), ("train_step", 9),
-    *[("adapter.train_step", 1), ("adapter.train_step", 2), ("adapter.actor.save", 2), ("adapter.actor.save", 1)] * 3,
-    ("adapter.train_step", 1), ("adapter.forward_backward", 2), ("adapter.actor.save", 2),
+    *[("adapter.train_step", 1), ("adapter.train_step", 2), ("adapter.save", 2), ("adapter.save", 1)] * 3,
+    ("adapter.train_step", 1), ("adapter.forward_backward", 2), ("adapter.save", 2),
     ("adapter.save under a name", 1), ("delete_adapter", 1), ("create_adapter", 1), ("adapter.train_step", 1),
-    ("adapter.optimizer_step", 2), ("actor.save", 0), ("adapter.load a name", 1), ("train_step", 8),
+    ("adapter.optimizer_step", 2), ("save", 0), ("adapter.load a name", 1), ("train_step", 8),
 ]  # fmt: skip
 
 
@@ -490,7 +491,6 @@ def test_the_object_store_holds_four_batches_whatever_the_interval_and_a_recover
         group.train_step(step)
         assert len(script.stored) <= 4
         if interval is not None and step % interval == 0:
-            group.critic.save(step)
             group.save(step)
         assert len(unnamed_files(tmp_path)) <= 5, "one between two of the checkpoints that the call log reaches back to"
     script.losses = {script.calls + 1}
@@ -626,20 +626,20 @@ def test_bad_input_and_an_end_for_want_of_memory_are_not_repeated(supervised: An
     assert script.group.state == (1, 2) and len(group.recoveries) == 1
 
 
-def test_no_recovery_begins_where_gradients_wait_behind_a_refused_step(supervised: Any) -> None:
-    script = Scripted(set())
+def test_gradients_that_waited_at_a_save_are_gathered_again_behind_it(supervised: Any) -> None:
+    script = Scripted(set(), keep_last=1)
     group = supervised(script)
-    group.critic.save(0)
     group.save(0)
     group.train_step(1)
     group.forward_backward(2)
     with pytest.raises(StateError):
         group.train_step(3)
-    group.critic.save(1)
+    group.critic.forward_backward(4)
     group.save(1)  # without the gradients, as all are
     script.losses = {script.calls + 1}
     group.optimizer_step()
-    assert script.group.state == (1, (2,)) and [recovery.checkpoint_step for recovery in group.recoveries] == [0]
+    assert script.group.state == (1, (2,)) and script.group.critic.gradients == (4,)
+    assert [(recovery.checkpoint_step, recovery.calls_repeated) for recovery in group.recoveries] == [(1, 2)]
 
 
 def test_gradients_that_an_error_dropped_do_not_come_back_with_a_recovery(supervised: Any) -> None:
@@ -691,7 +691,7 @@ def test_a_replay_that_comes_out_otherwise_is_said(supervised: Any, tmp_path: Pa
     assert "loss" in difference and "train_step" in difference
 
 
-def test_a_reference_group_is_again_what_it_was_or_the_run_ends(supervised: Any) -> None:
+def test_a_reference_group_is_again_what_it_was(supervised: Any) -> None:
     script = Scripted(set(), with_reference=True)
     group = supervised(script)
     job(group, [("train_step", 1), ("update_ref", 0), ("save", 0), ("train_step", 2), ("save", 0)])
@@ -699,12 +699,8 @@ def test_a_reference_group_is_again_what_it_was_or_the_run_ends(supervised: Any)
         script.losses = {script.calls + 1}
         group.train_step(len(expected))
         assert script.group.state == expected
-        assert script.group.reference_group.state == (1,), "as at update_ref, which the newest checkpoint is behind"
-    assert [recovery.checkpoint_step for recovery in group.recoveries] == [2, 2]
-    job(group, [("save", 0)] * 9)
-    script.losses = {script.calls + 1}
-    with refused(CheckpointError, "checkpoint"):
-        group.train_step(5)
+        assert script.group.reference_group.state == (1,), "as at update_ref, before the policy was trained further"
+    assert [recovery.checkpoint_step for recovery in group.recoveries] == [4, 4]
 
 
 def test_a_reference_rank_that_is_lost_in_update_ref_is_replaced(supervised: Any) -> None:

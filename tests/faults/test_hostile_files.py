@@ -274,8 +274,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     save_tiny_model(folder / "model", vocab_size=64)
     store = CheckpointStore(folder / "checkpoints")
-    write_shard(store.begin(1), 0, {"model.w": ShardedTensor(torch.ones(2, 3), (2, 3), 0)}, {})
-    store.commit(1, {})
+    records = write_shard(store.begin(1), 0, {"model.w": ShardedTensor(torch.ones(2, 3), (2, 3), 0)}, {})
+    store.commit(1, {}, records)
     (folder / "secret").write_text('{"password": 1}')
     for name in ("dcp", "run"):
         (folder / name).mkdir()

@@ -198,7 +198,7 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
     # the reference sleeps between its uses: only what was asked for counts
     after(StorageOffloader, "sleep", "sleep", lambda: current_call() == "sleep")
     after(StorageOffloader, "wake_up", "wake", lambda: current_call() == "wake_up")
-    before(checkpointing, "save_training_state", "save start")
+    before(checkpointing.Checkpoints, "save", "save start")
 
     def at_point(point: str) -> None:
         passed(point)
