@@ -5,8 +5,8 @@
     prompt and answer        the answer is trained; it is encoded by itself, and the end token is appended
     prompt and completion    both are texts or both are lists of chat messages; the completion is trained
     messages                 a chat; all turns of the assistant are trained, or only the last message
-    conversations            a chat in the keys of ShareGPT: `from` and `value`
     text                     every token but the first is trained; the end token is appended
+    conversations            a chat in the keys of ShareGPT: `from` and `value`
 
 The response of a demonstration begins with its first trained token. Its loss mask is False on the tokens in between
 that are not trained. `python -m actors.rollout.demonstrations` encodes records in a separate process, since a chat
