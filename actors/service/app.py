@@ -29,10 +29,10 @@ from actors.service.http_requests import (
     user_of,
     within,
 )
-from actors.service.operations import PAGE, counts, status
 from actors.service.results import Result
 from actors.service.service import Service
 from actors.service.sessions import NotFound
+from actors.service.status import PAGE, counts, status
 from actors.service.training_runs import TrainingRun
 from actors.service.users import User, Users
 

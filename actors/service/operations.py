@@ -1,4 +1,4 @@
-"""Shows the service to its operator: a page for the browser, metrics for Prometheus, and a log of requests.
+"""Records what the service does, for its operator: metrics for Prometheus, and a log of requests.
 
 None of them contains any text that clients send or get.
 """
@@ -8,20 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from slimefsdp.sampling.requests import SamplingStats
-
-if TYPE_CHECKING:
-    from actors.service.service import Service
-
-_SHOWN = 10  # versions of the engine to show
 _LOG_BYTES, _LOG_FILES = 16 * 2**20, 4
 _BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes up to 20
 
@@ -103,54 +96,3 @@ class RequestLog:
     def close(self) -> None:
         self._logger.removeHandler(self._handler)
         self._handler.close()
-
-
-def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
-    """Returns the values of the gauges of `Metrics`."""
-    return {
-        "sessions": len(service.sessions),
-        "runs": len(service.runs),
-        "samplers": len(service.samplers.sessions),
-        "waiting": service.results.waiting,
-        "waiting_bytes": service.results.waiting_bytes,
-        "recoveries": service.recoveries,
-        "engine_restarts": service.engine.replacements,
-        "sampling_is_up": int(service.engine.problem is None),
-        "sampled_tokens": stats.tokens_drawn,
-        "sampling_rows": stats.running_rows,
-        "version_bytes": sum(stats.versions.values()),
-        "cache_bytes": stats.cache_bytes,
-    }
-
-
-def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
-    """Returns the data of the operator's page."""
-    now = time.time()
-    return {
-        "model": service.model_name,
-        "uptime_s": round(now - service.began, 1),
-        "is_ending": service.is_ending,
-        "problem": service.engine.problem,
-        "counts": counts(service, stats),
-        "trained_tokens": service.metrics.trained_tokens,
-        "runs": [
-            {
-                "run": run.id,
-                "rank": run.rank,
-                "updates": run.updates,
-                "tokens": run.tokens,
-                "waiting": run.waiting,
-                "idle_s": round(now - run.last_request, 1),
-                "incomplete": run.incomplete is not None,
-            }
-            for run in list(service.runs.values())
-        ],
-        "sessions": [
-            {"session": session.id, "client": session.sdk_version, "age_s": round(now - session.began, 1)}
-            for session in list(service.sessions.values())
-        ],
-        "versions": [{"version": name, "bytes": size} for name, size in list(stats.versions.items())[-_SHOWN:]],
-    }
-
-
-PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")

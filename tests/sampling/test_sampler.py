@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from slimefsdp.errors import BatchError, StateError
+from slimefsdp.sampling.draw import draw
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
-from slimefsdp.sampling.sampler import Completion, Sampler, draw, sample
+from slimefsdp.sampling.sampler import Completion, Sampler, sample
 from tests.support.float64 import KeepFloat64
 from tests.support.refusals import refused
 from tests.support.tiny_models import plain_model, save_tiny_model, to_sample_from
