@@ -1,7 +1,7 @@
 """slimefsdp: an FSDP2 training backend for RL post-training.
 
-Names are resolved on first use, so that importing the package, its errors or its settings costs no torch import. The
-names that need Ray (`connect`, the groups of workers, the engines) are kept in `actors`.
+Names are resolved on first use, so that importing the package, its errors or its settings does not import torch. The
+names that need Ray (`connect`, groups of workers, engines) are defined in `actors`.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists the names that are not resolved yet, too, for completion."""
+    """Lists all public names, including those not resolved yet, for completion."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

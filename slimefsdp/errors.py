@@ -1,7 +1,7 @@
-"""Every error a user can cause, as a type that says which field, which value and the way out.
+"""Defines the errors that a user can cause, which name the field, the value and the way out.
 
-Errors cross process borders (Ray pickles them), so each one rebuilds from its plain attributes. The command line turns
-`exit_code` into its own exit status.
+Errors are sent between processes (Ray pickles them), so each can be rebuilt from its plain attributes. `exit_code` is
+the exit status of the command line.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 
 
 class SlimeError(Exception):
-    """Base of all errors of this project.
+    """Base class of all errors of this project.
 
     Args:
-        message: what is wrong, with the value.
-        field: the setting, tensor or batch field it is about, e.g. `mesh.dp` or `rewards`.
+        message: what is wrong, including the value.
+        field: the setting, tensor or batch field with the problem, e.g. `mesh.dp` or `rewards`.
         hint: the way out, as one imperative sentence.
-        rank: the global rank that raised it; None where no rank is involved (the driver, the command line).
-        call: what was being done, e.g. `load` or `train_step`.
+        rank: the global rank that raised it; None outside of ranks (the driver, the command line).
+        call: the call that failed, e.g. `load` or `train_step`.
 
-    `others` holds what else is wrong with the same settings, or what other ranks said, one sentence each; set by who
-    raises it. `ends_rank` says that the process of the rank that it happened on has ended, or ends with it, so that
-    that rank's peers wait for it in vain; an error that all ranks raise alike leaves them as they are.
+    Attributes:
+        others: further problems with the same settings, or errors of other ranks, one sentence each.
+        ends_rank: whether the rank's process has ended or will end, so that its peers would wait for it forever. False
+            for errors that all ranks raise, after which the group is usable.
     """
 
     code = "error"
@@ -43,7 +44,7 @@ class SlimeError(Exception):
         rank: int | None = None,
         call: str | None = None,
     ) -> None:
-        message = printable(message)  # it may quote an environment, a record or a file of somebody else
+        message = printable(message)  # may quote text from outside, such as a record or a file
         super().__init__(message)
         self.message = message
         self.field = field
@@ -52,78 +53,80 @@ class SlimeError(Exception):
         self.call = call
 
     def __str__(self) -> str:
-        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("in", self.call)) if value is not None]
-        place = f" ({', '.join(where)})" if where else ""
-        # pydantic-style prefix, once: messages often begin with the field already
+        context = [f"{name} {value}" for name, value in (("rank", self.rank), ("in", self.call)) if value is not None]
+        suffix = f" ({', '.join(context)})" if context else ""
+        # pydantic-style prefix, unless the message already begins with the field
         head = f"{self.field}: " if self.field and not self.message.startswith(self.field) else ""
-        said = f"{head}{self.message}{place}" + (f"; {self.hint}" if self.hint else "")
-        return "\n  also ".join([said, *self.others])
+        text = f"{head}{self.message}{suffix}" + (f"; {self.hint}" if self.hint else "")
+        return "\n  also ".join([text, *self.others])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # __dict__ is restored over the fresh instance, so subclasses may carry more attributes
+        # __dict__ is restored on the new instance, so that subclasses may have more attributes
         return (_rebuild, (type(self), self.message, self.__dict__.copy()))
 
 
-_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories of what is not shown but acts
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode categories of control and format characters
 
 
 def printable(text: str, *, kept: str = "\n\t") -> str:
-    """The text with an escape such as \\x1b in the place of each control or format character.
+    """Returns the text with control and format characters replaced by escapes such as \\x1b.
 
     Args:
-        kept: characters that stay as they are.
+        kept: characters that are not replaced.
     """
     if text.isprintable():
         return text
     return "".join(
-        one.encode("unicode_escape").decode() if unicodedata.category(one) in _ESCAPED and one not in kept else one
-        for one in text
+        character.encode("unicode_escape").decode()
+        if unicodedata.category(character) in _ESCAPED and character not in kept
+        else character
+        for character in text
     )
 
 
 def _rebuild(cls: type[SlimeError], message: str, state: dict[str, Any]) -> SlimeError:
-    error = cls.__new__(cls, message)  # not cls(message): a subclass's __init__ may take other arguments
+    error = cls.__new__(cls, message)  # not cls(message), because a subclass's __init__ may have other parameters
     error.__dict__.update(state)
     return error
 
 
 class ConfigError(SlimeError):
-    """A setting, override or YAML file that cannot be honoured."""
+    """A setting, override or YAML file is invalid."""
 
     code = "config"
     exit_code = 2
 
 
 class BatchError(SlimeError):
-    """A rollout batch that breaks a rule, found before any rank sees it."""
+    """A rollout batch is invalid; raised before any rank computes."""
 
     code = "batch"
     exit_code = 3
 
 
 class ModelError(SlimeError):
-    """A model folder or architecture that cannot be loaded faithfully."""
+    """A model folder or architecture cannot be loaded faithfully."""
 
     code = "model"
     exit_code = 4
 
 
 class CheckpointError(SlimeError):
-    """A checkpoint that is missing, torn, altered or of another run's shape."""
+    """A checkpoint is missing, incomplete, altered, or incompatible with the run."""
 
     code = "checkpoint"
     exit_code = 5
 
 
 class ResourceError(SlimeError):
-    """The machine or cluster cannot give what the run needs."""
+    """The machine or cluster lacks resources that the run needs."""
 
     code = "resource"
     exit_code = 6
 
 
 class StateError(SlimeError):
-    """A call that does not fit the present state, e.g. an optimiser step without gradients."""
+    """A call is not possible in the current state, e.g. an optimiser step without gradients."""
 
     code = "state"
     exit_code = 7
@@ -138,9 +141,11 @@ class WorkerDied(SlimeError):
 
 
 class WorkerHung(SlimeError):
-    """A rank did not answer, or did not get on, within its deadline.
+    """A rank did not answer or made no progress within its deadline.
 
-    `seconds` is for how long, and `stack` the file with what its threads were doing, where one was written.
+    Attributes:
+        seconds: time since its last progress.
+        stack: file with the stack traces of its threads, if one was written.
     """
 
     code = "worker_hung"
@@ -150,16 +155,17 @@ class WorkerHung(SlimeError):
 
 
 class PeerFailed(SlimeError):
-    """This rank failed only because another one did; the other one's error is the cause."""
+    """This rank failed only because another rank did; the other rank's error is the cause."""
 
     code = "peer_failed"
     exit_code = 10
 
 
 class SyncError(SlimeError):
-    """New weights did not reach a rollout engine whole and in time.
+    """New weights did not reach a rollout engine completely and in time.
 
-    `is_of_group` says that the broadcast group broke, so that another member of it may be at fault.
+    Attributes:
+        is_of_group: whether the broadcast group failed, so that another member may be the cause.
     """
 
     code = "sync"
@@ -168,31 +174,31 @@ class SyncError(SlimeError):
 
 
 class EngineError(SlimeError):
-    """A rollout engine that cannot do what it is asked, or did something else."""
+    """A rollout engine cannot do what was requested, or did something else."""
 
     code = "engine"
     exit_code = 12
 
 
 class Interrupted(SlimeError):
-    """The run was asked to end by SIGTERM or SIGINT, and can be gone on with."""
+    """The run was ended by SIGTERM or SIGINT, and can be resumed."""
 
     code = "interrupted"
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: not a fault of the run's, try again
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, try again
 
 
 def portable(error: Exception) -> Exception:
-    """The error, if another process can read it; else a RuntimeError with its type's name, its text and its notes.
+    """Returns the error itself if it survives pickling; else a RuntimeError with its type's name, text and notes.
 
-    An exception may hold what cannot be pickled, need arguments that pickling does not keep, or be of a class that the
-    other process cannot import.
+    An exception may hold objects that cannot be pickled, or its constructor may need other arguments than pickling
+    passes to it.
     """
     notes = getattr(error, "__notes__", [])
     try:
         copy = pickle.loads(pickle.dumps(error))
         if type(copy) is type(error) and str(copy) == str(error) and getattr(copy, "__notes__", []) == notes:
             return error
-    except Exception:  # its own methods run here, and may raise anything
+    except Exception:  # pickling runs the error's own methods, which may raise anything
         pass
     try:
         text = str(error)
@@ -205,7 +211,7 @@ def portable(error: Exception) -> Exception:
 
 
 class _ShortText(reprlib.Repr):
-    """`reprlib` with YAML's own words where they differ from Python's; it calls `repr_<type name>`."""
+    """Shortens values like `reprlib`, but writes them as YAML does; `reprlib` calls `repr_<type name>`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +225,7 @@ class _ShortText(reprlib.Repr):
         return "true" if value else "false"
 
     def repr_int(self, value: int, level: int) -> str:
-        if value.bit_length() > 200:  # Python refuses to print some thousands of digits
+        if value.bit_length() > 200:  # Python refuses to print integers of thousands of digits
             return f"(an integer of about {int(value.bit_length() * math.log10(2)) + 1} digits)"
         return repr(value)
 
@@ -231,7 +237,7 @@ class _ShortText(reprlib.Repr):
 
 
 class _ShortRepr(_ShortText):
-    """Shortens the repr of values to the same bounds."""
+    """Shortens the Python repr of values with the same limits."""
 
     def repr_NoneType(self, value: None, level: int) -> str:
         return repr(value)
@@ -244,17 +250,21 @@ class _ShortRepr(_ShortText):
 
 
 def short_repr(value: Any) -> str:
-    """The value as Python writes it, on one line of bounded length, whatever it is."""
+    """Returns the Python repr of any value, on one line of bounded length."""
     return " ".join(_ShortRepr().repr(value).split())
 
 
 def short_text(value: Any) -> str:
-    """The value on one line of bounded length, as a YAML file would say it, for error messages."""
+    """Returns the value as YAML would write it, on one line of bounded length, for error messages."""
     return _ShortText().repr(value)
 
 
 def byte_text(number: int, *, round_up: bool = False) -> str:
-    """So many bytes with one decimal, in the decimal unit that fits; `round_up` where less would not do."""
+    """Returns a number of bytes as text with one decimal and a decimal unit.
+
+    Args:
+        round_up: round up instead of to nearest, for lower limits.
+    """
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
         if number >= 1000**power:
             tenths = 10 * number / 1000**power

@@ -1,8 +1,8 @@
-"""How far this process is: what it does, and when it last got on. Whoever watches it compares that with the clock.
+"""Records the progress of this process: its current activity, and the time of its last tick, for a watchdog.
 
-A process is one rank, or one engine, and has one call at a time, so this belongs to the process and not to an object
-that all code would have to be handed. It takes no lock that a stuck thread could hold, and a tick costs less than a
-microsecond. What goes on beside the call, such as a save in the background, is no progress of the call.
+A process is one rank or one engine and runs one call at a time, so the progress is a global of the process. Ticks take
+no lock that a stuck thread could hold, and cost less than a microsecond. Background work, such as an asynchronous save,
+does not count as progress of the call.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from pathlib import Path
 from types import FrameType
 
 LAUNCH = "launch"
-"""The activity of a process that is not ready yet."""
+"""The activity of a process that is starting."""
 IDLE = "idle"
-"""The activity of one that has no call."""
-_looking = threading.Lock()  # or two threads would not agree whether the collector was on
-_REMEMBERED = 9  # times of an activity: one that was held up is outvoted by the others, and forgotten after so many
-_BETWEEN = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames tell nothing
-# files in which a thread that only waits for other ranks, or for the save behind it, has the innermost of the others
+"""The activity of a process without a call."""
+_frames_lock = threading.Lock()  # serialises switching the garbage collector off and on
+_REMEMBERED = 9  # durations kept per activity; their median ignores a few delayed ones
+_SKIPPED = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames are uninformative
+# files of the innermost frame, apart from skipped ones, of threads that only wait for other ranks or for a save
 _WAITING = ("/torch/distributed/", "/slimefsdp/attention/cp_comm.py", "/slimefsdp/checkpoint/async_save.py")
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """How far a process is at one moment."""
+    """Describes the progress of a process at one moment."""
 
     activity: str
     ticks: int
-    since_tick_s: float  # since the last tick
-    # longest between two ticks of such an activity: the median over the last times that it ended; None: it never did
+    since_tick_s: float  # seconds since the last tick
+    # longest time between two ticks in this activity, the median over its last completions; None: it never completed
     usual_gap_s: float | None
-    place: str  # in the code, of the thread that has the call
-    waits: bool  # that thread waits for others, as far as its frame tells
-    collectives: int = 0  # that it has begun with others, as far as somebody counts them
+    place: str  # position in the code of the thread that runs the call
+    waits: bool  # whether this thread appears to wait for other ranks, according to its frame
+    collectives: int = 0  # number of collectives begun, if `count_collectives` was called
 
 
 class Progress:
-    """What `enter` and `tick` keep.
+    """Records activities and ticks.
 
     Args:
-        clock: seconds, never going back.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,17 +56,17 @@ class Progress:
         self._activity = LAUNCH
         self._ticks = 0
         self._last = clock()
-        self._longest_s = 0.0  # between two ticks since the activity began, without activities inside of it
-        self._earlier: dict[str, deque[float]] = {}  # activity -> that, of its last times
-        self._usual: dict[str, float] = {}
+        self._longest_s = 0.0  # longest time between two ticks of the current activity, without nested activities
+        self._earlier: dict[str, deque[float]] = {}  # activity -> these times of its last completions
+        self._usual: dict[str, float] = {}  # activity -> their median
         self._thread = threading.get_ident()
-        self._own = threading.local()  # `is_aside`, where a thread's work is none of the call's
+        self._own = threading.local()  # `is_aside` is True in threads that do background work
         self._joined = False
-        self.collectives: Callable[[], int] = lambda: 0  # begun so far; whoever makes process groups sets it
+        self.collectives: Callable[[], int] = lambda: 0  # number of collectives begun; set by `count_collectives`
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """The calling thread is in an activity, and then in the one before again; also a decorator."""
+        """Runs the block as an activity of the calling thread, and then returns to the one before; also a decorator."""
         self.tick()
         before, longest_s = self._activity, self._longest_s
         self.enter(activity)
@@ -81,7 +81,7 @@ class Progress:
             self._longest_s = longest_s
 
     def enter(self, activity: str) -> None:
-        """The calling thread begins an activity, which lasts until the next one; counts as a tick of the one before."""
+        """Begins an activity of the calling thread, which lasts until the next one; ticks the one before."""
         self.tick()
         self._activity = activity
         self._longest_s = 0.0
@@ -89,7 +89,7 @@ class Progress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Marks what the thread does as background work: its ticks count only while the call has `joined` it."""
+        """Marks the block as background work, whose ticks count only while the call waits for it in `joined`."""
         self._own.is_aside = True
         try:
             yield
@@ -98,7 +98,7 @@ class Progress:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """The call waits for what goes on beside it: as long as that gets on, so does the call."""
+        """Marks the block as waiting for background work, whose ticks then count as the call's."""
         self._joined = True
         try:
             yield
@@ -106,7 +106,7 @@ class Progress:
             self._joined = False
 
     def tick(self) -> None:
-        """A unit of work is done: of the call, unless the calling thread's goes on beside it."""
+        """Records that a unit of work is done; ignored in background work."""
         if getattr(self._own, "is_aside", False) and not self._joined:
             return
         now = self._clock()
@@ -115,12 +115,12 @@ class Progress:
         self._ticks += 1
 
     def snapshot(self) -> ProgressSnapshot:
-        """Returns how far this process is, asked from another thread."""
+        """Returns the current progress; may be called from any thread."""
         activity, ticks, since_tick_s = self._activity, self._ticks, self._clock() - self._last
-        # what came for the first time, such as compiling or the first save, is no measure before it is over
+        # None until the activity has completed once: a first time, e.g. with compilation, has no usual gap
         usual_gap_s = self._usual.get(activity)
         frame = _current_frames().get(self._thread)
-        while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        while frame is not None and frame.f_code.co_filename.endswith(_SKIPPED):
             frame = frame.f_back
         return ProgressSnapshot(
             activity, ticks, since_tick_s, usual_gap_s, _place(frame), _waits(frame), self.collectives()
@@ -128,12 +128,12 @@ class Progress:
 
 
 def _current_frames() -> dict[int, FrameType]:
-    """Returns sys._current_frames() with the garbage collector switched off.
+    """Returns sys._current_frames(), called with the garbage collector off.
 
-    In Python 3.11.7, and others of that series, a collection inside of it can lock the interpreter up with a thread
-    that starts or ends (https://github.com/python/cpython/issues/106883).
+    In Python 3.11.7 and similar, a collection during this call can deadlock with a thread that starts or ends
+    (https://github.com/python/cpython/issues/106883).
     """
-    with _looking:
+    with _frames_lock:
         was_on = gc.isenabled()
         gc.disable()
         try:
@@ -155,7 +155,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def count_collectives(begun: Callable[[], int]) -> None:
-    """Has snapshots report the count that `begun` returns; `begun` is called from another thread."""
+    """Sets the function whose result snapshots report as `collectives`; it is called from other threads."""
     _of_this_process.collectives = begun
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a model that decide what a token costs, read from config.json alone: no weight, no torch."""
+"""Computes the sizes of a model that determine the cost of a token from config.json, without weights or torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from slimefsdp.errors import ModelError
 
-# what transformers assumes where config.json says nothing
+# transformers' defaults for settings that are missing in config.json
 _TIED_BY_DEFAULT = ("gpt2", "gemma2", "gemma3_text")
-# architectures with windows: transformers' default, and whether it is layer_types that say which layers have one
+# architectures with windows -> default window, and whether layer_types says which layers have one
 _WINDOWS: dict[str, tuple[int | None, bool]] = {
     "qwen2": (4096, True),
     "qwen3": (4096, True),
@@ -23,41 +23,41 @@ _WINDOWS: dict[str, tuple[int | None, bool]] = {
     "gemma3_text": (4096, True),
     "gpt_oss": (128, True),
 }
-# norms of a layer beside the two that every decoder has, and those of queries and keys; they only cost memory
+# architectures with four norms per layer instead of two, and with norms of queries and keys; these only cost memory
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
-_EVERY_SO_MANY_LAYERS_WHOLE = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # the layers between see a window
+_FULL_ATTENTION_PERIOD = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # every n-th layer has no window
 
 
-# what architectures with fused projections call the matrix that has these
+# projection -> name of the matrix that contains it in architectures with fused projections
 _FUSED_NAMES = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
 }
-_PARTS_OF_LAYERS = {"attention": "self_attn.", "mlp": "mlp.", "experts": "mlp.experts."}  # words of lora.targets
+_PARTS_OF_LAYERS = {"attention": "self_attn.", "mlp": "mlp.", "experts": "mlp.experts."}  # keywords of lora.targets
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Sizes of adapters of low rank beside a decoder's matrices, over all layers; all else is frozen."""
+    """Holds the sizes of LoRA adapters of a decoder's matrices, summed over all layers."""
 
-    parameters: int  # of A and B
-    inputs: int  # features of a token that are kept for A alone; attention's output is kept anyway
-    inner: int  # features of a token between A and B
-    outputs: int  # features of a token that B adds to
-    summed: int = 0  # numbers that stacks of experts keep whatever the tokens: W with B A added, and B with its scale
-    largest_sum: int = 0  # weights of the largest of these stacks
+    parameters: int  # number of elements of A and B
+    inputs: int  # features per token that are saved only for A; attention's output is saved anyway
+    inner: int  # features per token between A and B
+    outputs: int  # features per token of B's output
+    summed: int = 0  # elements that adapters of experts save regardless of tokens: W + scale B A, and scale B
+    largest_sum: int = 0  # elements of the largest W + scale B A of these
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A kind of matrix of a decoder layer: how many there are, and how many of them a token meets."""
+    """Describes a kind of matrix in a decoder layer."""
 
     features_in: int
     features_out: int
-    reads: str  # what several may read together
-    count: int = 1
-    active: int = 1
+    reads: str  # name of the input, which several matrices may share
+    count: int = 1  # matrices of this kind in a layer
+    active: int = 1  # of these, the number that a token passes through
 
     @property
     def parameters(self) -> int:
@@ -66,25 +66,25 @@ class _Matrix:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes of a decoder. Biases and norms are left out: below 0.1 % of a model of useful size."""
+    """Holds the sizes of a decoder. Biases and norms are left out, as they are below 0.1 % of a realistic model."""
 
     hidden: int
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int  # rows of the MLP; of one expert in a mixture
+    intermediate: int  # rows of the MLP, or of one expert
     vocab: int
     mlp_matrices: int = 3  # gate, up, down; 2 without a gate
     experts: int = 1
     active_experts: int = 1  # per token
-    window: int = 0  # tokens that a windowed layer sees; 0: no layer is windowed
+    window: int = 0  # tokens that a token sees in a windowed layer; 0: no layer is windowed
     windowed_layers: int = 0
     positions: int = 0  # rows of a learned position embedding
-    is_tied: bool = False  # the head is the embedding
-    norms_per_layer: int = 2  # of hidden states
-    has_head_norms: bool = False  # queries and keys are normed
-    has_softcap: bool = False  # attention's scores are soft-capped
+    is_tied: bool = False  # the head's weight is the embedding
+    norms_per_layer: int = 2  # norms of hidden states
+    has_head_norms: bool = False  # there are norms of queries and keys
+    has_softcap: bool = False  # attention scores are soft-capped
     has_sinks: bool = False  # each head has an attention sink
 
     @property
@@ -106,17 +106,17 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model."""
+        """Returns the number of parameters of the whole model."""
         embeddings = self.embedding_parameters * (1 if self.is_tied else 2) + self.positions * self.hidden
         return self.layers * self.layer_parameters + embeddings
 
     @property
     def share_in_layers(self) -> float:
-        """The share of the parameters that lies in matrices of the decoder layers."""
+        """Returns the share of the parameters that are in matrices of the decoder layers."""
         return self.layers * self.layer_parameters / self.parameters
 
     def newton_schulz_flops(self, steps: int) -> float:
-        """Returns the operations of Muon's iterations over the layers: X X^T, its square, and the product with X."""
+        """Returns the FLOPs of Muon's iterations on the layers' matrices: X X^T, its square, and the product with X."""
         flops = 0
         for matrix in self._layer_matrices().values():
             short, long = sorted((matrix.features_in, matrix.features_out))
@@ -125,24 +125,24 @@ class ModelSpec:
 
     @property
     def root_parameters(self) -> int:
-        """The parameters of the FSDP unit with the head, which is the embedding where they are tied."""
+        """Returns the number of parameters of the root FSDP unit, which has the head."""
         return self.embedding_parameters + self.positions * self.hidden
 
     @property
     def embedding_unit_parameters(self) -> int:
-        """The parameters of the embedding's own FSDP unit; 0 where it is tied to the head."""
+        """Returns the number of parameters of the embedding's FSDP unit; 0 if it is tied to the head."""
         return 0 if self.is_tied else self.embedding_parameters
 
     def trained_parameters(self, frozen: Sequence[str] = ()) -> int:
-        """Parameters that `model.frozen` leaves to train, by the names that most decoders give their matrices.
+        """Returns the number of parameters that `model.frozen` leaves trained, assuming the usual names of matrices.
 
         Args:
-            frozen: shell-style patterns; one that matches none of these names freezes nothing here.
+            frozen: shell-style patterns; one that matches none of the usual names has no effect here.
         """
 
         def is_frozen(*names: str) -> bool:
-            written = [f"{name}{end}" for name in names for end in (".weight", "")]
-            return any(fnmatchcase(name, pattern) for name in written for pattern in frozen)
+            full_names = [f"{name}{end}" for name in names for end in (".weight", "")]
+            return any(fnmatchcase(name, pattern) for name in full_names for pattern in frozen)
 
         trained = sum(
             matrix.parameters
@@ -157,43 +157,47 @@ class ModelSpec:
 
     @property
     def highest_rank(self) -> int:
-        """Returns what the rank of adapters beside any matrix of the layers may be."""
-        return min(min(one.features_in, one.features_out) for one in self._layer_matrices().values())
+        """Returns the largest rank that adapters of all matrices of the layers may have."""
+        return min(min(matrix.features_in, matrix.features_out) for matrix in self._layer_matrices().values())
 
     def adapters(self, rank: int, targets: Sequence[str]) -> Adapters:
-        """Sizes of the adapters of `lora.targets`, by the names that most decoders give their matrices.
+        """Returns the sizes of the adapters of `lora.targets`, assuming the usual names of matrices.
+
+        Fused projections count as if they were separate. Adapters of experts, which are added to the weights, and of
+        the head, which is computed in chunks, save nothing per token.
 
         Args:
-            targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; what they
-                match in other architectures alone is not counted. Projections that an architecture fuses are counted as
-                if they were apart. Those of experts, which are added to the weights, and of the head, which is computed
-                in chunks, keep nothing for a token.
+            targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; a pattern
+                that matches none of the usual names is not counted.
         """
         matrices = self._layer_matrices()
-        matrices.pop("mlp.gate", None)  # a router has none
+        matrices.pop("mlp.gate", None)  # routers have no adapters
         parameters = inputs = inner = outputs = summed = largest_sum = 0
         for layer in range(self.layers):
-            chosen = {name: one for name, one in matrices.items() if _is_target(layer, name, one, targets)}
-            parameters += sum(rank * one.count * (one.features_in + one.features_out) for one in chosen.values())
-            met = [one for one in chosen.values() if one.count == 1]
-            stacks = [one for one in chosen.values() if one.count > 1]
-            summed += sum(one.parameters + rank * one.count * one.features_out for one in stacks)
-            largest_sum = max([largest_sum, *(one.parameters for one in stacks)])
-            inner += rank * len(met)
-            outputs += sum(one.features_out for one in met)
-            inputs += sum({one.reads: one.features_in for one in met if one.reads != "attention"}.values())
+            chosen = {name: matrix for name, matrix in matrices.items() if _is_target(layer, name, matrix, targets)}
+            parameters += sum(
+                rank * matrix.count * (matrix.features_in + matrix.features_out) for matrix in chosen.values()
+            )
+            dense = [matrix for matrix in chosen.values() if matrix.count == 1]
+            stacks = [matrix for matrix in chosen.values() if matrix.count > 1]
+            summed += sum(matrix.parameters + rank * matrix.count * matrix.features_out for matrix in stacks)
+            largest_sum = max([largest_sum, *(matrix.parameters for matrix in stacks)])
+            inner += rank * len(dense)
+            outputs += sum(matrix.features_out for matrix in dense)
+            inputs += sum(
+                {matrix.reads: matrix.features_in for matrix in dense if matrix.reads != "attention"}.values()
+            )
         if not self.is_tied and _has_head(targets):
             parameters += rank * (self.hidden + self.vocab)
         return Adapters(parameters, inputs, inner, outputs, summed, largest_sum)
 
     def adapted_parts(self, targets: Sequence[str]) -> frozenset[str]:
-        """Returns which of `attention`, `mlp` and `head` adapters of `lora.targets` change, if only one matrix of it.
+        """Returns which of `attention`, `mlp` and `head` have at least one matrix with an adapter of `lora.targets`.
 
-        Experts are a part of the MLP. Patterns are compared with the names that most decoders give their matrices, as
-        in `adapters`.
+        Experts are a part of the MLP. Patterns are matched as in `adapters`.
         """
         matrices = self._layer_matrices()
-        matrices.pop("mlp.gate", None)  # a router has none
+        matrices.pop("mlp.gate", None)  # routers have no adapters
         parts = {"attention", "mlp"}.intersection(targets)
         parts |= {
             "attention" if name.startswith(_PARTS_OF_LAYERS["attention"]) else "mlp"
@@ -204,7 +208,7 @@ class ModelSpec:
         return frozenset(parts | {"head"} if _has_head(targets) else parts)
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
-        """Returns the matrices of a layer by their names in it."""
+        """Returns the matrices of a layer by their names within the layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = {
             "self_attn.q_proj": _Matrix(self.hidden, queries, "norm"),
@@ -225,10 +229,10 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, field: str = "model.path") -> ModelSpec:
-        """The dimensions that a config.json states, under the names that transformers' decoders use.
+        """Returns the sizes in a config.json, which has the names of transformers' decoders.
 
         Raises:
-            ModelError: a size is missing or no positive integer.
+            ModelError: a size is missing or not a positive integer.
         """
 
         def size(*names: str, default: int | None = None) -> int:
@@ -271,14 +275,14 @@ class ModelSpec:
 
 
 def _is_target(layer: int, name: str, matrix: _Matrix, targets: Sequence[str]) -> bool:
-    names = [f"model.layers.{layer}.{one}" for one in (name, _FUSED_NAMES.get(name, name))]
+    names = [f"model.layers.{layer}.{own_name}" for own_name in (name, _FUSED_NAMES.get(name, name))]
     part = "mlp.experts." if name.startswith("mlp.experts.") else name.partition(".")[0] + "."
     return any(
         part == _PARTS_OF_LAYERS[target]
         if target in _PARTS_OF_LAYERS
         else matrix.count == 1
         if target == "all-linear"
-        else any(fnmatchcase(one, target) for one in names)
+        else any(fnmatchcase(full_name, target) for full_name in names)
         for target in targets
     )
 
@@ -288,15 +292,15 @@ def _has_head(targets: Sequence[str]) -> bool:
 
 
 def has_attention_softcap(config: Mapping[str, Any]) -> bool:
-    """Whether attention's scores are soft-capped, by a config.json as written or as transformers completed it."""
-    # the others read no soft-cap of scores, whatever their config.json says
+    """Returns whether attention scores are soft-capped, by a config.json with or without transformers' defaults."""
+    # other architectures ignore this setting
     return config.get("model_type") == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Returns how many layers see a sliding window, by a config.json as written or as transformers completed it."""
+    """Returns how many layers have a sliding window, by a config.json with or without transformers' defaults."""
     model_type = str(config.get("model_type"))
-    if model_type not in _WINDOWS:  # the others read no window, whatever their config.json says
+    if model_type not in _WINDOWS:  # other architectures ignore these settings
         return 0
     default, by_layer_types = _WINDOWS[model_type]
     switched_on = config.get("use_sliding_window", False) if model_type.startswith("qwen") else True
@@ -307,10 +311,10 @@ def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return kinds.count("sliding_attention")
-    if "max_window_layers" in config:  # Qwen: the layers from here on
+    if "max_window_layers" in config:  # Qwen: index of the first windowed layer
         first = config["max_window_layers"]
         return max(0, layers - first) if type(first) is int else layers
     pattern = config.get("sliding_window_pattern")
     is_count = type(pattern) is int and pattern > 0
-    whole_every = pattern if is_count else _EVERY_SO_MANY_LAYERS_WHOLE.get(model_type)
-    return layers - layers // whole_every if whole_every else layers
+    period = pattern if is_count else _FULL_ATTENTION_PERIOD.get(model_type)
+    return layers - layers // period if period else layers

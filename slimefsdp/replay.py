@@ -1,9 +1,9 @@
-"""One recorded batch through `train_step`, without Ray.
+"""Runs `train_step` on one recorded batch, without Ray.
 
     torchrun --nproc-per-node 2 -m slimefsdp.replay CONFIG --batch FILE --export DIR
 
-Run alone it is one rank. Metrics go to stdout as one JSON object, the new weights to a Hugging Face folder. For bug
-reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same through Ray workers.
+Without torchrun it runs one rank. Metrics are printed as one JSON object, and the new weights are written to a Hugging
+Face folder. For bug reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same with Ray workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slimefsdp.io.user_files import path_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that both ways of replaying share."""
+    """Adds the arguments that this module shares with `slimefsdp replay`."""
     parser.add_argument("config", type=path_argument, help="YAML settings")
     parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.dp=2")
     parser.add_argument("--batch", type=path_argument, required=True, help="file written by RolloutBatch.save")
@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def json_text(metrics: dict[str, float]) -> str:
-    """Returns one JSON object; a value that is not finite becomes null, which JSON has a word for."""
+    """Returns the metrics as one JSON object, in which non-finite values are null."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps(finite, allow_nan=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs as one rank of a torchrun launch, or as the only one."""
+    """Runs one rank of a torchrun launch, or a single rank."""
     parser = argparse.ArgumentParser(prog="python -m slimefsdp.replay", description=__doc__)
     add_arguments(parser)
     options = parser.parse_intermixed_args(arguments)  # settings may follow --batch
@@ -71,4 +71,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # gloo may abort while the interpreter ends; the work is done and flushed
+    os._exit(code)  # all output is flushed; a normal exit could let gloo abort while the interpreter ends

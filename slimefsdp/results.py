@@ -1,4 +1,4 @@
-"""What calls on a Trainer return, as plain frozen types; no torch, so that a driver can read them."""
+"""Defines the result types of calls on a Trainer; this module does not import torch, so that drivers can use it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slimefsdp.errors import SlimeError
 
 Tag = Literal["parameters", "optimizer", "reference"]
 TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
-"""What `sleep` and `wake_up` move: parameters with gradients and buffers, optimiser state, the colocated reference."""
+"""The parts that `sleep` and `wake_up` move: parameters (with gradients and buffers), optimiser state, reference."""
 
-MAX_LISTED = 20  # differences that a printed ReplicaCheck names
+MAX_LISTED = 20  # number of differences that a printed ReplicaCheck lists
 
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Per response token, in the order of the batch, at the sampling temperature."""
+    """Holds values of each response token in batch order, at the sampling temperature."""
 
     log_probs: np.ndarray  # float32 [R]
     entropy: np.ndarray  # float32 [R], nats
@@ -27,45 +27,45 @@ class LogProbs:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """What a `forward_backward` says that was asked for log-probs."""
+    """Holds the result of `forward_backward` with log-probs."""
 
     metrics: dict[str, float]
-    log_probs: LogProbs  # of the very pass that was differentiated; 0 of tokens outside the loss mask
+    log_probs: LogProbs  # from the differentiated passes themselves; 0 for tokens outside the loss mask
 
 
 @dataclass(frozen=True)
 class FailedReceiver:
-    """A receiver that did not take part in a weight update to its end."""
+    """Describes a receiver that failed during a weight update."""
 
-    receiver: int  # its place among those that were sent to
+    receiver: int  # its index among the receivers
     error: SlimeError
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """A weight update that every receiver has committed, but for those that failed."""
+    """Describes a weight update, which every receiver has committed except those that failed."""
 
     version: int
-    bytes: int  # of all tensors that were sent, counted once
+    bytes: int  # bytes of all sent tensors, counted once
     seconds: float
-    failed: tuple[FailedReceiver, ...] = ()  # only where the update was to go on without them
+    failed: tuple[FailedReceiver, ...] = ()  # only if the update was allowed to continue without them
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What a sleep or wake-up did on one rank."""
+    """Describes the effect of a sleep or wake-up on one rank."""
 
-    device_bytes_before: int  # of the tensors concerned
+    device_bytes_before: int  # of the tensors that the call is about
     device_bytes_after: int
-    host_bytes: int  # held in host buffers afterwards
+    host_bytes: int  # in host buffers after the call
     seconds: float
-    # of torch's CUDA allocator after the call, in bytes; 0 on a CPU
+    # bytes of torch's CUDA allocator after the call; 0 on a CPU
     device_reserved: int = 0  # taken from the device
-    device_allocated: int = 0  # of these, in use
-    largest_free_block: int = 0  # the largest single piece of the rest
+    device_allocated: int = 0  # the part of these that is in use
+    largest_free_block: int = 0  # the largest contiguous piece of the rest
 
     def __add__(self, other: MemoryReport) -> MemoryReport:
-        """Both, one after the other."""
+        """Returns the report on both calls, `other` after this one."""
         return MemoryReport(
             self.device_bytes_before + other.device_bytes_before,
             self.device_bytes_after + other.device_bytes_after,
@@ -78,21 +78,21 @@ class MemoryReport:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes moved between device and host in a second; 0 where none were."""
+        """Returns the bytes moved between device and host per second; 0 if none were moved."""
         moved = abs(self.device_bytes_before - self.device_bytes_after)
         return moved / self.seconds if moved else 0.0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held on one rank."""
+    """Holds the bytes of one rank by tag."""
 
-    parameters: int  # with buffers and gradients; 0 while asleep, as the others
+    parameters: int  # with buffers and gradients; like the others 0 while asleep
     optimizer: int
     reference: int
     host_buffers: int
     asleep: tuple[str, ...]
-    # of torch's CUDA allocator, as in MemoryReport
+    # torch's CUDA allocator, as in MemoryReport
     device_reserved: int = 0
     device_allocated: int = 0
     largest_free_block: int = 0
@@ -100,49 +100,49 @@ class Memory:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """An adapter of the group."""
+    """Describes an adapter of the group."""
 
     name: str
     rank: int
     alpha: float
     updates_taken: int
-    has_gradients: bool  # which wait for an update
-    is_on_device: bool  # or on the host, until it is asked for
+    has_gradients: bool  # gradients that no update has used
+    is_on_device: bool  # False: on the host
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What the last load took, and what it passed over."""
+    """Describes the checkpoint that was loaded."""
 
     step: int
-    path: str  # of the checkpoint's folder
-    skipped: tuple[str, ...]  # why each checkpoint that would have come before it was not taken
-    ranks: int  # that wrote it
-    mesh: dict[str, int]  # theirs: axis -> size
-    differences: tuple[str, ...]  # between what was saved and this run, in words
+    path: str  # the checkpoint's folder
+    skipped: tuple[str, ...]  # reasons why newer checkpoints were not loaded
+    ranks: int  # number of ranks that wrote it
+    mesh: dict[str, int]  # the writers' mesh: axis -> size
+    differences: tuple[str, ...]  # differences between the checkpoint and this run, in words
 
 
 @dataclass(frozen=True)
 class Health:
-    """A rank's sign of life: its progress, and the memory that it uses."""
+    """Describes a live rank: its progress and the memory that it uses."""
 
     rank: int
     pid: int
     updates_taken: int
-    # on CUDA of tensors on its device, and the most of it since its last train_step began; on a CPU the process's
-    # resident memory, and the most of it since the process began
+    # on CUDA bytes of tensors on the rank's device, and their peak since its last train_step began; on a CPU the
+    # process's resident memory, and its peak since the process began
     allocated_bytes: int = 0
     peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class GradientHealth:
-    """The gradients of one update, before clipping and with any loss scale taken out; the same on every rank."""
+    """Describes the gradients of one update before clipping, divided by the loss scale; equal on every rank."""
 
-    update: int  # updates taken before it
-    norm: float  # L2 over all parameters
+    update: int  # number of updates taken before it
+    norm: float  # L2 norm over all parameters
     group_norms: dict[str, float]  # in model order: embedding, layer_0, .., final_norm, head (tied: in embedding)
-    first_nonfinite: str | None  # the first parameter in model order with NaN or infinity in its gradient
+    first_nonfinite: str | None  # the first parameter, in model order, whose gradient has NaN or infinity
     is_skipped: bool
 
     def __str__(self) -> str:
@@ -153,38 +153,38 @@ class GradientHealth:
 
 @dataclass(frozen=True)
 class Unit:
-    """One FSDP unit: parameters that are gathered and freed together."""
+    """Describes one FSDP unit: parameters that are gathered and freed together."""
 
-    name: str  # of its module; (root) for the outermost one
+    name: str  # name of its module; (root) for the outermost one
     parameters: tuple[str, ...]  # Hugging Face names
-    frozen: tuple[str, ...]  # those of them that are not trained
-    numel: int  # of the whole unit
-    local_bytes: int  # of the rows that belong to this rank, awake or asleep
+    frozen: tuple[str, ...]  # names of the frozen parameters
+    numel: int  # elements of the whole unit
+    local_bytes: int  # bytes of this rank's rows, awake or asleep
     master_dtype: str
     compute_dtype: str
     reduce_dtype: str
     reshard_after_forward: bool
-    placements: str  # per axis of its mesh: how it is laid out over so many ranks
+    placements: str  # placement and number of ranks for each axis of its mesh
 
 
 @dataclass(frozen=True)
 class Description:
-    """How one rank holds the model."""
+    """Describes how one rank holds the model."""
 
     rank: int
     mesh: dict[str, int]  # axis -> size
-    attention: str  # the strategy, and why it was chosen
+    attention: str  # the strategy and the reason for choosing it
     units: tuple[Unit, ...]  # in model order
     buffer_bytes: int  # every rank holds all buffers
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model, a tied one once."""
+        """Returns the number of parameters of the whole model, counting tied parameters once."""
         return sum(unit.numel for unit in self.units)
 
     @property
     def local_bytes(self) -> int:
-        """Bytes of this rank's shards of all parameters."""
+        """Returns the bytes of this rank's shards of all parameters."""
         return sum(unit.local_bytes for unit in self.units)
 
     def __str__(self) -> str:
@@ -207,14 +207,14 @@ class Description:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that several ranks should hold alike and do not."""
+    """Describes a tensor or number that should be equal on several ranks and is not."""
 
     name: str  # model.*, buffer.*, optimizer.*, reference.*: tensors (with the shard's rows); state.*: numbers
-    ranks: tuple[tuple[int, ...], ...]  # those that agree with each other stand together; the majority first
+    ranks: tuple[tuple[int, ...], ...]  # groups of ranks with equal values, the largest group first
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """The ranks outside the majority; where there is none, those that differ from the lowest rank."""
+        """Returns the ranks outside of the first group: the majority, or without one that of the lowest rank."""
         return tuple(sorted(rank for same in self.ranks[1:] for rank in same))
 
     def __str__(self) -> str:
@@ -223,14 +223,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """Whether ranks hold the same bits where they should; shards that one rank alone holds have nothing to equal."""
+    """Holds the result of comparing tensors, shards and numbers that should be equal on several ranks."""
 
-    checked: int  # tensors, shards and numbers that more than one rank holds
+    checked: int  # number of compared tensors, shards and numbers
     differences: tuple[Difference, ...]  # in model order
 
     @property
     def is_in_sync(self) -> bool:
-        """Whether there was no difference."""
+        """Returns whether there is no difference."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -241,7 +241,7 @@ class ReplicaCheck:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; the first and the last are text, the others are set to the right."""
+    """Returns a text table; the first and last column are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     last = len(header) - 1
     lines = []

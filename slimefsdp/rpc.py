@@ -1,6 +1,6 @@
-"""The mechanism of calls: `@call` describes a method once, and everybody who forwards, checks or repeats it asks that.
+"""Provides `@call`, which describes a method once for all code that forwards, checks or repeats it.
 
-slimefsdp/calls/ has the calls themselves.
+The calls themselves are in slimefsdp/calls/.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
 """Role -> the losses that `forward_backward` takes."""
 DEFAULT_ADAPTER = "default"
-"""The name of the adapter that a run with `lora.rank` begins with. Calls that name no adapter are for this one."""
+"""Name of the run's own adapter; calls that name no adapter are for this one."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Arguments = dict[str, Any]
@@ -31,21 +31,21 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """Describes a call; `@call` makes one of a method and its arguments.
+    """Describes a call; made by `@call`.
 
     Args:
         method: the body, which a rank runs.
-        roles: the roles whose groups answer it.
-        changes_state: later calls depend on it. After a loss of ranks it is made again, and on a named group only the
+        roles: the roles whose groups support the call.
+        changes_state: later calls depend on it. It is repeated after a loss of ranks, and on a named group only the
             writer may make it.
-        adapter: which adapter the call is for. `in_model`: the one that the caller has chosen, whose matrices must be
-            in the model. `by_name`: the one that the argument `name` names. `any`: it makes no difference.
-        answers_by_rank: a driver gets a list with the result of every rank, else rank 0's result.
-        is_exclusive: it runs alone on a rank. Other calls only report what is known.
-        needs_whole_weights: it is refused after an update that failed halfway, until a `load`.
-        planned: the method of `BatchPlanner` that checks and plans the call's `batch`. It takes the call's arguments
-            of the same names.
-        check: refuses arguments of a role; what it can only know from a model is refused by the body.
+        adapter: which adapter the call is for. `in_model`: the one that the caller has selected, which must be in the
+            model. `by_name`: the one named by the argument `name`. `any`: it does not matter.
+        answers_by_rank: a driver gets a list of all ranks' results instead of rank 0's result.
+        is_exclusive: no other exclusive call may run on the rank at the same time. Other calls only report state.
+        needs_whole_weights: the call is refused after an update that failed halfway, until a `load`.
+        planned: the method of `BatchPlanner` that checks and plans the call's `batch`. It gets the call's arguments of
+            the same names.
+        check: checks arguments without a model; the body checks what needs one.
     """
 
     method: Callable[..., Any]
@@ -60,28 +60,34 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the method."""
+        """Returns the name of the method."""
         return self.method.__name__
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Returns the value of every parameter; raises TypeError as the call itself would."""
+        """Returns the value of every parameter.
+
+        Raises:
+            TypeError: the arguments do not match the method's signature.
+        """
         bound = inspect.signature(self.method).bind(None, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
     def require_role(self, role: str) -> None:
-        """
+        """Checks the role of a group.
+
         Raises:
-            StateError: groups of this role do not answer the call.
+            StateError: groups of this role do not support the call.
         """
         if role not in self.roles:
             problem = f"{self.name}() on a group of role {role!r}"
             raise StateError(problem, field=self.name, hint=f"call it on the {' or '.join(self.roles)} group")
 
     def require_arguments(self, role: str, arguments: Arguments) -> None:
-        """
+        """Checks arguments independently of the state of the group.
+
         Raises:
-            SlimeError: an argument is wrong, whatever the state of the group.
+            SlimeError: an argument is wrong.
         """
         if self.check is not None:
             self.check(role, arguments)
@@ -93,7 +99,7 @@ class Call:
             planner: the group's `BatchPlanner`.
 
         Returns:
-            The `Planning` of the batch; None for a call without a batch.
+            The `Planning` of the batch; None if the call has no batch.
 
         Raises:
             BatchError, ConfigError: the batch or an argument does not fit the settings.
@@ -105,11 +111,11 @@ class Call:
 
 
 CALLS: dict[str, Call] = {}
-"""All calls by name, in the order of their definition."""
+"""Name -> call, in the order of definition."""
 
 
 class Caller(Protocol):
-    """Has calls: a rank that runs their bodies, or a handle on ranks that sends them there."""
+    """An object with calls: a rank, which runs their bodies, or a handle on ranks, which sends them there."""
 
     def _make(self, call: Call, arguments: Arguments) -> Any: ...
 
@@ -118,7 +124,7 @@ def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
     """Makes a method a call; the object's `_make` decides where the body runs.
 
     Args:
-        roles: the roles whose groups answer it.
+        roles: the roles whose groups support the call.
         description: the other fields of `Call`.
     """
 
@@ -126,17 +132,17 @@ def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
         described = CALLS[method.__name__] = Call(method, roles, **description)
 
         @wraps(method)
-        def made(self: Caller, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Caller, *args: Any, **kwargs: Any) -> Any:
             return self._make(described, described.bind(args, kwargs))
 
-        made.call = described  # type: ignore[attr-defined]
-        return cast(Method, made)
+        wrapper.call = described  # type: ignore[attr-defined]
+        return cast(Method, wrapper)
 
     return decorate
 
 
 class CallLock:
-    """Lets one thread at a time work on an object; its calls may be nested."""
+    """Lets one thread at a time make calls on an object; calls of this thread may be nested."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -219,14 +225,15 @@ class UpdateSettings:
 
 
 def _is_finite(value: object) -> bool:
-    # whole numbers may be larger than any float
+    # an int may exceed the largest float
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def require_loss(loss: str, role: str) -> None:
-    """
+    """Checks that `forward_backward` supports a loss.
+
     Raises:
-        ConfigError: `forward_backward` does not take the loss on this role.
+        ConfigError: it does not, on this role.
     """
     if loss not in LOSSES[role]:
         problem = f"loss={loss!r} is not a loss of role {role!r}"
@@ -234,12 +241,13 @@ def require_loss(loss: str, role: str) -> None:
 
 
 def require_name(name: object, kind: str) -> None:
-    """
+    """Checks that a name is valid.
+
     Args:
-        kind: what is named, in the message.
+        kind: the kind of named object, for the message.
 
     Raises:
-        ConfigError: nothing can have this name.
+        ConfigError: it is not.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         problem = f"name={short_repr(name)} cannot be the name of {kind}"
@@ -267,7 +275,7 @@ def check_new_adapter(role: str, arguments: Arguments) -> None:
 
 
 def check_log_probs(role: str, arguments: Arguments) -> None:
-    """Checks what `forward_backward` is to return."""
+    """Checks the argument `with_log_probs` of `forward_backward`."""
     wanted = arguments["with_log_probs"]
     if not isinstance(wanted, bool) or (wanted and role == "critic"):
         problem = f"with_log_probs={short_repr(wanted)} on a group of role {role!r}"

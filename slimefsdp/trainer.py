@@ -1,6 +1,6 @@
-"""Trainer: one rank's model, optimiser and mesh. It runs the calls of slimefsdp/calls in this process.
+"""Defines the Trainer, which holds one rank's model, optimiser and mesh, and runs the calls of slimefsdp/calls.
 
-Every rank calls the same method with the same batch and gets the same result: under torchrun, under Ray, or alone.
+Every rank calls the same method with the same batch and gets the same result, under torchrun, under Ray, or alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trainer(
     InspectionCalls[MemoryReport, Memory, Description],
     StateCalls,
 ):
-    """One rank. The process group must exist (`slimefsdp.distributed.mesh.start_process_group*`).
+    """Trains on one rank. The process group must exist (`slimefsdp.distributed.mesh.start_process_group*`).
 
     Raises:
         ConfigError: the mesh does not fit the ranks, or there is no such role.
@@ -80,7 +80,7 @@ class Trainer(
         )
         self._frozen_source = uuid.uuid4().hex
         self._adapters = None
-        self.receiver = WeightReceiver(model.named_weights())
+        self.receiver = WeightReceiver(model.named_weights())  # in a reference group, receives the actor's weights
         self._state.checkpoints = Checkpoints(config, role, folder, mesh, model)
         if role == "ref":
             return
@@ -103,54 +103,55 @@ class Trainer(
 
     @property
     def config(self) -> RunConfig:
-        """The settings, with everything that was left to this machine as it was chosen."""
+        """Returns the settings, in which `auto` values are replaced by the chosen ones."""
         return self._state.config
 
     @property
     def role(self) -> Role:
-        """Returns what this rank's model is for."""
+        """Returns the role of this rank's group."""
         return self._state.role
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's place among all."""
+        """Returns the device mesh."""
         return self._state.mesh
 
     @property
     def folder(self) -> ModelFolder:
-        """The model folder that it began with."""
+        """Returns the model folder from which the model was loaded."""
         return self._state.folder
 
     @property
     def policy(self) -> DecoderModel:
-        """The role's own model: a policy, or a critic's value model."""
+        """Returns the role's model: a policy, or a critic's value model."""
         return self._state.model
 
     @property
     def updater(self) -> OptimizerStep:
-        """The optimiser, of a role that trains."""
+        """Returns the optimiser step; only for roles that train."""
         return self._state.updater
 
     @property
     def reference(self) -> PolicyModel | None:
-        """The colocated reference model; None while nobody has needed it."""
+        """Returns the colocated reference model; None if it is not loaded."""
         return self._state.reference.model
 
     @property
     def updates_taken(self) -> int:
-        """Optimiser updates since the first one of the run; the version of the weights."""
+        """Returns the number of optimiser updates of the run, which is the version of the weights."""
         return 0 if self.role == "ref" else self.updater.updates_taken
 
     def health(self) -> Health:
-        """Tells that this rank is alive, and what memory it uses; takes no lock and joins no collective."""
+        """Returns this rank's progress and memory; takes no lock and joins no collective."""
         return Health(dist.get_rank(), os.getpid(), self.updates_taken, *memory_in_use(self.mesh.device))
 
     def use_adapter(self, name: str) -> None:
-        """Puts an adapter into the model: calls are for it until another one is used or made.
+        """Puts an adapter into the model; following calls are for it until another one is selected or created.
 
         Raises:
-            StateError: there is none of this name. ConfigError: the run has no adapters, or nothing can have this name.
-            ResourceError: there is no memory for two at once.
+            StateError: there is no adapter of this name.
+            ConfigError: the run has no adapters, or the name is invalid.
+            ResourceError: there is no memory for two adapters at once.
         """
         with self.call_lock.held_by("use_adapter"):
             require_name(name, "an adapter")
@@ -171,16 +172,17 @@ class Trainer(
             call.require_arguments(self.role, arguments)
             if call.needs_whole_weights and self.role != "ref":
                 self.updater.require_whole(call.name)
-            if call.planned is not None and not isinstance(arguments["batch"], PreparedBatch):  # as a driver sends it
+            # a driver sends batches already prepared
+            if call.planned is not None and not isinstance(arguments["batch"], PreparedBatch):
                 arguments = {**arguments, "batch": self._prepared(call, arguments)}
             return call.method(self, **arguments)
 
     def _prepared(self, call: Call, arguments: Arguments) -> PreparedBatch:
-        """Plans the batch of a call on every rank, and compares what the ranks were given and planned."""
+        """Plans the batch of a call on every rank, and compares the arguments and plans of all ranks."""
         state, folder = self._state, self._state.folder
         cost = state.model.attention.cost
         planner = BatchPlanner(state.config, state.role, folder.vocab_size, folder.max_sample_tokens, cost)
-        # plans are compared by their digests
+        # plans are not compared here, but by their digests
         given = {name: value for name, value in arguments.items() if name != "batch" and not isinstance(value, Plan)}
         has_gradients = state.role != "ref" and state.updater.has_gradients
         return step.prepared_together(
