@@ -133,8 +133,6 @@ class StateError(SlimeError):
 
 
 class WorkerDied(SlimeError):
-    """A rank's process ended."""
-
     code = "worker_died"
     exit_code = 8
     ends_rank = True

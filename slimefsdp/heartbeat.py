@@ -32,8 +32,6 @@ _WAITING = ("/torch/distributed/", "/slimefsdp/attention/cp_comm.py", "/slimefsd
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """Describes the progress of a process at one moment."""
-
     activity: str
     ticks: int
     since_tick_s: float  # seconds since the last tick

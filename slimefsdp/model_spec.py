@@ -51,8 +51,6 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Describes a kind of matrix in a decoder layer."""
-
     features_in: int
     features_out: int
     reads: str  # name of the input, which several matrices may share
@@ -106,13 +104,11 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Returns the number of parameters of the whole model."""
         embeddings = self.embedding_parameters * (1 if self.is_tied else 2) + self.positions * self.hidden
         return self.layers * self.layer_parameters + embeddings
 
     @property
     def share_in_layers(self) -> float:
-        """Returns the share of the parameters that are in matrices of the decoder layers."""
         return self.layers * self.layer_parameters / self.parameters
 
     def newton_schulz_flops(self, steps: int) -> float:
@@ -208,7 +204,6 @@ class ModelSpec:
         return frozenset(parts | {"head"} if _has_head(targets) else parts)
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
-        """Returns the matrices of a layer by their names within the layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = {
             "self_attn.q_proj": _Matrix(self.hidden, queries, "norm"),

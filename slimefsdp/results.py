@@ -27,16 +27,12 @@ class LogProbs:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """Holds the result of `forward_backward` with log-probs."""
-
     metrics: dict[str, float]
     log_probs: LogProbs  # from the differentiated passes themselves; 0 for tokens outside the loss mask
 
 
 @dataclass(frozen=True)
 class FailedReceiver:
-    """Describes a receiver that failed during a weight update."""
-
     receiver: int  # its index among the receivers
     error: SlimeError
 
@@ -53,8 +49,6 @@ class SyncReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Describes the effect of a sleep or wake-up on one rank."""
-
     device_bytes_before: int  # of the tensors that the call is about
     device_bytes_after: int
     host_bytes: int  # in host buffers after the call
@@ -100,8 +94,6 @@ class Memory:
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """Describes an adapter of the group."""
-
     name: str
     rank: int
     alpha: float
@@ -112,8 +104,6 @@ class AdapterInfo:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Describes the checkpoint that was loaded."""
-
     step: int
     path: str  # the checkpoint's folder
     skipped: tuple[str, ...]  # reasons why newer checkpoints were not loaded
@@ -124,8 +114,6 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Health:
-    """Describes a live rank: its progress and the memory that it uses."""
-
     rank: int
     pid: int
     updates_taken: int
@@ -169,8 +157,6 @@ class Unit:
 
 @dataclass(frozen=True)
 class Description:
-    """Describes how one rank holds the model."""
-
     rank: int
     mesh: dict[str, int]  # axis -> size
     attention: str  # the strategy and the reason for choosing it
@@ -184,7 +170,6 @@ class Description:
 
     @property
     def local_bytes(self) -> int:
-        """Returns the bytes of this rank's shards of all parameters."""
         return sum(unit.local_bytes for unit in self.units)
 
     def __str__(self) -> str:
@@ -230,7 +215,6 @@ class ReplicaCheck:
 
     @property
     def is_in_sync(self) -> bool:
-        """Returns whether there is no difference."""
         return not self.differences
 
     def __str__(self) -> str:

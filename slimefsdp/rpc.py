@@ -60,7 +60,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Returns the name of the method."""
         return self.method.__name__
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
@@ -256,12 +255,10 @@ def require_name(name: object, kind: str) -> None:
 
 
 def check_adapter_name(role: str, arguments: Arguments) -> None:
-    """Checks the arguments of calls that name an adapter."""
     require_name(arguments["name"], "an adapter")
 
 
 def check_new_adapter(role: str, arguments: Arguments) -> None:
-    """Checks the arguments of `create_adapter`."""
     require_name(arguments["name"], "an adapter")
     for name, least in (("rank", 1), ("seed", 0)):
         value = arguments[name]
@@ -275,7 +272,6 @@ def check_new_adapter(role: str, arguments: Arguments) -> None:
 
 
 def check_log_probs(role: str, arguments: Arguments) -> None:
-    """Checks the argument `with_log_probs` of `forward_backward`."""
     wanted = arguments["with_log_probs"]
     if not isinstance(wanted, bool) or (wanted and role == "critic"):
         problem = f"with_log_probs={short_repr(wanted)} on a group of role {role!r}"
@@ -283,7 +279,6 @@ def check_log_probs(role: str, arguments: Arguments) -> None:
 
 
 def check_update_settings(role: str, arguments: Arguments) -> None:
-    """Checks the arguments of `optimizer_step`."""
     settings = arguments["settings"]
     if settings is not None and not isinstance(settings, UpdateSettings):
         problem = f"settings={short_repr(settings)} is a {type(settings).__name__}"
@@ -291,7 +286,6 @@ def check_update_settings(role: str, arguments: Arguments) -> None:
 
 
 def check_receivers(role: str, arguments: Arguments) -> None:
-    """Checks the arguments of `update_weights`."""
     receivers = arguments["receivers"]
     hint = "give a list of actors that implement slimefsdp.weight_sync.receive.Receiver"
     if not isinstance(receivers, Collection):

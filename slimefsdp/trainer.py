@@ -108,17 +108,14 @@ class Trainer(
 
     @property
     def role(self) -> Role:
-        """Returns the role of this rank's group."""
         return self._state.role
 
     @property
     def mesh(self) -> Mesh:
-        """Returns the device mesh."""
         return self._state.mesh
 
     @property
     def folder(self) -> ModelFolder:
-        """Returns the model folder from which the model was loaded."""
         return self._state.folder
 
     @property

@@ -84,7 +84,6 @@ def _centred(scores: Floats, groups: _Groups, weights: npt.NDArray | None = None
 
 
 def _ratio(numerator: npt.NDArray, denominator: npt.NDArray | np.floating) -> Floats:
-    """Returns numerator / denominator, and 0.0 where the denominator is 0."""
     return np.divide(numerator, denominator, out=np.zeros(numerator.shape), where=denominator > 0)
 
 

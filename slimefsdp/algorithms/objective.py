@@ -63,7 +63,6 @@ class TokenInputs:
         return self._each(lambda value: on_device(value, device))
 
     def as_dtype(self, dtype: torch.dtype) -> TokenInputs:
-        """Returns the inputs with floating-point fields in `dtype`."""
         return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     @property

@@ -102,7 +102,6 @@ class Attention:
 
 
 def _local(layout: Layout, device: torch.device, parents: Sequence[int | None] | None) -> PackAttention:
-    """Computes attention over a whole pack on one rank."""
     assert len(layout) == 1
     calls = ring_plan(layout, 0, device, parents)
     # a window may reach from a node into its parent, which separate calls per node cannot express

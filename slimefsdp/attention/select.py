@@ -47,8 +47,6 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Holds a strategy and the reason for choosing it."""
-
     name: StrategyName | Literal["local"]
     reason: str
 

@@ -41,7 +41,6 @@ class SampleCosts:
         object.__setattr__(self, "each", self.model.cost_after_split(self.lengths, cp=self.cp, is_cut=is_cut))
 
     def tokens(self, samples: np.ndarray) -> int:
-        """Returns the tokens of these samples in one pack."""
         return int(self.tokens_each(samples, np.array([len(samples)]))[0])
 
     def tokens_each(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -55,7 +54,6 @@ class SampleCosts:
         return before[ends] - before[ends - sizes]
 
     def work(self, samples: np.ndarray) -> float:
-        """Returns the cost of these samples in one pack."""
         return float(self.works(samples, np.array([len(samples)]))[0])
 
     def works(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -92,7 +90,6 @@ class SampleCosts:
 
 
 def singles(costs: SampleCosts, samples: np.ndarray) -> Groups:
-    """Makes every sample a group of its own."""
     return Groups(samples, np.ones_like(samples), costs.lengths[samples], costs.each[samples])
 
 

@@ -95,8 +95,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PackLimits:
-    """Holds the ranks that a plan is made for, and the limits of their packs."""
-
     dp: int  # data-parallel ranks, each of which gets packs of its own
     max_pack_tokens: int  # hard cap on the tokens of a pack: batch.max_tokens_per_rank x mesh.cp
     cp: int = 1  # context-parallel ranks that share each pack; a sample's cost is its time on all of them

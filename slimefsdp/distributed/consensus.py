@@ -30,7 +30,6 @@ def all_equal(value: str, group: dist.ProcessGroup) -> bool:
 
 
 def any_true(value: bool, group: dist.ProcessGroup) -> bool:
-    """Collective: returns whether the value is True on any rank."""
     return bool(_largest([int(value)], group)[0])
 
 

@@ -70,7 +70,6 @@ class MemoryManager:
 
     @property
     def asleep(self) -> tuple[Tag, ...]:
-        """Returns the tags whose memory is on the host."""
         return tuple(tag for tag in TAGS if self._offloaders[tag].is_asleep)
 
     def memory(self) -> Memory:

@@ -14,8 +14,6 @@ from slimefsdp.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Holds numbers of operations by part of the model."""
-
     layers: float  # products with the weights of decoder layers
     attention: float  # queries with keys, probabilities with values
     head: float  # the projection to the vocabulary
@@ -25,7 +23,6 @@ class Flops:
         return self.layers + self.attention + self.head
 
     def over(self, parts: float) -> Flops:
-        """Returns the operations divided by `parts`."""
         return Flops(self.layers / parts, self.attention / parts, self.head / parts)
 
 

@@ -61,8 +61,6 @@ def peak_tflops(device_name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Holds the rates of one rank."""
-
     source: str  # origin of the numbers
     matrix_tflops: float  # TFLOP/s of matrix products in the compute dtype; a multiply and an add are two operations
     attention_tflops: float  # TFLOP/s of attention, forward and backward
@@ -84,8 +82,6 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Describes one rank's device."""
-
     rates: Rates
     memory_bytes: int | None  # None: not known
     named_by: str | None  # the flag that gave the memory; None: it is a guess

@@ -26,8 +26,6 @@ class MicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Holds the bytes of one rank at one moment."""
-
     parameters: int
     gradients: int
     optimizer: int
@@ -40,7 +38,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Returns the bytes on the device."""
         at_rest = self.parameters + self.gradients + self.optimizer + self.others
         return at_rest + self.unsharded + self.activations + self.head + self.buffers
 
@@ -159,7 +156,6 @@ def kept_activations(setup: TrainingSetup, layers: int, tokens: int) -> int:
 
 
 def memory_at_rest(setup: TrainingSetup) -> Memory:
-    """Returns the bytes of a rank's parameters, gradients and optimiser state."""
     in_shard, adapters_in_shard = (
         -(-setup.model.parameters // setup.shards),
         -(-setup.adapter_parameters // setup.shards),

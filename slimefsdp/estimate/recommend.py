@@ -178,7 +178,6 @@ class LongestContext:
         return -(-self.tokens // self.setup.mesh.cp) * model.heads * (model.head_dim + 1) * 4
 
     def record(self) -> dict[str, Any]:
-        """Returns the values for JSON."""
         return {
             "settings": self.setup.storage_settings,
             "tokens": self.tokens,
@@ -221,5 +220,4 @@ def memory_of_context(setup: TrainingSetup, tokens: int, counted_share: float = 
 
 
 def as_record(memory: Memory) -> dict[str, int]:
-    """Returns the parts of memory and their total on the device, for JSON."""
     return asdict(memory) | {"total": memory.total}

@@ -27,8 +27,6 @@ _PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts only attention
 
 @dataclass(frozen=True, slots=True)
 class UpdateSchedule:
-    """Describes one optimiser update."""
-
     samples: int
     tokens: int  # of all samples; a shared prefix counts in each of them
     micro_batches: int  # of each data rank
@@ -47,8 +45,6 @@ class CpImbalance:
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    """Holds loads of the slowest rank / the mean; 1 is ideal."""
-
     data_ranks: float  # estimated time, summed over updates
     micro_batches: float  # the same, if data ranks wait for each other after every micro-batch
     cp: CpImbalance
@@ -238,7 +234,6 @@ def _loads(layout: Layout, pack: _Pack, cost: CostModel) -> np.ndarray:
 
 
 def _cp_imbalance(loads: np.ndarray) -> CpImbalance:
-    """Compares the cp ranks by their loads, [packs, 3, cp]."""
     most, mean = loads.max(axis=2), loads.mean(axis=2)
     tokens, pairs, work = (most.sum(axis=0) / mean.sum(axis=0)).tolist()
     worst_tokens, _, worst_work = (most / mean).max(axis=0).tolist()

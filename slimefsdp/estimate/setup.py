@@ -29,7 +29,6 @@ class MeshShape:
 
     @property
     def shard_ranks(self) -> int:
-        """Returns the number of ranks that share one copy of the model."""
         return self.dp * self.cp
 
     @property
@@ -104,7 +103,6 @@ class TrainingSetup:
 
     @property
     def shards(self) -> int:
-        """Returns the number of shards of each parameter."""
         return 1 if self.sharding == "replicate" else self.mesh.shard_ranks
 
     @property
@@ -133,7 +131,6 @@ class TrainingSetup:
 
     @property
     def parameters(self) -> int:
-        """Returns the number of parameters of the model and its adapters."""
         return self.model.parameters + self.adapter_parameters
 
     @property

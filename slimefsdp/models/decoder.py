@@ -299,7 +299,6 @@ class ValueModel(DecoderModel):
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Returns False: the head has one row."""
         return False
 
     @property

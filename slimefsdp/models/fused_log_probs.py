@@ -106,8 +106,6 @@ def token_log_probs_and_kl(
 
 
 class _HeadPass(NamedTuple):
-    """Holds arguments of `token_log_probs`."""
-
     temperature: float
     with_entropy: bool
     entropy_grad: bool
@@ -457,7 +455,6 @@ class _RowsGrad:
             torch.mm(logits_grad.to(weight.dtype), weight, out=self._grad[rows])
 
     def total(self) -> Tensor:
-        """Returns the sum in the dtype of the input."""
         return self._grad.to(self._dtype)
 
 

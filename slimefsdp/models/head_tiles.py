@@ -55,7 +55,6 @@ class HeadTiles:
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements of the largest tile."""
         words, rows = (max((end - start for start, end in bounds), default=0) for bounds in (self.words, self.rows))
         return words * rows
 

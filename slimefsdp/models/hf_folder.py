@@ -118,7 +118,6 @@ class ModelFolder:
 
     @property
     def vocab_size(self) -> int:
-        """Returns the number of rows of the embedding."""
         size: int = self.config["vocab_size"]
         return size
 

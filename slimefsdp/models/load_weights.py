@@ -173,7 +173,6 @@ class _Share:
             )
 
     def check(self, values: torch.Tensor) -> None:
-        """Refuses numbers that are not finite."""
         # minimum and maximum propagate NaN without extra memory; isfinite would allocate a tensor
         if not all(torch.isfinite(bound) for bound in values.aminmax()):
             raise _wrong_tensor(self.name, "holds NaN or infinity", "use a checkpoint with finite weights")
@@ -303,7 +302,6 @@ class OpenTensors:
         return TORCH_DTYPES[self._tensors[name].dtype]
 
     def numbers(self, name: str) -> int:
-        """Returns the number of elements of a tensor."""
         return math.prod(self._tensors[name].shape)
 
     def read(self, name: str, start: int, target: torch.Tensor) -> None:

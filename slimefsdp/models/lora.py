@@ -45,8 +45,6 @@ _HEADS = ("head", "lm_head")  # the keyword for the LM head, and its name in ada
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Holds the values of the settings section `lora`."""
-
     rank: int
     alpha: float
     targets: Sequence[str]  # keys of `_PARTS`, `all-linear`, `experts`, `head`, or patterns of names
@@ -124,12 +122,10 @@ class AdaptedMatrix(NamedTuple):
 
     @property
     def is_stack(self) -> bool:
-        """Returns whether this is a stack of experts' matrices."""
         return self.a.ndim == 3
 
 
 def adapted_matrices(model: DecoderModel) -> list[AdaptedMatrix]:
-    """Returns the matrices that have adapters, in model order."""
     return [
         AdaptedMatrix(
             name if isinstance(module, LoraLinear) else f"{name}.{own_name}",

@@ -32,7 +32,6 @@ class LoraLinear(nn.Linear):
         self.is_on = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns the output, [..., out_features]."""
         output = F.linear(input, self.weight, self.bias)
         if not self.is_on:
             return output

@@ -256,7 +256,7 @@ def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) -> torch.Tensor:
-    """Returns the float32 values of codes."""
+    """Returns the float32 values of codes, the inverse of `quantize_`."""
     if not codes.numel():
         return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     values = dynamic_map(is_signed, codes.device).index_select(0, codes.view(-1).int())
@@ -299,7 +299,6 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.
 
 
 def _some_rows(state: QuantizedState) -> Iterator[QuantizedState]:
-    """Yields a parameter's state in runs of rows."""
     rows = max(1, bucket_elements(state.parameter.device) // max(1, math.prod(state.parameter.shape[1:])))
     tensors = (
         state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq, state.exp_avg_scale, state.exp_avg_sq_scale

@@ -41,8 +41,6 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """Holds the options of `build_optimizer`."""
-
     name: OptimizerName  # sgd uses betas[0] as its momentum
     lr: float
     betas: tuple[float, float]

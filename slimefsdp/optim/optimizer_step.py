@@ -249,7 +249,6 @@ class LossScale:
         self._init, self._growth_interval = init, growth_interval
 
     def another(self) -> LossScale:
-        """Returns a new LossScale with the initial scale."""
         return LossScale(self._init, self._growth_interval)
 
     @property
@@ -331,7 +330,6 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients in place by a factor."""
     if factor != 1.0:
         torch._foreach_mul_([local_shard(grad) for p in parameters if (grad := p.grad) is not None], factor)
 

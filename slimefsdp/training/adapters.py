@@ -46,7 +46,6 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """Returns the factor on B A x."""
         return self.alpha / self.rank
 
 
@@ -209,7 +208,6 @@ class Adapters:
             raise StateError(f"there is no adapter {name!r}", field="adapter", hint=f"there are {known}")
 
     def listed(self) -> list[AdapterInfo]:
-        """Returns all adapters, in the order of their creation."""
         return [
             AdapterInfo(
                 name=adapter.name,

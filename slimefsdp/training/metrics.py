@@ -133,7 +133,6 @@ class Throughput:
         return metrics
 
     def _flops(self, model_spec: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
-        """Returns the FLOPs of one update of the plan, of all ranks together."""
         samples = plan.samples_of(update)
         depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that each sample shares with the one before
         if plan.shared is not None:

@@ -52,8 +52,6 @@ TOKENS = "micro_batch_tokens"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RankPacks:
-    """Holds the packs of a batch that one rank computes, one for each micro-batch."""
-
     batch: RolloutBatch
     samples: Sequence[np.ndarray]  # int64 sample indices of each pack
     shared: SharedPrefixes | None = None  # the plan's shared prefixes; None: no prefix is shared

@@ -135,7 +135,6 @@ def _limits(config: RunConfig, data_ranks: int, cost: CostModel) -> PackLimits:
 
 
 def may_share(config: RunConfig) -> bool:
-    """Returns whether common prefixes of samples may be computed once."""
     # the ring_flash_attn package cannot express a sequence that continues another one
     packages_cannot = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
     return config.batch.share_prefixes != "never" and not packages_cannot

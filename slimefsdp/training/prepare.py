@@ -49,7 +49,6 @@ class PreparedBatch:
     loss_settings: dict[str, Any] | None = None  # arguments of `RunConfig.with_loss`; None: the settings' own loss
 
     def under(self, config: RunConfig) -> RunConfig:
-        """Returns the settings of a group as they apply to this batch."""
         return config if self.loss_settings is None else config.with_loss(self.loss_settings)
 
 
@@ -76,7 +75,6 @@ class BatchPlanner:
 
     @property
     def data_ranks(self) -> int:
-        """Returns the number of ranks that get packs of their own."""
         return math.prod(self.config.mesh_of(self.role))
 
     def for_forward(self, batch: RolloutBatch, model: str = "actor") -> Planning:
@@ -357,7 +355,6 @@ def _counts_all(plan: Plan, update: int, batch: RolloutBatch) -> bool:
 
 
 def _pack_tokens(plan: Plan, batch: RolloutBatch, update: int) -> np.ndarray:
-    """Returns the tokens of every pack of an update, int64 [packs]."""
     samples, sizes = plan.packs_of(update)
     return SampleCosts(batch.lengths, CostModel(), 1, plan.max_pack_tokens, plan.shared).tokens_each(
         samples, sizes.ravel()

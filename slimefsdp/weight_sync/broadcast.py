@@ -39,14 +39,14 @@ class BroadcastError(RuntimeError):
 
 
 class Rendezvous(NamedTuple):
-    """Where the members of a broadcast group meet, and which of them an engine's processes are."""
+    """Holds what an engine's processes need to join a broadcast group."""
 
     address: str
     port: int
-    rank: int  # of the engine's first process; the others follow it
+    rank: int  # rank of the engine's first process; its other processes have the following ranks
     world_size: int
     backend: str  # gloo or nccl
-    timeout_s: float  # for the meeting, and for each broadcast
+    timeout_s: float  # timeout of joining, and of each broadcast
 
 
 class BroadcastGroup:

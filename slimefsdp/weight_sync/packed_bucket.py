@@ -65,7 +65,6 @@ class KeptBuffers:
         return buffer
 
     def clear(self) -> None:
-        """Frees all buffers."""
         self._buffers = [(0, None)] * len(self._buffers)
 
 
@@ -86,7 +85,6 @@ def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]
 
 
 def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
-    """Returns the layout of tensors, which `unpack` needs."""
     return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors]
 
 

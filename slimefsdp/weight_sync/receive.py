@@ -92,7 +92,6 @@ class WeightReceiver:
 
     @property
     def is_receiving(self) -> bool:
-        """Returns whether an update is in progress."""
         return self._incoming is not None
 
     def forget(self) -> None:

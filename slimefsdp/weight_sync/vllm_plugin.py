@@ -124,7 +124,6 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def start_weight_update(self) -> None:
-        """Prepares for a new update."""
         self._adapter = None
         if self._is_reloading:
             # after a failed update, vLLM still counts the loaded half of a layer, whose parameters lack their loaders
@@ -220,7 +219,6 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             manager.slimefsdp_held, self._adapter = self._adapter, None
 
     def shutdown(self) -> None:
-        """Leaves the group."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -28,8 +28,6 @@ _SHARE_OF_MEMORY = 128  # a block's scores take 1/128 of the GPU's memory; a bac
 
 @dataclass(frozen=True, slots=True)
 class Blocking:
-    """Holds how calls are cut into blocks."""
-
     score_bytes: int  # bytes of the scores of one block
     joins_segments: bool  # whether a block holds pieces of several segments
 
@@ -73,7 +71,6 @@ def backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of q, k and v in their shapes and dtypes."""
     q, k, v = qkv
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))

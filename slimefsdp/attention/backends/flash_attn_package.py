@@ -66,7 +66,6 @@ def backward(
     *,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of q, k and v in their shapes and dtypes."""
     q, k, v = qkv
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     _interface()._flash_attn_varlen_backward(
