@@ -180,11 +180,13 @@ class Trainer(
         cost = state.model.attention.cost
         planner = BatchPlanner(state.config, state.role, folder.vocab_size, folder.max_sample_tokens, cost)
         # plans are not compared here, but by their digests
-        given = {name: value for name, value in arguments.items() if name != "batch" and not isinstance(value, Plan)}
+        other_arguments = {
+            name: value for name, value in arguments.items() if name != "batch" and not isinstance(value, Plan)
+        }
         has_gradients = state.role != "ref" and state.updater.has_gradients
         return step.prepared_together(
             state,
             arguments["batch"],
             lambda: call.planning(planner, arguments)(),
-            (call.name, given, has_gradients),
+            (call.name, other_arguments, has_gradients),
         )

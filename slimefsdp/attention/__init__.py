@@ -1,1 +1,1 @@
-"""Exact attention over packed sequences, behind one plan."""
+"""Computes exact attention over packed sequences on one or several context-parallel ranks."""

@@ -151,8 +151,8 @@ def gather_plan(
     forest = _Forest(layout, parents)
     sent = sent_pieces(layout, parents)
     # the key buffer has the rank's own rows, then the rows that the other ranks send
-    own = _offsets(layout[rank])
-    offset_of: dict[Piece, int] = dict(own)
+    own_offsets = _offsets(layout[rank])
+    offset_of: dict[Piece, int] = dict(own_offsets)
     end = _tokens(layout[rank])
     for source, pieces in enumerate(sent):
         if source != rank:
@@ -168,7 +168,7 @@ def gather_plan(
     return GatherPlan(
         call=_call(q_lengths, k_lengths, device),
         key_rows=_rows(keys, offset_of, device),
-        sent_rows=_rows(sent[rank], own, device),
+        sent_rows=_rows(sent[rank], own_offsets, device),
         sent_counts=tuple(_tokens(pieces) for pieces in sent),
     )
 

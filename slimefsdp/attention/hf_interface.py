@@ -81,9 +81,9 @@ def _attention(
             field="model.path",
             hint="this architecture does not pass keywords on to its attention; use a supported one",
         )
-    for name, what in _UNSUPPORTED.items():
+    for name, feature in _UNSUPPORTED.items():
         if others.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} uses {what}, which the kernels lack", field="model.path")
+            raise ModelError(f"{type(module).__name__} uses {feature}, which the kernels lack", field="model.path")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as transformers' own functions do
     if dropout != 0.0 or not causal:
         raise ModelError(

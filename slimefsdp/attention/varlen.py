@@ -200,9 +200,9 @@ def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, ca
     triangles: dict[int, torch.Tensor] = {}
     masks: dict[tuple[int, ...], torch.Tensor] = {}
     for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
-        queries, more = q1 - q0, (k1 - k0) - (q1 - q0)
+        queries, extra_keys = q1 - q0, (k1 - k0) - (q1 - q0)
         sees_all = window is None or k1 - k0 <= window
-        if not causal or (more == 0 and sees_all and queries not in _BANDED_LENGTHS):
+        if not causal or (extra_keys == 0 and sees_all and queries not in _BANDED_LENGTHS):
             yield _Segment(queries, k0, k1, None)
         elif sees_all:
             band = _BAND if k1 - k0 < _BANDED_LENGTHS.stop else _LONG_BAND
@@ -212,11 +212,11 @@ def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, ca
             for start in range(0, queries, band):
                 end = min(start + band, queries)
                 last = triangle.shape[1] - band + end - start
-                mask = triangle[: end - start, last - (end + more) : last]
-                yield _Segment(end - start, k0, k0 + end + more, mask)
+                mask = triangle[: end - start, last - (end + extra_keys) : last]
+                yield _Segment(end - start, k0, k0 + end + extra_keys, mask)
         else:
             assert window is not None
-            yield from _windowed_segments(k0, queries, more, window, dtype, masks)
+            yield from _windowed_segments(k0, queries, extra_keys, window, dtype, masks)
 
 
 def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
@@ -230,9 +230,9 @@ def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _windowed_segments(
-    k0: int, queries: int, more: int, window: int, dtype: torch.dtype, masks: dict[tuple[int, ...], torch.Tensor]
+    k0: int, queries: int, extra_keys: int, window: int, dtype: torch.dtype, masks: dict[tuple[int, ...], torch.Tensor]
 ) -> Iterator[_Segment]:
-    """Yields the calls of one windowed segment, with `more` keys than queries.
+    """Yields the calls of one windowed segment, which has `extra_keys` more keys than queries.
 
     Args:
         masks: cache of masks by shape, because most bands have the same mask.
@@ -240,10 +240,12 @@ def _windowed_segments(
     band = max(window, 64)
     for start in range(0, queries, band):
         end = min(start + band, queries)
-        first_key = max(0, start + more - window + 1)
-        shape = (end - start, end + more - first_key)
+        first_key = max(0, start + extra_keys - window + 1)
+        shape = (end - start, end + extra_keys - first_key)
         if shape not in masks:
-            distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
+            distance = (torch.arange(start, end) + extra_keys)[:, None] - torch.arange(first_key, end + extra_keys)[
+                None, :
+            ]
             mask = torch.zeros(distance.shape, dtype=dtype)
             masks[shape] = mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
-        yield _Segment(end - start, k0 + first_key, k0 + end + more, masks[shape])
+        yield _Segment(end - start, k0 + first_key, k0 + end + extra_keys, masks[shape])

@@ -139,12 +139,12 @@ def _balanced_packs(
     pack_of: list[int] = []
     room = [cap] * num_packs
     # A key is work x num_packs + index: one int compares several times faster than a tuple, and adding to it adds work.
-    added = (work * num_packs).tolist()
+    added_works = (work * num_packs).tolist()
     open_packs = [list(range(rank * micro_batches, (rank + 1) * micro_batches)) for rank in range(dp)]
     parked_packs: list[list[tuple[int, int]]] = [[] for _ in range(dp)]  # (-room, key)
     open_ranks = list(range(dp))
     parked_ranks: list[tuple[int, int]] = []  # (-room of its roomiest pack, key)
-    for length, more in zip(tokens, added, strict=True):
+    for length, added_work in zip(tokens, added_works, strict=True):
         if parked_ranks:
             _reopen(parked_ranks, open_ranks, length)
             if not open_ranks:
@@ -158,15 +158,15 @@ def _balanced_packs(
         pack_of.append(pack)
         room[pack] -= length
         if room[pack] >= length:
-            heapreplace(of_rank, pack_key + more)
+            heapreplace(of_rank, pack_key + added_work)
         else:
             heappop(of_rank)
-            heappush(parked, (-room[pack], pack_key + more))
+            heappush(parked, (-room[pack], pack_key + added_work))
         if of_rank:
-            heapreplace(open_ranks, rank_key + more)
+            heapreplace(open_ranks, rank_key + added_work)
         else:
             heappop(open_ranks)
-            heappush(parked_ranks, (parked[0][0], rank_key + more))
+            heappush(parked_ranks, (parked[0][0], rank_key + added_work))
     return np.array(pack_of)
 
 

@@ -74,9 +74,9 @@ def pack(
         shared: the prefixes that the pack computes once; None: every sample is packed whole.
     """
     if len(samples) == 0:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        one = torch.zeros(1, dtype=torch.int64)
-        return _filled_up(PackedBatch(one, one, (0, 1), nothing, nothing, nothing), multiple_of)
+        no_rows = torch.zeros(0, dtype=torch.int64)
+        one_token = torch.zeros(1, dtype=torch.int64)
+        return _filled_up(PackedBatch(one_token, one_token, (0, 1), no_rows, no_rows, no_rows), multiple_of)
     if shared is not None:
         assert multiple_of == 1, "a pack with shared prefixes cannot be padded"
         return _shared_pack(batch, *shared.among(samples), trained_only=trained_only)

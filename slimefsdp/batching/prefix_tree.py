@@ -84,8 +84,8 @@ class SharedPrefixes:
         if not np.array_equal(np.sort(self.place), np.arange(num_samples)):
             return False
         order = np.argsort(self.place)
-        most = np.minimum(lengths[order], np.concatenate([[0], lengths[order][:-1]]))
-        if (self.shared < 0).any() or (self.shared > most).any():
+        limit = np.minimum(lengths[order], np.concatenate([[0], lengths[order][:-1]]))
+        if (self.shared < 0).any() or (self.shared > limit).any():
             return False
         starts = (np.cumsum(lengths) - lengths)[order]
         following = np.flatnonzero(self.shared)
@@ -115,9 +115,9 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHAR
     shared[: len(related)] = _thinned(common, least)
     is_other = np.ones(len(lengths), dtype=bool)
     is_other[related] = False
-    place = np.empty(len(lengths), dtype=np.int64)
-    place[np.concatenate([related, np.flatnonzero(is_other)])] = np.arange(len(lengths))
-    return SharedPrefixes(place, shared) if shared.any() else None
+    position = np.empty(len(lengths), dtype=np.int64)
+    position[np.concatenate([related, np.flatnonzero(is_other)])] = np.arange(len(lengths))
+    return SharedPrefixes(position, shared) if shared.any() else None
 
 
 def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarray, np.ndarray, np.ndarray]:
@@ -224,16 +224,16 @@ def _sorted_by_tokens(
 _WINDOW = 32  # tokens that a round looks ahead
 
 
-def _window(tokens: np.ndarray, starts: np.ndarray, left: np.ndarray) -> np.ndarray:
+def _window(tokens: np.ndarray, starts: np.ndarray, remaining: np.ndarray) -> np.ndarray:
     """Returns the next tokens of samples, and -1 after their ends; int64 [samples, window].
 
     Args:
-        left: number of tokens of each sample from its start on.
+        remaining: number of tokens of each sample from its start on.
     """
     columns = np.arange(_WINDOW)
     ahead = np.take(tokens, starts[:, None] + columns, mode="clip")
-    short = np.flatnonzero(left < _WINDOW)
-    ahead[short] = np.where(columns < left[short, None], ahead[short], -1)
+    short = np.flatnonzero(remaining < _WINDOW)
+    ahead[short] = np.where(columns < remaining[short, None], ahead[short], -1)
     return ahead
 
 

@@ -234,9 +234,9 @@ def _loads(layout: Layout, pack: _Pack, cost: CostModel) -> np.ndarray:
 
 
 def _cp_imbalance(loads: np.ndarray) -> CpImbalance:
-    most, mean = loads.max(axis=2), loads.mean(axis=2)
-    tokens, pairs, work = (most.sum(axis=0) / mean.sum(axis=0)).tolist()
-    worst_tokens, _, worst_work = (most / mean).max(axis=0).tolist()
+    largest, mean = loads.max(axis=2), loads.mean(axis=2)
+    tokens, pairs, work = (largest.sum(axis=0) / mean.sum(axis=0)).tolist()
+    worst_tokens, _, worst_work = (largest / mean).max(axis=0).tolist()
     return CpImbalance(tokens, pairs, work, worst_tokens, worst_work)
 
 

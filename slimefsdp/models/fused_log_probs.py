@@ -278,8 +278,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 offset = -target_grad * scale
                 if has_kernel:
                     grads = logits if grads_buffer is None else head.tile_of(grads_buffer, rows)
-                    here = targets[rows] - words[0]
-                    head_kernels.logits_grad(logits, top[rows], offset, here, target_grad, grads)
+                    target_columns = targets[rows] - words[0]
+                    head_kernels.logits_grad(logits, top[rows], offset, target_columns, target_grad, grads)
                     add_products(grads, head, rows)
                     continue
                 if ctx.has_kernels or not is_kept:

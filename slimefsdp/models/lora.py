@@ -341,16 +341,16 @@ def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
 
 def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
     """Checks that the model has the stacks of experts of the folder's adapters, and the folder all that it selects."""
-    own = {name: module for name, module in model.hf.named_modules() if stacks_of(module)}
-    held = folder.stacks
-    for owner in sorted(held.keys() | own.keys()):
-        wanted, module = folder.parameters_of(owner), own.get(owner)
+    in_model = {name: module for name, module in model.hf.named_modules() if stacks_of(module)}
+    in_folder = folder.stacks
+    for owner in sorted(in_folder.keys() | in_model.keys()):
+        wanted, module = folder.parameters_of(owner), in_model.get(owner)
         # not by get_parameter, because a forward in another thread may have replaced the attribute by the sum
         parameters = {} if module is None else dict(module.named_parameters(recurse=False))
         known = [] if module is None else stacks_of(module)
         chosen = [name for name in known if name in wanted]
         names = stack_modules(f"{owner}.{name}" for name in chosen)
-        if owner in held and set(wanted) - set(known):
+        if owner in in_folder and set(wanted) - set(known):
             raise wrong_tensor(
                 tensor_name(owner, "A"),
                 f"of {folder.path} is of experts, where target_parameters names {', '.join(wanted)}, and the model at "
@@ -448,10 +448,10 @@ def check_base_weights(folder: PeftFolder, model: DecoderModel, digest: Callable
     recorded = folder.metadata.get(BASE_DIGEST)
     if recorded is None or folder.metadata.get(BASE_DTYPE) != dtype:  # the bits of other dtypes cannot be compared
         return
-    if (own := digest()) != recorded:
+    if (digest_of_model := digest()) != recorded:
         raise ModelError(
             f"the adapters of {folder.path} were trained on base weights {recorded} (in {dtype}), and the model at "
-            f"{base} has weights {own}",
+            f"{base} has weights {digest_of_model}",
             field=FIELD,
             hint="name the model that they were trained on as model.path",
         )

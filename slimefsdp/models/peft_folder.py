@@ -288,8 +288,8 @@ def _check_targets(config: dict[str, Any], refused: Any) -> None:
     if patterns and layers is None:
         raise refused("layers_pattern", "is nothing without layers_to_transform, in peft neither", hint)
     of_layers = [] if not patterns else [patterns] if isinstance(patterns, str) else patterns
-    given = {"target_modules": [targets], "exclude_modules": [excluded], "layers_pattern": of_layers}
-    for key, texts in given.items():
+    patterns_by_key = {"target_modules": [targets], "exclude_modules": [excluded], "layers_pattern": of_layers}
+    for key, texts in patterns_by_key.items():
         for text in texts:
             try:
                 re.compile(text if isinstance(text, str) else "")

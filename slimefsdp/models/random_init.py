@@ -75,18 +75,18 @@ def _units(template: DecoderModel, wanted: Container[str]) -> list[dict[str, nn.
 
 def _own_parameters(unit: dict[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [
-        (f"{name}.{own}", parameter)
+        (f"{name}.{own_name}", parameter)
         for name, module in unit.items()
-        for own, parameter in module.named_parameters(recurse=False)
+        for own_name, parameter in module.named_parameters(recurse=False)
     ]
 
 
 def _place(unit: dict[str, nn.Module], device: str) -> None:
     """Allocates new parameters for the unit on a device, filled with NaN to detect parameters that no rule draws."""
     for module in unit.values():
-        for own, parameter in module.named_parameters(recurse=False):
+        for own_name, parameter in module.named_parameters(recurse=False):
             blank = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
-            module._parameters[own] = nn.Parameter(blank, requires_grad=False)
+            module._parameters[own_name] = nn.Parameter(blank, requires_grad=False)
 
 
 def seed_of_module(seed: int, name: str) -> int:

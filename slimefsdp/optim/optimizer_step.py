@@ -310,20 +310,20 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
     gradients = [parameter.grad for parameter in parameters]
     norms = torch._foreach_norm([local_shard(grad) for grad in gradients if grad is not None], 2, torch.float64)
     remaining_norms = iter(norms)
-    nothing = torch.zeros_like(norms[0])
-    own = []
+    zero = torch.zeros_like(norms[0])
+    counted_norms = []
     last: tuple[Any, ...] = ()
     for gradient in gradients:
         if gradient is None:
-            own.append(nothing)
+            counted_norms.append(zero)
             continue
         # most neighbours are sharded the same way, and querying the mesh costs more than everything else here
         sharding = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None,)
         if sharding != last:
             is_counted, last = _is_first_replica(gradient, group), sharding
         norm = next(remaining_norms)
-        own.append(norm if is_counted else nothing)
-    total = torch.stack(own).square()
+        counted_norms.append(norm if is_counted else zero)
+    total = torch.stack(counted_norms).square()
     dist.all_reduce(total, group=group)
     squares: list[float] = total.tolist()  # the only host synchronisation of an update
     return squares

@@ -176,7 +176,7 @@ def _check_value_options(loss: LossName, gae_lambda: object, kl_coefficient: obj
             raise ConfigError(f"{name}={value!r} is no number in [0, {most:g}]", field=name, hint="leave it out")
 
 
-# ---------------------------------------------------------------------- what is checked
+# ---------------------------------------------------------------------- checks
 
 
 def batch_digest(batch: RolloutBatch) -> str:
@@ -307,7 +307,7 @@ def check_plan(
         first = plan.updates[: plan.num_first_epoch_updates]
         if any(pack.min() < 0 or pack.max() >= batch.num_samples for pack in packs):
             fault = f"names samples that a batch of {batch.num_samples} does not have"
-        elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
+        elif any(len(samples) != len(np.unique(samples)) for samples in map(plan.samples_of, range(len(plan.updates)))):
             fault = "has a sample twice in an update"
         elif not all(_counts_all(plan, update, batch) for update in range(len(plan.updates))):
             fault = "does not count every sample of an update once in its denominators"

@@ -324,18 +324,18 @@ def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
     return loss == "policy" and config.kl_estimator == "full"
 
 
-# ---------------------------------------------------------------------- what ranks agree on
+# ---------------------------------------------------------------------- agreement of ranks
 
 
 def prepared_together(
-    state: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], given: object
+    state: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], other_arguments: object
 ) -> PreparedBatch:
     """Prepares a batch on every rank and checks that all ranks got the same result.
 
     Either all ranks refuse the batch or none does.
 
     Args:
-        given: the other arguments of the call, which must be equal on all ranks.
+        other_arguments: the arguments of the call besides the batch, which must be equal on all ranks.
 
     Raises:
         StateError: ranks have different batches, arguments or plans, or a user's estimator returned different values.
@@ -354,10 +354,10 @@ def prepared_together(
         digests.extend([_digest(prepared[0].advantages), prepared[0].plan.digest()])
 
     error = error_of(decide)  # a user's function may fail on one machine only
-    if all_equal(f"{content} {given!r} {error is None} {digests}", state.mesh.group) and error is None:
+    if all_equal(f"{content} {other_arguments!r} {error is None} {digests}", state.mesh.group) and error is None:
         return prepared[0]
-    reports = gathered((f"{content} {given!r}", sendable(error), digests), state.mesh.group)
-    if len({given for given, _, _ in reports}) > 1:
+    reports = gathered((f"{content} {other_arguments!r}", sendable(error), digests), state.mesh.group)
+    if len({arguments for arguments, _, _ in reports}) > 1:
         raise StateError(
             "ranks hold different batches, or other arguments",
             field="batch",

@@ -262,10 +262,10 @@ def _load_adapter(self: Any, request: LoRARequest) -> LoRAModel:
     if request.lora_path != HELD_ADAPTER:
         return _load_from_folder(self, request)
     manager = self._adapter_manager
-    held: HeldAdapter | None = getattr(manager, "slimefsdp_held", None)
-    if held is None:
+    adapter: HeldAdapter | None = getattr(manager, "slimefsdp_held", None)
+    if adapter is None:
         raise ValueError("no update has brought an adapter")
-    return held.made_for(manager, request.lora_int_id)
+    return adapter.made_for(manager, request.lora_int_id)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # a worker may import this module twice

@@ -179,14 +179,14 @@ def _pieces(
     """Cuts the segments into pieces of queries with at most about `most_scores` scores per head, and yields them."""
     for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         queries, keys = q1 - q0, k1 - k0
-        more = keys - queries
-        seen = keys if window is None else min(keys, window + 16)
-        rows = max(16, most_scores // seen)
+        extra_keys = keys - queries
+        span = keys if window is None else min(keys, window + 16)
+        rows = max(16, most_scores // span)
         for start in range(0, queries, rows):
             end = min(start + rows, queries)
-            first_key = 0 if window is None or not causal else max(0, start + more - window + 1)
-            last_key = end + more if causal else keys
-            yield _Piece(q0 + start, q0 + end, k0 + first_key, k0 + last_key, k0 + start + more)
+            first_key = 0 if window is None or not causal else max(0, start + extra_keys - window + 1)
+            last_key = end + extra_keys if causal else keys
+            yield _Piece(q0 + start, q0 + end, k0 + first_key, k0 + last_key, k0 + start + extra_keys)
 
 
 @dataclass(frozen=True, slots=True)

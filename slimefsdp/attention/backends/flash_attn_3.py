@@ -73,8 +73,8 @@ def require_capability(capabilities: Sequence[str], where: object) -> None:
         ConfigError: they support none.
     """
     if not any(capability.partition(".")[0] == _HOPPER for capability in capabilities):
-        found = ", ".join(dict.fromkeys(capabilities))
-        raise _refusal(f"they are for compute capability {_HOPPER}.0, and {where} has {found}", _DEFAULT)
+        listed = ", ".join(dict.fromkeys(capabilities))
+        raise _refusal(f"they are for compute capability {_HOPPER}.0, and {where} has {listed}", _DEFAULT)
 
 
 def _has_switch() -> bool:
