@@ -30,7 +30,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class Samples(NamedTuple):
-    """Holds what the two columns of the table above are computed from, for the samples of one call."""
+    """Holds the inputs of the functions in `Reduction`, for the samples of one call."""
 
     counts: Integers  # [samples] trained tokens of each sample
     group_ids: Integers | None

@@ -150,7 +150,7 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
     | name                     | value per token, or per sequence (s), of which the mean or maximum is reported     |
     |--------------------------|------------------------------------------------------------------------------------|
     | rollout_k1, rollout_k3   | -log rho; rho - 1 - log rho: estimates of KL(engine, trainer), nats a token        |
-    | rollout_rho              | rho; its mean is 1 where the engine samples what it says                           |
+    | rollout_rho              | rho; its mean is 1 if the engine samples from the probabilities that it reports    |
     | rollout_chi2             | rho^2 - 1; its mean is the chi-square divergence                                   |
     | rollout_log_ppl_diff     | (s) the sequence's mean of -log rho: log perplexity of the trainer - of the engine |
     | rollout_log_ppl_diff_max | (s) its absolute value                                                             |

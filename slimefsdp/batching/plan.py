@@ -119,7 +119,7 @@ class UpdateCut:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PrefixSharing:
-    """Holds the prefixes that samples may share in a pack, and the gain from which sharing is used."""
+    """Holds the prefixes that samples may share in a pack, and the least gain for which they are shared."""
 
     shared: SharedPrefixes
     # int64 [B], predictions of each sample, if predictions of shared tokens are not shared: a pack has at most as many

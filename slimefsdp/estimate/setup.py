@@ -78,7 +78,7 @@ class ColocatedModels:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Describes a model and how it is trained: everything except the batch that memory and time depend on.
+    """Describes a model and how it is trained: everything that memory and time depend on, except the batch.
 
     Fields that come from a setting have its name.
     """

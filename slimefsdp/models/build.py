@@ -292,7 +292,7 @@ def load_for_sampling(
 def _parameters_on_meta() -> Iterator[None]:
     """Within the block, puts new parameters on the meta device, while buffers are computed as usual.
 
-    `torch.device("meta")` would also affect buffers that no checkpoint stores (rotary frequencies).
+    `torch.device("meta")` would also lose the values of buffers that no checkpoint stores (rotary frequencies).
     """
     register: Callable[..., None] = nn.Module.register_parameter
 

@@ -149,7 +149,7 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
     """Checks that models of this type can be trained here.
 
     Raises:
-        ModelError: the model type is not supported, the weights are quantised, or see `refuse_unpackable`.
+        ModelError: the model type is not supported, the weights are quantised, or `refuse_unpackable` raises.
     """
     _check_model_type(folder.model_type, folder.path, field)
     quantization = folder.config.get("quantization_config")
