@@ -235,8 +235,6 @@ class _ShortText(reprlib.Repr):
 
 
 class _ShortRepr(_ShortText):
-    """Shortens the Python repr of values with the same limits."""
-
     def repr_NoneType(self, value: None, level: int) -> str:
         return repr(value)
 

@@ -59,7 +59,6 @@ class MemoryReport:
     largest_free_block: int = 0  # the largest contiguous piece of the rest
 
     def __add__(self, other: MemoryReport) -> MemoryReport:
-        """Returns the report on both calls, `other` after this one."""
         return MemoryReport(
             self.device_bytes_before + other.device_bytes_before,
             self.device_bytes_after + other.device_bytes_after,

@@ -156,7 +156,6 @@ class Objective:
         return per_token
 
     def _kl(self, outputs: torch.Tensor, old: torch.Tensor, ref_log_probs: torch.Tensor | None) -> torch.Tensor:
-        """Returns KL(policy || reference) of each token."""
         if len(outputs) > 2:
             return outputs[2]
         assert ref_log_probs is not None

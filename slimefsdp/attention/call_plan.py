@@ -72,7 +72,6 @@ class CallPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether there are no segments, as on a rank without tokens."""
         return len(self.cu_q) == 1
 
 

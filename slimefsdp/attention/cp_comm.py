@@ -19,7 +19,6 @@ class Transfer:
         self._sent = sent  # kept alive until the messages are sent
 
     def wait(self) -> list[torch.Tensor]:
-        """Returns the received tensors once they are complete."""
         for request in self._requests:
             request.wait()
         return self._received

@@ -275,8 +275,6 @@ def _cut_updates(cut: UpdateCut, computed: np.ndarray, together: np.ndarray | No
 
 
 class _Placed(NamedTuple):
-    """Holds an update's samples, pack by pack and rank by rank."""
-
     samples: np.ndarray  # int64 [samples], ascending in every pack
     sizes: np.ndarray  # int64 [dp, micro_batches], samples of each pack
 

@@ -340,7 +340,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Returns the distinct non-empty storages of tensors."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = local_shard(tensor).detach().untyped_storage()

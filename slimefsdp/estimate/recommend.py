@@ -24,8 +24,6 @@ MOST_TOKENS = 2**27  # longest sample that is considered
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Holds a setup, and the estimated memory and time of an update."""
-
     setup: TrainingSetup
     memory: Memory
     seconds: StepTime
@@ -46,8 +44,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Holds the estimate of the settings as they are, and of the setups that were compared with them."""
-
     chosen: Candidate
     candidates: tuple[Candidate, ...]  # fastest first
     recommended: Candidate | None  # None: nothing fits

@@ -82,7 +82,6 @@ class Schedule:
 
     @property
     def micro_batches_per_update(self) -> float:
-        """Returns the number of micro-batches of a data rank in the mean update."""
         return sum(update.micro_batches for update in self.updates) / len(self.updates)
 
     def comm_bytes(self, strategy: Strategy, setup: TrainingSetup) -> CommBytes | None:

@@ -107,7 +107,6 @@ class TrainingSetup:
 
     @property
     def keeps_parameters_gathered(self) -> bool:
-        """Returns whether parameters stay gathered from forward to backward."""
         return self.sharding in ("keep_parameters", "optimizer")
 
     @property
@@ -122,7 +121,6 @@ class TrainingSetup:
 
     @cached_property
     def adapters(self) -> Adapters | None:
-        """Returns the sizes of the trained adapters; None without lora.rank."""
         return None if self.lora_rank is None else _adapters(self.model, self.lora_rank, self.lora_targets)
 
     @property

@@ -112,7 +112,6 @@ class ModelFolder:
 
     @property
     def model_type(self) -> str:
-        """Returns the architecture's name in config.json, e.g. `qwen3`."""
         model_type: str = self.config["model_type"]
         return model_type
 

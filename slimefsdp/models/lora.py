@@ -106,7 +106,6 @@ def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) ->
 
 
 def set_scale(model: DecoderModel, scale: float) -> None:
-    """Sets the factor on B A x in every module with an adapter."""
     for module in adapted_modules(model).values():
         module.scale = scale
 

@@ -43,7 +43,6 @@ def shape_of(path: Path) -> Path | None:
 
 
 def is_shape(folder: Path) -> bool:
-    """Returns whether a folder is a result of `shape_of`."""
     return folder.is_relative_to(_SHAPES)
 
 

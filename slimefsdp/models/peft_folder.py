@@ -56,7 +56,6 @@ class PeftFolder:
 
     @property
     def alpha(self) -> float:
-        """Returns alpha; the product of B and A is multiplied by alpha / rank."""
         return float(self.config["lora_alpha"])
 
     @property
@@ -149,7 +148,6 @@ class PeftFolder:
 
 
 def tensor_name(module: str, matrix: str) -> str:
-    """Returns the name of a module's A or B in a folder."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
 
 

@@ -90,5 +90,4 @@ def _place(unit: dict[str, nn.Module], device: str) -> None:
 
 
 def seed_of_module(seed: int, name: str) -> int:
-    """Returns the seed of the generator that draws the module of this name."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little", signed=True)

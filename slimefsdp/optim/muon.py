@@ -202,7 +202,6 @@ class ShardedMatrix:
         return slice(start, stop)
 
     def shape_in(self, shard: int) -> tuple[int, int]:
-        """Returns the shape of a shard's part of the matrix."""
         rows = self.rows_of_matrix(shard)
         return rows.stop - rows.start, self.columns
 

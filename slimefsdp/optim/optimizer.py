@@ -240,7 +240,6 @@ def _adamw_shards(
 
 
 def _adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of torch's functional `adamw`."""
     beta1, beta2 = group["betas"]
     settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach", "fused")}
     return settings | {"beta1": beta1, "beta2": beta2}

@@ -81,7 +81,6 @@ class OptimizerStep:
 
     @property
     def has_gradients(self) -> bool:
-        """Returns whether there are gradients for the next `step`."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
     @property

@@ -149,7 +149,6 @@ class HostCopy:
             self._copied = torch.cuda.current_stream(bucket[0][1].device).record_event()
 
     def result(self) -> Bucket:
-        """Waits for the copy and returns the tensors in host memory."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._on_host

@@ -236,7 +236,6 @@ def _joined(
 
 
 def _join(pieces: list[_Piece], rows: int, keys: int, causal: bool, device: torch.device) -> _Joined:
-    """Joins pieces that have at most `rows` queries and `keys` keys."""
     q0, q1, k0, k1, own = (
         torch.tensor([getattr(piece, name) for piece in pieces])[:, None] for name in ("q0", "q1", "k0", "k1", "own")
     )
