@@ -1,6 +1,6 @@
-"""The Ray edge of slimefsdp: worker processes, the driver's handle on them, rollouts and the command line.
+"""The part of slimefsdp that uses Ray: worker processes, the driver's handle of them, rollouts and the command line.
 
-Names are resolved on first use: `actors.connect` must be able to prepare the environment before ray is imported.
+Names are imported on first use, since `actors.connect` has to prepare the environment before ray is imported.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists the names that are not resolved yet, too, for completion."""
+    """Lists also the names that were not imported yet, for completion."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The loop of direct preference optimisation: one update a step on the next pairs, and metrics of held-out ones."""
+"""The training loop of direct preference optimisation: one update per step on the next pairs, and held-out metrics."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.monitoring.progress_table import DPO_COLUMNS, Column, with_held_out
 
 _OF_OLD_POLICY = ("ratio", "clip_", "kl_", "advantage")
-"""What metrics begin with that compare with the policy that sampled: it is not known who wrote the pairs."""
+"""Prefixes of metrics that compare with the policy that sampled, which is unknown for pairs."""
 
 
 class DpoLoop(SftLoop):
-    """Supervised training's loop, whose records are pairs of a chosen and a rejected response."""
+    """The loop of supervised training on pairs of a chosen and a rejected response."""
 
     _samples_of_record = 2
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the progress table, with one for each held-out set."""
+        """Returns the columns of the progress table, with one for each held-out set."""
         held_out = [Column(name or "held-out", f"{metric_prefix(name)}rewards/accuracies") for name in self._heldout]
         return with_held_out(DPO_COLUMNS, held_out)
 
@@ -33,11 +33,11 @@ class DpoLoop(SftLoop):
         return batch_of_pairs(samples)
 
     def _trained(self, batch: RolloutBatch) -> Metrics:
-        found = self._group.train_step(batch)
-        return {name: value for name, value in found.items() if not name.startswith(_OF_OLD_POLICY)}
+        metrics = self._group.train_step(batch)
+        return {name: value for name, value in metrics.items() if not name.startswith(_OF_OLD_POLICY)}
 
     def _evaluated(self) -> Metrics:
-        """The loss and the implicit rewards of each held-out set, under eval/ or eval/NAME/."""
+        """Returns the loss and the implicit rewards of each held-out set, under eval/ or eval/NAME/."""
         metrics: Metrics = {}
         for name, samples in self._heldout.items():
             for metric, values in self._held_out_values(samples).items():
@@ -45,18 +45,18 @@ class DpoLoop(SftLoop):
         return metrics
 
     def _held_out_values(self, samples: Sequence[Demonstration]) -> dict[str, np.ndarray]:
-        """Each metric of all pairs, computed for as many at once as an update has."""
+        """Returns each metric of all pairs, in batches of the size of an update."""
         size, group = self._config.samples_per_step, self._group
-        found: list[dict[str, np.ndarray]] = []
+        batches: list[dict[str, np.ndarray]] = []
         for start in range(0, len(samples), size):
             batch = batch_of_pairs(samples[start : start + size])
             log_probs = group.compute_log_probs(batch).log_probs
             reference = (group.reference_group or group).compute_log_probs(batch, "ref").log_probs
-            found.append(pair_metrics(batch, log_probs, reference, self._config.loss.dpo_beta))
-        return {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+            batches.append(pair_metrics(batch, log_probs, reference, self._config.loss.dpo_beta))
+        return {name: np.concatenate([values[name] for values in batches]) for name in batches[0]}
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """The run in one line."""
+        """Returns the result of the run in one line."""
         run, seconds = self._config.run, sum(row.get("seconds/step") or 0.0 for row in rows)
         parts = [_change("loss", rows, "loss"), _change("accuracy", rows, "rewards/accuracies")]
         for name in self._heldout:
@@ -75,36 +75,36 @@ def _change(what: str, rows: Sequence[Mapping[str, Any]], metric: str) -> str:
 
 
 def batch_of_pairs(samples: Sequence[Demonstration]) -> RolloutBatch:
-    """A batch whose groups are pairs, numbered in their order; a positive advantage says which sample is chosen.
+    """Makes a batch whose groups are pairs, in their order; a positive advantage marks the chosen sample.
 
     Args:
-        samples: the chosen and the rejected one of each pair in turns.
+        samples: the chosen and the rejected sample of each pair in turn.
     """
     return RolloutBatch.from_samples(
         {
-            "tokens": one.tokens,
-            "response_length": one.response_length,
-            "advantages": np.full(one.response_length, -1.0 if place % 2 else 1.0),
-            "group_id": place // 2,
+            "tokens": sample.tokens,
+            "response_length": sample.response_length,
+            "advantages": np.full(sample.response_length, -1.0 if index % 2 else 1.0),
+            "group_id": index // 2,
         }
-        for place, one in enumerate(samples)
+        for index, sample in enumerate(samples)
     )
 
 
 def pair_metrics(
     batch: RolloutBatch, log_probs: np.ndarray, reference: np.ndarray, beta: float
 ) -> dict[str, np.ndarray]:
-    """Returns what `train_step` says of pairs, and their loss, by the same names; float64 [pairs].
+    """Returns the metrics that `train_step` has of pairs, under the same names; float64 [pairs].
 
     Args:
-        batch: of `batch_of_pairs`.
-        log_probs, reference: [R], of the policy and of the reference model.
-        beta: loss.dpo_beta.
+        batch: made by `batch_of_pairs`.
+        log_probs, reference: of the policy and of the reference model, [R].
+        beta: the value of loss.dpo_beta.
     """
     policy, ref = (
         np.bincount(batch.sample_ids, values.astype(np.float64)).reshape(-1, 2) for values in (log_probs, reference)
     )
-    rewards = beta * (policy - ref)  # [pairs, chosen and rejected]
+    rewards = beta * (policy - ref)  # [pairs, 2]: chosen, rejected
     margins = rewards[:, 0] - rewards[:, 1]
     return {
         "loss": np.logaddexp(0.0, -margins),

@@ -1,7 +1,7 @@
-"""Models that the settings name by an id of the Hugging Face hub: fetched once, by the driver, before anything starts.
+"""Replaces hub ids of models in the settings by local folders; the driver downloads each once, before a run starts.
 
-Everybody else is given the folder in the user's cache, whose name is the commit. `run.dir/settings.yaml` says id and
-commit, and there a resumed run looks which commit it began with.
+All other processes get the folder in the user's cache, which is named by the commit. `run.dir/settings.yaml` records id
+and commit, so that a resumed run uses the commit with which it began.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ DOWNLOADED = "downloaded from the Hugging Face hub when the run starts"
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """Something that settings name and this machine does not have yet, although the settings are fine.
+    """Something that valid settings name and that this machine does not have yet.
 
     Args:
-        name: as the settings write it.
-        comes: how it gets here.
+        name: as written in the settings.
+        comes: how it will be obtained.
     """
 
     field: str
@@ -41,13 +41,13 @@ class NotHere:
 
 
 def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[RunConfig, list[NotHere]]:
-    """Finds the models' folders without downloading weights; lists models that are not here yet.
+    """Finds the models' folders without downloading weights; lists models that are missing.
 
-    A model that is not here is replaced by a folder with its config.json, from the hub or from
-    `slimefsdp.models.named_shapes`, and listed where its weights were needed.
+    A missing model is replaced by a folder with its config.json, from the hub or `slimefsdp.models.named_shapes`. It is
+    listed if its weights are needed.
 
     Raises:
-        As `with_model_folders`; ModelError too where nothing is known of a model that is not here.
+        As `with_model_folders`; also ModelError if nothing is known of a missing model.
     """
     folders: dict[str, Path] = {}
     absent: list[NotHere] = []
@@ -57,12 +57,12 @@ def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[
             folders[field] = shape
             absent.append(NotHere(field, str(path), f"`{command}` makes it"))
         elif field != "lora.path" and (hub_id := HubId.of(path)) is not None:
-            asked = _begun_with(config).get(hub_id.name, hub_id) if hub_id.revision is None else hub_id
-            found = _folder_to_look_at(asked, field, shape)
+            wanted = _begun_with(config).get(hub_id.name, hub_id) if hub_id.revision is None else hub_id
+            folder = _folder_to_look_at(wanted, field, shape)
             if not with_weights or (field == "model.path" and config.model.init == "random"):
-                folders[field] = found
-            elif lacks_weights(found):
-                folders[field] = found
+                folders[field] = folder
+            elif lacks_weights(folder):
+                folders[field] = folder
                 absent.append(NotHere(field, str(path), DOWNLOADED))
     return with_model_folders(config.with_model_paths(folders), with_weights=with_weights), absent
 
@@ -71,7 +71,7 @@ def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
     """Returns a hub model's folder without downloading weights, or its named shape if the hub is out of reach.
 
     Raises:
-        ModelError: as `slimefsdp.io.hub.snapshot`, and nothing is known of the model.
+        ModelError: as in `slimefsdp.io.hub.snapshot`, if the model has no named shape.
     """
     with stage(f"fetching config.json of {hub_id} from the Hugging Face hub", is_short=True):
         try:
@@ -84,14 +84,14 @@ def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
 
 
 def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunConfig:
-    """The settings with a local folder wherever they name a model by its id, and with what lora.path says of adapters.
+    """Replaces the ids of models by local folders, and adds what lora.path says about the adapters.
 
     Args:
-        with_weights: without, configurations and tokenizers alone are fetched; adapters are.
+        with_weights: whether to download weights, too, besides configurations and tokenizers; adapters always are.
 
     Raises:
-        ModelError: a model cannot be had, as `slimefsdp.io.hub.snapshot` says, or lora.path not be honoured.
-        ConfigError: as `RunConfig.with_adapters`. ResourceError: the disk is full.
+        ModelError: a model is not available, as `slimefsdp.io.hub.snapshot` says, or lora.path is not usable.
+        ConfigError: as in `RunConfig.with_adapters`. ResourceError: the disk is full.
     """
     config = _with_local_folders(config, with_weights)
     if config.lora.path is None:
@@ -101,13 +101,13 @@ def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunCo
 
 
 def _with_local_folders(config: RunConfig, with_weights: bool) -> RunConfig:
-    ids = {field: found for field, path in config.model_paths.items() if (found := HubId.of(path))}
+    ids = {field: hub_id_of_path for field, path in config.model_paths.items() if (hub_id_of_path := HubId.of(path))}
     if not ids:
         return config
     begun_with = _begun_with(config)
     folders: dict[str, Path] = {}
-    for field, asked in ids.items():
-        hub_id = begun_with.get(asked.name, asked) if asked.revision is None else asked
+    for field, wanted in ids.items():
+        hub_id = begun_with.get(wanted.name, wanted) if wanted.revision is None else wanted
 
         def progress(hub_id: HubId = hub_id) -> str:
             return f"{byte_text(bytes_there(hub_id, 'model'))} in the cache"
@@ -126,19 +126,19 @@ def _with_local_folders(config: RunConfig, with_weights: bool) -> RunConfig:
 
 
 def _begun_with(config: RunConfig) -> dict[str, HubId]:
-    """Name -> the id with its commit, of the models that a run to be resumed has begun with."""
+    """Returns name -> id with commit of the models with which a run to be resumed began."""
     recorded = recorded_settings(config)
     sections = [recorded.get(field.partition(".")[0]) for field in config.model_paths]
     texts = [section.get("path") for section in sections if isinstance(section, dict)]
     ids = [HubId.of(Path(text)) for text in texts if isinstance(text, str)]
-    return {found.name: found for found in ids if found is not None and found.is_commit}
+    return {hub_id.name: hub_id for hub_id in ids if hub_id is not None and hub_id.is_commit}
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:
-    """Returns what the newest start of a run to be resumed has left as its settings; nothing of any other run."""
+    """Returns the settings that the newest start of a run to be resumed has recorded; empty for any other run."""
     if not config.checkpoint.resume or config.run.dir is None:
         return {}
     try:
         return read_yaml_mapping(config.run.dir / SETTINGS)
-    except ConfigError:  # there is none, or somebody has written another one: the checkpoint says what it can
+    except ConfigError:  # the file is missing or was changed; the checkpoint is checked in any case
         return {}

@@ -1,16 +1,15 @@
-"""What a run keeps in `run.dir` beside metrics and checkpoints: who writes there, the settings, and its newest batches.
+"""Reads and writes what a run keeps in `run.dir` besides metrics and checkpoints.
 
-    .lock          held by the process that runs `train`, and given back however that process ends
-    settings.yaml  every setting of the newest start, defaults as comments, what is of the Hugging Face hub with its
-                   commit; settings.1.yaml, .. of the starts before it
-    skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
+    .lock          held by the process that runs `train`, until it ends
+    settings.yaml  every setting of the newest start, with defaults as comments and commits of hub models and data;
+                   settings.1.yaml, .. of earlier starts
+    skipped_prompts.jsonl  records that data.overlong_prompts=skip left out at the newest start
     batches/       what each step since the oldest checkpoint trained on
-    samples/       texts of a few groups of each step, for people to read
-    evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt); of
-                   several held-out sets in a folder each
+    samples/       texts of a few groups of each step, to be read by people
+    evaluations/   responses of each evaluation, one per line (.jsonl), and the first ones as text (.txt); several
+                   held-out sets have a folder each
 
-A recorded batch is written by the protocol of checkpoints: it is there whole or not at all, with the sha256 of its
-bytes.
+A recorded batch is written atomically like a checkpoint, with the sha256 of its bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _BATCH = "batch.safetensors"
 
 
 class RunFolder:
-    """`run.dir`, for the one process at a time that trains into it; use it as a context.
+    """The folder `run.dir`, locked for one process at a time; use it as a context.
 
     Raises:
-        CheckpointError: on entering; another process trains there, named by its pid and host.
+        CheckpointError: (on entering) another process uses it; the error names its pid and host.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,23 +54,23 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        FolderLock(self.batches.root).release()  # which writing them has taken
+        FolderLock(self.batches.root).release()  # taken when batches were written
         FolderLock(self.path).release()
 
     @property
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, ascending; none of them is verified."""
+        """Returns the steps of the existing checkpoints, ascending, without verifying them."""
         return CheckpointStore.of_run(self.path).steps()
 
     @property
     def newest_loop_state(self) -> dict[str, Any]:
-        """The loop state of the newest checkpoint, which is not verified; empty if there is none."""
+        """Returns the loop state of the newest checkpoint, without verifying it; empty if there is none."""
         newest = next(CheckpointStore.of_run(self.path).manifests(), None)
         state = None if newest is None else newest.info.get("loop_state")
         return state if isinstance(state, dict) else {}
 
     def write_settings(self, config: RunConfig) -> None:
-        """Leaves all settings as a file that `slimefsdp train` takes; another one that is there gets a number.
+        """Writes all settings as a file that `slimefsdp train` accepts; renames a different existing one.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -86,7 +85,7 @@ class RunFolder:
             temporary.replace(file)
 
     def write_skipped(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Leaves a line for each record that was left out of this start, in place of those of the start before.
+        """Writes a line for each record that was left out of this start; replaces those of the previous start.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -98,38 +97,38 @@ class RunFolder:
                 write_synced(file, "".join(json.dumps(record) + "\n" for record in records).encode())
 
     def forget_old_batches(self) -> None:
-        """Removes the batches of steps before the oldest checkpoint, to which nobody can go back any more."""
+        """Removes the batches of steps before the oldest checkpoint, to which no run can go back any more."""
         if steps := self.checkpoint_steps:
             self.batches.remove_before(steps[0])
 
 
 class RecordedBatches:
-    """The batch of each step with what its row of metrics needs, written before the step trains on it."""
+    """The recorded batch of each step with its metrics, written before the step trains on it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._store = CheckpointStore(root)
 
     def write(self, step: int, batch: RolloutBatch, notes: dict[str, Any]) -> None:
-        """Records the batch of a step, whole or not at all, in place of one that is there.
+        """Records the batch of a step atomically; replaces an existing one.
 
         Args:
             step: counted from 0.
             notes: plain JSON.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the disk is full or fails.
         """
         file = self._store.begin(step) / _BATCH
         with io_reported(file, "train"):
             try:
                 batch.save(file)
             except BatchError as error:
-                raise error.__cause__ or error from None  # the disk's refusal is about run.dir, not about a path given
+                raise error.__cause__ or error from None  # the error names run.dir, not the path argument of `save`
             self._store.commit(step, notes, [record_of(file)])
 
     def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:
-        """The batch of a step and its notes; None where there is none, or, with a warning, where it is damaged."""
+        """Returns the batch of a step and its notes; None if there is none, or, with a warning, if it is damaged."""
         if step not in self._store.steps():
             return None
         folder = self._store.path_of(step)
@@ -144,7 +143,7 @@ class RecordedBatches:
         """Removes the batches of earlier steps.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the disk fails.
         """
         for old in self._store.steps():
             if old < step:
@@ -154,7 +153,7 @@ class RecordedBatches:
 
 
 def settings_text(config: RunConfig) -> str:
-    """All settings as YAML which `load_config` reads back as they are: what was not given is a comment."""
+    """Returns all settings as YAML which `load_config` reads back equal; those that were not given are comments."""
     lines = ["# Every setting of this run. Those behind a # were not given and had this value."]
     for name, value in with_model_ids(config).model_dump(mode="json").items():
         if not isinstance(value, dict):
@@ -167,9 +166,9 @@ def settings_text(config: RunConfig) -> str:
 
 
 def with_model_ids(config: RunConfig) -> RunConfig:
-    """The settings with an id and its commit in place of each folder of this machine's cache of the hub."""
-    ids = {field: found for field, path in config.model_paths.items() if (found := id_of_snapshot(path))}
-    return config.with_model_paths({field: Path(str(found)) for field, found in ids.items()})
+    """Replaces folders in this machine's hub cache by id and commit."""
+    ids = {field: hub_id for field, path in config.model_paths.items() if (hub_id := id_of_snapshot(path))}
+    return config.with_model_paths({field: Path(str(hub_id)) for field, hub_id in ids.items()})
 
 
 def _line(name: str, value: Any, *, is_given: bool) -> str:

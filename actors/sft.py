@@ -1,4 +1,4 @@
-"""The loop of supervised training: one update a step on the next demonstrations, and the loss on held-out ones."""
+"""The training loop of supervised fine-tuning: one update per step on the next demonstrations, and held-out losses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column
 
 
 class SftLoop:
-    """One step: one update on demonstrations, the same loop without rollouts.
+    """Takes one update on demonstrations per step, without rollouts.
 
-    `actors.dpo.DpoLoop` is this loop on pairs: it replaces `columns`, `_batch`, `_evaluated` and `summary`.
+    `actors.dpo.DpoLoop` is this loop on pairs: it replaces `columns`, `_batch`, `_trained`, `_evaluated` and `summary`.
 
     Args:
-        group: of the ranks, of whatever kind: `train_step` and `compute_log_probs` are called.
+        group: any group of ranks; its `train_step` and `compute_log_probs` are called.
     """
 
     _samples_of_record = 1
@@ -38,32 +38,32 @@ class SftLoop:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the progress table, with one for each held-out set."""
+        """Returns the columns of the progress table, with one for each held-out set."""
         held_out = [Column(name or "held-out", _loss_name(name), ".4f") for name in self._heldout]
         return (*SFT_COLUMNS[:1], *held_out, *SFT_COLUMNS[1:])
 
     def prompts_state(self) -> dict[str, Any]:
-        """Returns where the demonstrations stand behind what was trained on."""
+        """Returns the position in the demonstrations after those that were trained on."""
         return self.prompts.state()
 
     def settle(self) -> None:
-        """Nothing: no batch is made beside the training of another."""
+        """Does nothing, since no batch is made during the training on another."""
 
     def before_training(self, *, evaluates: bool) -> Metrics:
-        """Metrics of the held-out sets of the model as it is, if asked for."""
+        """Returns the metrics of the held-out sets before training, if asked for."""
         return self._evaluated() if evaluates else {}
 
     def step(self, step: int) -> Metrics:
-        """Takes one update on the next `batch.samples_per_update` samples; evaluates held-out sets if that is due.
+        """Takes one update on the next `batch.samples_per_update` samples; evaluates held-out sets if due.
 
-        Under run.epochs the last update takes the records that are left.
+        Under run.epochs, the last update takes the remaining records.
         """
         seconds: Metrics = {}
         count = self._config.samples_per_step // self._samples_of_record
         if self._config.run.epochs is not None:
             left = self._config.run.epochs * self._num_records - self.prompts.records_passed
-            count = left if 0 < left < count else count  # other records than the run began with may be fewer
-        batch = self._batch([one for record in self.prompts.take(count) for one in record])
+            count = left if 0 < left < count else count  # not above 0 if a resumed run has fewer records than before
+        batch = self._batch([sample for record in self.prompts.take(count) for sample in record])
         with timed(seconds, "train"):
             metrics: Metrics = self._trained(batch)
         metrics["epoch"] = self.prompts.records_passed / self._num_records
@@ -81,11 +81,11 @@ class SftLoop:
         return metrics
 
     def _evaluated(self) -> Metrics:
-        """The loss on each held-out set."""
-        return {_loss_name(name): self._mean_loss(found) for name, found in self._heldout.items()}
+        """Returns the loss on each held-out set."""
+        return {_loss_name(name): self._mean_loss(samples) for name, samples in self._heldout.items()}
 
     def _mean_loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """-log p, averaged over every token of the set that would be trained."""
+        """Returns -log p, averaged over every token of the set that training would use."""
         total, tokens, size = 0.0, 0, self._config.samples_per_step
         for start in range(0, len(demonstrations), size):
             batch = batch_of(demonstrations[start : start + size])
@@ -95,7 +95,7 @@ class SftLoop:
         return total / tokens
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """The run in one line."""
+        """Returns the result of the run in one line."""
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         name = "loss" if "loss" in rows[0] else next(name for name in rows[0] if name.endswith("loss"))
         what = "loss" if name == "loss" else f"held-out loss ({name})"

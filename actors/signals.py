@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT as requests: the run ends after the step that it is in, with a checkpoint.
+"""Treats SIGTERM and SIGINT as requests: the run ends after the step in progress, with a checkpoint.
 
-A thread reads the signals from a pipe into which Python's C handler writes them, so that they are heard while the main
-thread is inside of a call that does not return, and whatever handler Ray puts in place meanwhile.
+A thread reads the signals from a pipe into which Python's C handler writes them. It thus gets them while the main
+thread is inside of a call that does not return, and whatever handlers Ray installs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NoReturn, Self
 from actors.startup import waited_for
 from slimefsdp.errors import Interrupted
 
-# signals this soon after the first are the same request: `timeout`, shells and schedulers send one to the process and
-# again to its group
+# signals within this time after the first count as one: `timeout`, shells and schedulers signal the process, and then
+# its group
 ONE_REQUEST_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_STOP = b"\0"  # the number of no signal
-_handlers_before: dict[signal.Signals, Any] = {}  # of this process, while it listens
+_STOP = b"\0"  # not the number of a signal
+_handlers_before: dict[signal.Signals, Any] = {}  # this process's handlers before `listening`
 
 
 class Interrupts:
-    """Whether the run is asked to end. The loop asks once a step; `listening` has signals be such requests."""
+    """Tells whether the run is asked to end. The loop asks once per step; `listening` makes signals such requests."""
 
     def __init__(self) -> None:
         self._first: float | None = None  # when the request came, on the monotonic clock
@@ -35,42 +35,42 @@ class Interrupts:
         self._is_done = False
         self._timer: threading.Timer | None = None
         self._grace_s = 0.0
-        self._step = self._steps = 0  # that is being made, and the run's last
-        self._lock = threading.Lock()  # what a request is told and what the loop then does are one decision
+        self._step = self._steps = 0  # the step in progress, and the last one of the run
+        self._lock = threading.Lock()  # makes the answer to a request agree with what the loop does next
 
     @property
     def requested(self) -> bool:
-        """Whether somebody asked for an end."""
+        """Returns whether an end was requested."""
         return self._first is not None
 
     def steps_begin(self, step: int, steps: int) -> None:
-        """Lets requests wait for the end of a step from now on; before, a checkpoint would have nothing to keep.
+        """Makes requests wait for the end of a step from now on; before, there was nothing to save.
 
         Args:
-            step: the first, which begins now.
-            steps: the number of the last one.
+            step: the first step, which begins now.
+            steps: the number of the last step.
         """
         with self._lock:
             self._in_steps, self._step, self._steps = True, step, steps
 
     def step_done(self, step: int) -> bool:
-        """Returns whether the run ends after this step, which is done but for its checkpoint."""
+        """Returns whether the run ends after this step, which lacks only its checkpoint."""
         with self._lock:
             if self._first is None:
                 self._step = step + 1
             return self._first is not None
 
     def done(self) -> None:
-        """Ends the grace period, since the checkpoint is on disk; a second signal still ends the run."""
+        """Ends the grace period, since the checkpoint is on disk; a second signal still ends the run at once."""
         self._is_done = True
 
     @contextmanager
     def listening(self, grace_s: float) -> Iterator[Self]:
-        """Takes SIGTERM and SIGINT from here on, other than those that this process ignores; for the main thread.
+        """Handles SIGTERM and SIGINT, unless this process ignores them; call it in the main thread.
 
-        The first signal is a request, or ends this process at once where no step has begun. A second one ends it with
-        128 + its number, as does the grace period with the exit status of `Interrupted`. An end at once runs no
-        `finally`: what was committed to disk stands, and the cleanup process ends the cluster.
+        The first signal is a request, or ends this process at once if no step has begun. A second one ends it with
+        status 128 + its number; the end of the grace period ends it with the status of `Interrupted`. An immediate end
+        runs no `finally`: what was committed to disk is valid, and the cleanup process ends the cluster.
 
         Args:
             grace_s: how long the step and its checkpoint may take after the request, until `done`.
@@ -88,8 +88,8 @@ class Interrupts:
         finally:
             signal.set_wakeup_fd(wakeup_before)
             _restore_handlers()
-            os.write(write_end, _STOP)  # closing it would not do where a forked process has it open, too
-            thread.join(timeout=5)  # it does nothing that takes long
+            os.write(write_end, _STOP)  # closing it would not end the read if a forked process has it open, too
+            thread.join(timeout=5)  # a limit that is never reached, since the thread does nothing long
             os.close(write_end)
             if self._timer is not None:
                 self._timer.cancel()
@@ -97,7 +97,7 @@ class Interrupts:
     def _listen(self, pipe: int) -> None:
         with open(pipe, "rb", buffering=0) as signals:
             while (received := signals.read(1)) != _STOP:
-                if received[0] in _SIGNALS:  # every signal with a handler comes here
+                if received[0] in _SIGNALS:  # other signals with a handler are written, too
                     with self._lock:
                         self._receive(signal.Signals(received[0]))
 
@@ -111,7 +111,7 @@ class Interrupts:
             )
         if self._first is None:
             self._first = now
-            now_at = f" It waits now for {said}." if (said := waited_for()) else ""
+            now_at = f" It waits now for {waiting_for}." if (waiting_for := waited_for()) else ""
             _say(f"{number.name}: the run ends {self._when()}; a second signal ends it at once.{now_at}\n")
             self._start_grace()
         elif now - self._first >= ONE_REQUEST_S:
@@ -140,20 +140,20 @@ _GO_ON = "go on from its newest checkpoint, if there is one, with checkpoint.res
 
 
 def _end(message: str, hint: str, exit_code: int) -> NoReturn:
-    """Ends this process from whatever thread, without asking the main one, which may be stuck."""
+    """Ends this process from any thread, without the main thread, which may be stuck."""
     _say(f"error [{Interrupted.code}]: {message}\n  hint:  {hint}\n")
     os._exit(exit_code)
 
 
 def _say(text: str) -> None:
-    # not through sys.stderr, whose lock the main thread may hold; and an end must not wait for who reads it
+    # not through sys.stderr, whose lock the main thread may hold; must not block on a full pipe either
     with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode())
 
 
 def _leave_it_to_the_thread(number: int, frame: Any) -> None:
-    """A handler of Python's own must be there for the C handler to write into the pipe."""
+    """Does nothing; Python only writes a signal into the pipe if it has a handler of Python's own."""
 
 
 def _restore_handlers() -> None:
@@ -162,8 +162,8 @@ def _restore_handlers() -> None:
     _handlers_before.clear()
 
 
-# A forked process shares the pipe: ending it by SIGTERM, as pools do, would be a request to the driver. It forgets the
-# pipe, and until it has, signals wait.
+# A forked process shares the pipe, so that a SIGTERM to it, as pools send, would be a request to the driver. The child
+# therefore drops the pipe, and signals are blocked until it has.
 _forking = threading.local()
 
 

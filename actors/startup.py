@@ -1,7 +1,6 @@
-"""What a command does, said on stderr: a line a stage until its first step, and how far it is while it lasts; of steps
-only how far one is that takes long.
+"""Reports on stderr what a command does: a line per stage until its first step, and the progress of long waits.
 
-Nobody hears of it in a program of one's own: `reporting` is what the command line does.
+Only the command line reports (`reporting`); in a user's own program the functions are silent.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
-HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # after which a stage that lasts has a line in a log file; then every minute
-REFRESH_S = 1.0  # of the one line on a terminal
-WAITING_S = 30.0  # until a step says how far it is, and between its lines
+HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # when a long stage gets a further line in a log file; then every minute
+REFRESH_S = 1.0  # between updates of the line on a terminal
+WAITING_S = 30.0  # before a step reports its progress, and between its lines
 _reporter: Reporter | None = None
 _waited_for: Callable[[], str] | None = None
 
@@ -25,7 +24,7 @@ class Reporter:
     """Writes the stages of one command.
 
     Args:
-        stream: on a terminal the line of a stage is rewritten while it lasts.
+        stream: if it is a terminal, the line of a stage is updated in place.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -35,17 +34,17 @@ class Reporter:
 
     @contextmanager
     def stage(self, what: str, progress: Callable[[], str], *, is_short: bool) -> Iterator[None]:
-        """Says what is done, and again with its progress, or for how long, as long as the block lasts."""
+        """Reports a stage, and repeatedly its progress or duration while the block runs."""
         over, began = threading.Event(), time.monotonic()
 
-        def tell() -> None:
+        def report() -> None:
             pauses = itertools.repeat(REFRESH_S) if self._is_live else _pauses()
             while not over.wait(next(pauses)):
                 self._say(what, progress() or f"for {time.monotonic() - began:.0f} s")
 
         if self._is_live or not is_short:
             self._say(what, "")
-        thread = threading.Thread(target=tell, name="startup", daemon=True)
+        thread = threading.Thread(target=report, name="startup", daemon=True)
         thread.start()
         try:
             yield
@@ -57,14 +56,14 @@ class Reporter:
 
     @contextmanager
     def waiting(self, what: str, progress: Callable[[], str]) -> Iterator[None]:
-        """Says how far it is now and then, on lines of their own: those of a table stand before and after them."""
+        """Reports progress now and then while the block runs, on separate lines between those of the table."""
         over = threading.Event()
 
-        def tell() -> None:
+        def report() -> None:
             while not over.wait(WAITING_S):
                 print(f"[{time.monotonic() - self._began:4.0f} s] {what}: {progress()}", file=self._stream, flush=True)
 
-        thread = threading.Thread(target=tell, name="waiting", daemon=True)
+        thread = threading.Thread(target=report, name="waiting", daemon=True)
         thread.start()
         try:
             yield
@@ -81,14 +80,14 @@ class Reporter:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between a stage's lines in a log file."""
+    """Yields the seconds between a stage's lines in a log file."""
     yield from (later - earlier for earlier, later in itertools.pairwise((0.0, *HEARTBEATS_S)))
     yield from itertools.repeat(60.0)
 
 
 @contextmanager
 def reporting(stream: TextIO | None = None) -> Iterator[None]:
-    """Stages of this process are written inside, to the standard error of the moment if there is no other stream."""
+    """Writes the stages of this process that begin inside, to `stream` or the standard error of this moment."""
     global _reporter
     before, _reporter = _reporter, Reporter(stream or sys.stderr)
     try:
@@ -99,11 +98,11 @@ def reporting(stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool = False) -> Iterator[None]:
-    """A stage of the start, where somebody reports it; else nothing.
+    """Reports a stage of the start while the block runs, inside of `reporting`.
 
     Args:
-        progress: how far it is, asked from another thread; empty where nothing tells.
-        is_short: has no line of its own in a log file, unless it lasts.
+        progress: returns how far it is, or ""; it is called from another thread.
+        is_short: leaves the stage out of a log file unless it takes long.
     """
     if _reporter is None:
         yield
@@ -114,10 +113,10 @@ def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool
 
 @contextmanager
 def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
-    """Names what a step waits for; its progress is printed only if it takes long and reports any.
+    """Names what a step waits for; its progress is only printed if it takes long.
 
     Args:
-        progress: how far it is, asked from another thread.
+        progress: returns how far it is; it is called from another thread.
     """
     global _waited_for
     before, _waited_for = _waited_for, lambda: f"{what}: {progress()}"
@@ -129,25 +128,25 @@ def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
 
 
 def waited_for() -> str:
-    """Returns what is waited for at the moment and how far it is; empty where nothing is."""
-    asked = _waited_for
-    return "" if asked is None else asked()
+    """Returns what is being waited for and how far it is; "" if nothing is."""
+    describe = _waited_for
+    return "" if describe is None else describe()
 
 
 def is_reporting() -> bool:
-    """Whether somebody hears of stages."""
+    """Returns whether stages are reported."""
     return _reporter is not None
 
 
 def answered(refs: Sequence[Any]) -> Callable[[], str]:
-    """Progress of a stage that waits for these answers of Ray actors."""
+    """Returns the progress function of a stage that waits for these answers of Ray actors."""
 
     def progress() -> str:
         import ray
 
         try:
             done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)
-        except Exception:  # the cluster is gone, which whoever waits for the answers reports
+        except Exception:  # the cluster is gone, which the waiting caller reports
             return "no answer from Ray"
         return f"{len(done)} of {len(refs)} ready"
 

@@ -1,7 +1,7 @@
-"""A group of the ranks that torchrun started: the first one runs the loop, the others make the calls that it makes.
+"""Runs the loop on ranks that torchrun started: the first rank runs the loop, and the others repeat its calls.
 
-Every call is sent from rank 0 to all ranks before it is made, so that all call the same method of their `Trainer` with
-the same arguments. Ray takes no part.
+Rank 0 sends every call to all ranks before it makes the call, so that all ranks call the same method of their `Trainer`
+with the same arguments. Ray is not used.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _CALLS = frozenset(
 
 
 class TorchrunGroup:
-    """The loop's handle of all ranks, on rank 0. The others are in `follow` until `shutdown`.
+    """The loop's handle of all ranks, on rank 0; the other ranks are in `follow` until `shutdown`.
 
-    Its calls are those of `Trainer` that training from files makes; they return, and raise, what rank 0's trainer does.
+    It has the calls of `Trainer` that supervised training needs; they return and raise what rank 0's trainer does.
     """
 
     critic = None
@@ -43,20 +43,20 @@ class TorchrunGroup:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.has_failed = False  # a call has, which ends the other ranks by itself
+        self.has_failed = False  # whether a call has failed, which ends the other ranks, too
         self._is_shut_down = False
 
     @classmethod
     def launch(cls, config: RunConfig) -> Self:
-        """Rank 0's part of making a trainer on every rank; `follow` is that of the others.
+        """Makes the trainer of rank 0, while the other ranks make theirs in `follow`.
 
-        A model of the Hugging Face hub is sent by its id and commit, and each machine takes it from its own cache.
+        A model of the Hugging Face hub is sent as id and commit, and each machine uses its own cache.
         """
         return cls(_trainer(_sent(with_model_ids(config))))
 
     @property
     def config(self) -> RunConfig:
-        """The settings, with mesh.dp as a number."""
+        """Returns the settings, with mesh.dp as a number."""
         return self._trainer.config
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -69,22 +69,22 @@ class TorchrunGroup:
             _sent((name, args, kwargs))
             return getattr(self._trainer, name)(*args, **kwargs)
         except BaseException:
-            self.has_failed = True  # on the others, too, or they will never hear of it
+            self.has_failed = True  # the call failed on the other ranks, too, or they will never receive it
             raise
 
     def health(self) -> list[Health]:
-        """Returns the health of rank 0 alone."""
+        """Returns the health of rank 0 only."""
         return [self._trainer.health()]
 
     def shutdown(self) -> None:
-        """Has the other ranks leave `follow`, unless a call has failed, which ends them by itself. Idempotent."""
+        """Has the other ranks leave `follow`, unless a failed call has ended them. Idempotent."""
         if not self.has_failed and not self._is_shut_down:
             self._is_shut_down = True
             _sent(None)
 
 
 def follow() -> None:
-    """Makes the calls of rank 0 on another rank until its group is shut down.
+    """Repeats the calls of rank 0 on another rank until its group is shut down.
 
     Raises:
         SlimeError: a call failed.
@@ -103,7 +103,7 @@ def _trainer(config: RunConfig) -> Trainer:
 
 
 def _sent(value: Any) -> Any:
-    """Collective: what rank 0 brings; what the others bring is not looked at."""
+    """Returns the value of rank 0 on all ranks; collective, and the values of other ranks are ignored."""
     import torch
     import torch.distributed as dist
 

@@ -1,11 +1,11 @@
-"""A small process beside the driver that ends the local Ray cluster once the driver is gone, however it went.
+"""A small process that ends the local Ray cluster once the driver has ended, in whatever way.
 
-Most of Ray's processes end with the driver; its agents live on for a minute. The cleanup process is in its own session,
-where no signal to the driver's terminal or group reaches it, and holds the other end of a pipe of the driver's. It
-knows the cluster by pid: the driver names Ray's processes, and what descends from them is looked up in /proc while it
-still has its parents. A pid stands for a process only together with its start time, since pids are used again.
-What lost its parents unseen, such as a server that an environment starts in a session of its own, is found in the end
-by a variable that it has inherited from Ray's processes.
+Most of Ray's processes end with the driver, but its agents live on for a minute. The cleanup process has a session of
+its own, so that no signal to the driver's terminal or group reaches it, and it holds one end of a pipe from the driver.
+It knows the cluster's processes by pid: the driver names those of Ray, and their descendants are looked up in /proc
+while they still have their parents. A pid only counts together with the start time, since pids are reused. Processes
+that lost their parents unnoticed, such as a server that an environment starts in its own session, are found at the end
+by an environment variable that they inherited from Ray's processes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-_LAUNCH_SCAN_S = 0.25  # how often to look while Ray starts, when a process may lose its parent soon after its birth
+_LAUNCH_SCAN_S = 0.25  # time between scans while Ray starts, when a new process may soon lose its parent
 _SCAN_S = 2.0
 _END = b"end\n"
-_MARK = "SLIMEFSDP_CLUSTER"  # in the environment of a cluster's processes
-_END_TIMEOUT_S = 10.0  # a process that the kernel holds outlives SIGKILL for a while
+_MARK = "SLIMEFSDP_CLUSTER"  # an environment variable of the cluster's processes
+_END_TIMEOUT_S = 10.0  # a process inside of a system call outlives SIGKILL for a while
 Table = dict[int, tuple[int, int]]
-"""Parent and start time of each process by pid, the time in clock ticks since the machine started."""
+"""Parent and start time of each process by pid; the time is in clock ticks since the machine started."""
 
 
 class CleanupProcess:
-    """The driver's handle. Make one before Ray starts: what this process starts until `watch` belongs to the cluster.
+    """The driver's handle of the cleanup process; Linux only, since it reads /proc.
 
-    Linux only: it reads /proc.
+    Make it before Ray starts: what this process starts from then until `watch` belongs to the cluster.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CleanupProcess:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Marks all processes that are started inside, and their descendants, as the cluster's."""
+        """Marks all processes that are started inside of it, and their descendants, as the cluster's."""
         os.environ[_MARK] = self._mark
         try:
             yield
@@ -61,11 +61,11 @@ class CleanupProcess:
             del os.environ[_MARK]
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Names the cluster's processes; they, their descendants and what has the mark are all that will be ended."""
+        """Names the cluster's processes; only they, their descendants and marked processes will be ended."""
         self._send(" ".join(map(str, pids)).encode() + b"\n")
 
     def end(self) -> None:
-        """Ends what is left of the cluster, and the cleanup process; returns when both are gone."""
+        """Ends what is left of the cluster and the cleanup process; returns when both are gone."""
         self._send(_END)
         with suppress(OSError):
             self._pipe.close()
@@ -82,13 +82,13 @@ class CleanupProcess:
         return self._process.stdin
 
     def _send(self, message: bytes) -> None:
-        with suppress(OSError, ValueError):  # somebody ended it: there is no protection, and nothing else is amiss
+        with suppress(OSError, ValueError):  # if someone has ended it, only its protection is missing
             self._pipe.write(message)
             self._pipe.flush()
 
 
 class ProcessTree:
-    """Processes and their descendants, by pid and start time."""
+    """A set of processes and their descendants, by pid and start time."""
 
     def __init__(self) -> None:
         self._members: dict[int, int] = {}  # pid -> start time
@@ -97,11 +97,11 @@ class ProcessTree:
         return bool(self._members)
 
     def adopt(self, pids: Iterable[int], table: Table) -> None:
-        """Takes in the processes that have these pids in the table."""
+        """Adds the processes that have these pids in the table."""
         self._members |= {pid: table[pid][1] for pid in pids if pid in table}
 
     def update(self, table: Table) -> None:
-        """Forgets who is gone, and takes in the children of all who are there."""
+        """Removes processes that have ended, and adds the children of the others."""
         self._members = {
             pid: started for pid, started in self._members.items() if pid in table and table[pid][1] == started
         }
@@ -113,7 +113,7 @@ class ProcessTree:
             self._members |= children
 
     def end(self) -> None:
-        """Kills all of them, and those they start meanwhile; gives up on what does not go."""
+        """Kills all of them and the processes that they start in the meantime; gives up after a timeout."""
         deadline = time.monotonic() + _END_TIMEOUT_S
         self.update(running_processes())
         while self and time.monotonic() < deadline:
@@ -125,31 +125,31 @@ class ProcessTree:
 
 
 def running_processes() -> Table:
-    """All processes of this machine but zombies."""
-    found = {}
+    """Returns all processes of this machine except zombies."""
+    processes = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # behind the program's name, which may hold anything, in the order of proc_pid_stat(5)
+            # the columns of proc_pid_stat(5) after the program's name, which may contain anything
             columns = file.read_bytes().rpartition(b")")[2].split()
-        except OSError:  # ended since it was listed
+        except OSError:  # it ended after it was listed
             continue
         if columns and columns[0] not in b"ZX":
-            found[int(file.parent.name)] = (int(columns[1]), int(columns[19]))
-    return found
+            processes[int(file.parent.name)] = (int(columns[1]), int(columns[19]))
+    return processes
 
 
 def _marked(mark: str) -> set[int]:
-    """The processes that were started with this mark in their environment, as far as this user may look."""
-    found, wanted = set(), f"{_MARK}={mark}".encode()
+    """Returns the processes with this mark in their environment, as far as this user may read it."""
+    pids, wanted = set(), f"{_MARK}={mark}".encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # of another user, or ended since it was listed
+        with suppress(OSError):  # another user's, or it ended after it was listed
             if wanted in file.read_bytes().split(b"\0"):
-                found.add(int(file.parent.name))
-    return found
+                pids.add(int(file.parent.name))
+    return pids
 
 
 def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
-    """Waits until the driver ends or says so, and then cleans up; the cleanup process runs this."""
+    """Waits until the driver ends or asks for the cleanup, and cleans up; runs in the cleanup process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
     known = {os.getpid(), *others}
@@ -159,7 +159,7 @@ def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
 
     family = ProcessTree()
     is_named = False
-    # a forked child of the driver may hold the pipe open after it, hence the parent's pid
+    # checks the parent's pid, since a forked child of the driver may keep the pipe open
     while os.getppid() == driver:
         table = running_processes()
         if not is_named:
@@ -172,7 +172,7 @@ def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
             family, is_named = ProcessTree(), True
             family.adopt(pids, running_processes())
         if not message or message.endswith(_END):
-            if not is_named:  # Ray failed to start: what it started since the last look belongs to it too
+            if not is_named:  # Ray failed to start: processes since the last scan belong to it, too
                 table = running_processes()
                 family.adopt(started(table), table)
             break

@@ -1,4 +1,4 @@
-"""Getting hold of Ray: a local cluster on loopback by default, or a running one by its address."""
+"""Connects to Ray: starts a local cluster on loopback by default, or joins a running one by its address."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.sections import ClusterSettings
 from slimefsdp.errors import ResourceError
 
-_REACH_S = 10.0  # until the machine of a cluster is taken for one that does not answer
-_DRIVER_S = 20.0  # for the driver to say which GPUs there are
-STARTS = 5  # attempts to start a local Ray that fails for another reason than its own deadline
-_attempt = 0  # of these, under way
-_cleanup: CleanupProcess | None = None  # of the local cluster that this process started, on Linux
-_messages: RayMessages | None = None  # where this process has Ray's put
+_REACH_S = 10.0  # how long a cluster's machine may take to answer
+_DRIVER_S = 20.0  # how long nvidia-smi may take to answer
+STARTS = 5  # attempts to start a local Ray that fails for other reasons than its own deadline
+_attempt = 0  # the attempt in progress
+_cleanup: CleanupProcess | None = None  # for the local cluster that this process started; only on Linux
+_messages: RayMessages | None = None  # receives the messages of Ray in this process
 
 
 def processes_needed(config: RunConfig) -> int:
-    """Ray actors that the command line starts for these settings: trainer ranks, reference ranks, engines."""
+    """Returns the number of Ray actors that a run needs: trainer ranks, reference and critic ranks, and engines."""
     return config.ranks + _processes_beside_the_actor(config)
 
 
@@ -44,9 +44,9 @@ def _processes_beside_the_actor(config: RunConfig) -> int:
 
 
 def gpus_of_engines(config: RunConfig) -> int:
-    """GPUs of their own that engines of `slimefsdp train` take, where there are any.
+    """Returns the number of GPUs that the engines of `slimefsdp train` need for themselves.
 
-    Engines in the places of ranks share theirs, and servers that are there already have whatever they have.
+    Colocated engines share the GPUs of ranks, and servers that are already running have their own.
     """
     rollout = config.rollout
     if not config.has_rollouts or rollout.placement == "colocated" or rollout.engine_urls is not None:
@@ -61,13 +61,14 @@ def _group_ranks_beside_the_actor(config: RunConfig) -> int:
 
 
 def with_cluster_ranks(config: RunConfig) -> RunConfig:
-    """The settings with mesh.dp=auto resolved by the connected cluster, or as they are when it is a number.
+    """Resolves mesh.dp=auto by the connected cluster; returns other settings unchanged.
 
-    On GPUs the actor group takes all that engines, reference and critic group leave. On CPUs, where ranks share cores,
-    it takes one rank a core as far as the mesh divides them, at least one data rank.
+    On GPUs, the actor group takes all that engines, reference and critic groups leave. On CPUs, it takes one rank per
+    core, rounded down to a multiple that the mesh allows, and at least one data rank.
 
     Raises:
-        ConfigError: what is left is no multiple of mesh.dp_replicate x mesh.cp. ResourceError: nothing is left.
+        ConfigError: the remaining GPUs are not a multiple of mesh.dp_replicate x mesh.cp.
+        ResourceError: no GPU is left.
     """
     if config.mesh.dp != "auto":
         return config
@@ -91,13 +92,13 @@ def with_cluster_ranks(config: RunConfig) -> RunConfig:
 
 
 def check_machine(config: RunConfig) -> None:
-    """Whether this machine may run that many CPU processes; answers without importing ray or torch.
+    """Checks that this machine may run as many CPU processes as the settings need; imports neither ray nor torch.
 
     Raises:
-        ResourceError: more processes than cluster.max_ranks_per_core allows.
+        ResourceError: they are more than cluster.max_ranks_per_core allows.
     """
     if config.mesh.dp == "auto":
-        return  # `with_cluster_ranks` chooses, and checks the choice
+        return  # `with_cluster_ranks` chooses the number and checks it
     if config.cluster.address is None:
         needed = processes_needed(config)
         check_cores(
@@ -112,15 +113,15 @@ def check_machine(config: RunConfig) -> None:
 
 
 def check_cores(processes: int, device: str, per_core: int, *, asked: str, field: str, hint: str) -> None:
-    """Whether this machine may run that many processes where they compute on its cores; imports nothing heavy.
+    """Checks that this machine may run this many processes, if they compute on CPUs; imports neither ray nor torch.
 
     Args:
         device: auto, cpu or cuda.
-        per_core: as cluster.max_ranks_per_core.
-        asked: what needs them, for the error, as are field and hint.
+        per_core: the value of cluster.max_ranks_per_core.
+        asked: the settings that ask for the processes, for the error, like field and hint.
 
     Raises:
-        ResourceError: more processes than cores x per_core.
+        ResourceError: there are more processes than cores x per_core.
     """
     cores = os.cpu_count() or 1
     on_cpu = device == "cpu" or (device == "auto" and not has_nvidia_driver())
@@ -134,49 +135,49 @@ def check_cores(processes: int, device: str, per_core: int, *, asked: str, field
 
 
 def _most_processes(config: RunConfig) -> int:
-    """Returns `processes_needed`, or as many as a machine may run while mesh.dp=auto is not resolved."""
+    """Returns `processes_needed`, or the most that a machine may run while mesh.dp=auto is not resolved."""
     if config.mesh.dp == "auto":
         return (os.cpu_count() or 1) * config.cluster.max_ranks_per_core
     return processes_needed(config)
 
 
 def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None) -> None:
-    """Whether there is a GPU for every process that takes one; asks neither Ray nor torch.
+    """Checks that there is a GPU for every process that needs one; uses neither Ray nor torch.
 
-    Nothing is said where mesh.device=auto finds no GPU, or where it is not known how many there are.
+    It accepts mesh.device=auto without any GPU, and an unknown number of GPUs.
 
     Args:
-        engines: that are started beside the worker groups of these settings.
-        of_cluster: GPUs of the cluster at cluster.address; None: not known. Without an address this machine's count.
+        engines: the GPUs that are needed besides those of the worker groups.
+        of_cluster: the GPUs of the cluster at cluster.address; None: unknown. Without an address, this machine's count.
 
     Raises:
-        ResourceError: naming mesh.dp, and both numbers.
+        ResourceError: there are too few; the error names mesh.dp and both numbers.
     """
     address = config.cluster.address
-    found = of_cluster if address is not None else gpus_here()
-    if config.mesh.device == "cpu" or found is None or (found == 0 and config.mesh.device == "auto"):
+    available = of_cluster if address is not None else gpus_here()
+    if config.mesh.device == "cpu" or available is None or (available == 0 and config.mesh.device == "auto"):
         return
     others = _group_ranks_beside_the_actor(config) + engines
     needed = others + (config.mesh.dp_replicate * config.mesh.cp if config.mesh.dp == "auto" else config.ranks)
-    if needed > found:
+    if needed > available:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
-        where = f"this machine shows {found} (CUDA_VISIBLE_DEVICES={visible})"
+        where = f"this machine shows {available} (CUDA_VISIBLE_DEVICES={visible})"
         raise ResourceError(
             f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
             f"{others} more processes needs {needed} GPUs{' or more' * (config.mesh.dp == 'auto')}, and "
-            + (where if address is None else f"the cluster at {address} has {found}"),
+            + (where if address is None else f"the cluster at {address} has {available}"),
             field="mesh.dp",
             hint="use fewer ranks or engines, mesh.device=cpu, or name a cluster.address",
         )
 
 
 def gpus_here(root: Path = Path("/")) -> int | None:
-    """The NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as Ray counts them; None: nothing tells.
+    """Returns the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows; None: it cannot be told.
 
     Args:
-        root: of the file system that is looked at.
+        root: the root of the file system to look at.
     """
-    # either may list fewer than there are: devices are made when they are first used
+    # either list may be too short, since devices are made at their first use
     listed = max(
         sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in root.glob("dev/nvidia*")),
         sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*")),
@@ -190,31 +191,30 @@ def gpus_here(root: Path = Path("/")) -> int | None:
 
 
 def compute_capabilities_here() -> list[str]:
-    """Returns the compute capabilities of this machine's NVIDIA GPUs, such as 9.0, hidden ones included.
+    """Returns the compute capabilities of this machine's NVIDIA GPUs, such as 9.0, including hidden GPUs.
 
-    The driver's own program is asked: CUDA would take memory of a device for this process.
+    It runs nvidia-smi, since CUDA would allocate memory of a device for this process.
     """
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, stdin=subprocess.DEVNULL)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return []
-    lines = said.stdout.split() if said.returncode == 0 else []
-    return [
-        line for line in lines if re.fullmatch(r"\d+\.\d+", line)
-    ]  # an old driver writes that it knows no such field
+    lines = process.stdout.split() if process.returncode == 0 else []
+    # an old driver prints that it does not know the field
+    return [line for line in lines if re.fullmatch(r"\d+\.\d+", line)]
 
 
 def has_nvidia_driver() -> bool:
-    """Whether this machine seems to have CUDA devices; says so without torch."""
-    # asking torch would take its import; the second is what Windows' subsystem for Linux has in place of the first
+    """Returns whether this machine seems to have CUDA devices; does not import torch."""
+    # Windows' subsystem for Linux has the second device instead of the first
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _require_safe(address: str, *, allow_without_token: bool) -> None:
-    """Ray runs whatever code it is sent: who else can reach a cluster must be asked for a token."""
+    """Refuses a cluster that others can reach without a token, since Ray runs any code that it is sent."""
     named = f"cluster.address={address}"
-    if address == "auto" and (address := os.environ.get("RAY_ADDRESS") or address) != "auto":  # as Ray reads it
+    if address == "auto" and (address := os.environ.get("RAY_ADDRESS") or address) != "auto":  # as Ray does
         named += f" with RAY_ADDRESS={address}"
     if address == "local":
         raise ResourceError(
@@ -244,21 +244,21 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name or an address is one of this machine's own, to which alone a socket can be bound."""
+    """Returns whether a host is this machine, which is where a socket can be bound to its address."""
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, socket_address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:
-            trial.bind(place)
+            trial.bind(socket_address)
     except OSError:
         return False
     return True
 
 
 def keep_token_private(*, make: bool) -> None:
-    """Takes Ray's token from all other users of the machine, whom Ray lets read what it writes.
+    """Makes Ray's token unreadable for other users of the machine, which Ray itself does not do.
 
     Args:
-        make: where there is none, before Ray does; else there is nothing to do.
+        make: whether to make a missing token before Ray does it.
 
     Raises:
         ResourceError: the file cannot be made.
@@ -272,10 +272,10 @@ def keep_token_private(*, make: bool) -> None:
             whole.touch(mode=0o600)
             try:
                 whole.write_text(secrets.token_hex(32))
-                path.hardlink_to(whole)  # unless another process has made one meanwhile
+                path.hardlink_to(whole)  # fails if another process has made one in the meantime
             except FileExistsError:
                 pass
-            except OSError:  # a file system without links
+            except OSError:  # the file system has no links
                 whole.replace(path)
             finally:
                 whole.unlink(missing_ok=True)
@@ -297,16 +297,16 @@ def _no_token(path: Path, reason: str | None) -> ResourceError:
 def connect(config: RunConfig, messages: Path | None = None) -> None:
     """Starts or joins the Ray cluster, unless this process is connected already.
 
-    A local cluster declares as many logical CPUs as the run needs, since on a laptop ranks may outnumber cores. It ends
-    with this process, however that ends, and no SIGINT or SIGTERM to this process's group or job disturbs it.
+    A local cluster declares as many logical CPUs as the run needs, since there may be more ranks than cores. It ends
+    with this process, in whatever way that ends. SIGINT and SIGTERM to this process's group or job do not reach it.
 
     Args:
-        messages: a file for what Ray says, and what processes of the job print, until `disconnect`; None: Ray's own
-            warnings are printed, and output of the processes stays in the logs of Ray's session.
+        messages: a file for the messages of Ray and the output of the job's processes, until `disconnect`; None: Ray's
+            warnings are printed, and output of processes stays in the logs of Ray's session.
 
     Raises:
-        ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one that is not safe to
-            join. A local one needs a place to keep its token. `messages` cannot be written.
+        ResourceError: this machine has too few cores; there is no cluster at `cluster.address`, or joining it is not
+            safe; the token of a local cluster, or `messages`, cannot be written.
     """
     check_machine(config)
     num_cpus = max(os.cpu_count() or 1, _most_processes(config) + 1)
@@ -314,23 +314,23 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
 
 
 def join(address: str = "auto", *, allow_without_token: bool = False) -> None:
-    """Joins a cluster that is there, unless this process is connected already.
+    """Joins a running cluster, unless this process is connected already.
 
     Args:
         allow_without_token: as cluster.allow_without_token.
 
     Raises:
-        ResourceError: there is none, or one that is not safe to join.
+        ResourceError: there is no cluster, or joining it is not safe.
     """
     require_answer(address)
     _connect(ClusterSettings(address=address, allow_without_token=allow_without_token), 0, None)
 
 
 def require_answer(address: str) -> None:
-    """Whether anything answers at `address`, where it names a host and a port; Ray itself would try for minutes.
+    """Checks that something answers at `address`, if that has a host and a port; Ray itself would try for minutes.
 
     Raises:
-        ResourceError: nothing does within a few seconds.
+        ResourceError: nothing answers within a few seconds.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not host or not port.isdigit():
@@ -360,15 +360,15 @@ def require_lasting_cluster() -> None:
 
 
 def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> None:
-    """Joins or starts the cluster; a local one declares `num_cpus`."""
+    """Joins a cluster, or starts a local one with `num_cpus`."""
     global _messages
     address = cluster.address
     if address is None:
-        # undocumented switch of ray's that puts a cluster's sockets on loopback; a test looks at the sockets
+        # an undocumented switch of Ray that binds a cluster's sockets to loopback, which a test verifies
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     else:
         _require_safe(address, allow_without_token=cluster.allow_without_token)
-    # ray would otherwise warn that a future version stops hiding accelerators from actors that ask for none
+    # avoids a warning of Ray that a future version stops hiding accelerators from actors that ask for none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
     from ray._private import ray_constants
@@ -377,7 +377,7 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
         return
     keep_token_private(make=address is None)
     if address is None:
-        ray_constants.ENABLE_RAY_CLUSTER = False  # the same, where ray was imported before this call
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the same switch, if ray was imported before this call
     if messages is not None:
         try:
             _messages = RayMessages(messages)
@@ -391,7 +391,7 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
             ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
             _start_local(num_cpus, cluster.launch_timeout_s)
-    except Exception as error:  # ray raises that very class where a node does not come up
+    except Exception as error:  # Ray raises this very class if a node does not start
         disconnect()
         if address is None:
             raise ResourceError(
@@ -407,20 +407,20 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
         problem = f"cannot reach a Ray cluster at {address}: {error}"
         raise ResourceError(problem, field="cluster.address", hint=hint) from error
     finally:
-        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # ray.init puts one of its own in its place
+        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # ray.init has replaced the handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
 
 
 def start_progress() -> str:
-    """Returns how far the start of a local cluster is, asked from another thread."""
+    """Returns the progress of starting a local cluster; it is called from another thread."""
     return f"attempt {_attempt}" if _attempt > 1 else ""
 
 
 def _start_local(num_cpus: int, timeout_s: float) -> None:
-    """Starts Ray, again where that fails; nothing of an attempt that failed runs on beside the next.
+    """Starts Ray, repeatedly if it fails; nothing of a failed attempt keeps running.
 
-    A busy machine misses Ray's own deadline of 30 s, which no setting of Ray's moves, several times running: attempts
-    that end by it are repeated until `timeout_s` are over. What fails for another reason is repeated a few times.
+    A busy machine can miss Ray's own deadline of 30 s, which no setting changes, several times in a row. Attempts that
+    end by it are repeated until `timeout_s` has passed; other failures are repeated a few times.
     """
     global _attempt
     deadline = time.monotonic() + timeout_s
@@ -431,23 +431,23 @@ def _start_local(num_cpus: int, timeout_s: float) -> None:
             is_overdue = "timed out" in str(error)
             if time.monotonic() > deadline or (_attempt >= STARTS and not is_overdue):
                 raise
-            said = next(iter(str(error).splitlines()), type(error).__name__)
-            print(f"Ray did not start in attempt {_attempt}: {said}", file=sys.stderr, flush=True)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            print(f"Ray did not start in attempt {_attempt}: {reason}", file=sys.stderr, flush=True)
 
 
 def _start_once(num_cpus: int) -> None:
     global _cleanup
     import ray
 
-    # Ray's own default is 15: on a busy machine ranks and engines would get one thirtieth of what other programs get
+    # Ray's default is 15; on a busy machine, ranks and engines would get a thirtieth of the time of other programs
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # at once: Ray would keep what nobody holds any more for up to a second, many buckets of a weight update
+    # at once; Ray would keep released objects for up to a second, which are many buckets of a weight update
     os.environ.setdefault("RAY_free_objects_period_milliseconds", "0")
     is_guarded = sys.platform == "linux"
     if is_guarded:
         _cleanup = CleanupProcess()
-        # all of Ray's processes inherit it, as they do SIGINT from Ray: a scheduler that signals every process of a job
-        # would end the ranks in the step that the driver wants to finish
+        # Ray's processes inherit the mask, as they do Ray's mask of SIGINT: a scheduler that signals every process of a
+        # job would otherwise end the ranks during the step that the driver wants to finish
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         with nullcontext() if _cleanup is None else _cleanup.marking():
@@ -466,11 +466,11 @@ def _start_once(num_cpus: int) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if _cleanup is not None:
         _cleanup.watch([info.process.pid for infos in _ray_processes().values() for info in infos])
-        atexit.register(disconnect)  # before Ray's own, which would wait for what ignores its SIGTERM
+        atexit.register(disconnect)  # runs before Ray's own handler, which would wait for processes that block SIGTERM
 
 
 def disconnect() -> None:
-    """Leaves the cluster; a local one ends, with every process in it. Idempotent."""
+    """Leaves the cluster; a local one ends with all of its processes. Idempotent."""
     global _messages
     _end_local()
     if _messages is not None:
@@ -487,26 +487,26 @@ def _end_local() -> None:
         return
     record = _ray_processes()
     processes = [info.process for infos in record.values() for info in infos]
-    record.clear()  # or Ray would ask each of them by SIGTERM, which is blocked there, and wait a second
+    record.clear()  # otherwise Ray would send each a SIGTERM, which they block, and wait for a second
     ray.shutdown()
     _cleanup.end()
     _cleanup = None
     for process in processes:
-        process.poll()  # no zombie stays
+        process.poll()  # reaps it, so that no zombie stays
 
 
 def _look() -> None:
-    """Joins a cluster and prints what it has, or why it cannot be joined; `python -m actors.cluster.connect` runs this.
+    """Joins a cluster and prints its resources, or why it cannot be joined, for `python -m actors.cluster.connect`.
 
-    Ray waits without a deadline for a cluster that does not answer; whoever starts this process can end it.
+    Ray waits for a silent cluster without a deadline, so the caller starts this process, and can end it.
     """
     import json
 
-    asked, answer = json.load(sys.stdin), {}
+    request, answer = json.load(sys.stdin), {}
     stream = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Ray prints goes to stderr
     try:
-        join(asked["address"], allow_without_token=asked["allow_without_token"])
+        join(request["address"], allow_without_token=request["allow_without_token"])
         import ray
 
         total = ray.cluster_resources()
@@ -515,11 +515,11 @@ def _look() -> None:
     except ResourceError as error:
         answer = {"error": error.message, "hint": error.hint}
     os.write(stream, json.dumps(answer).encode())
-    os._exit(0)  # Ray's own threads would take seconds to end
+    os._exit(0)  # Ray's threads would take seconds to end
 
 
 def _ray_processes() -> dict[str, list[Any]]:
-    """Ray's own record of what `ray.init` started here, by kind; `ray.shutdown` ends those that are in it."""
+    """Returns Ray's own record of the processes that `ray.init` started, by kind; `ray.shutdown` ends those in it."""
     from ray._private import worker
 
     node = getattr(worker, "_global_node", None)

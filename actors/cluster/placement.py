@@ -1,4 +1,4 @@
-"""Where worker processes go: one placement group, one bundle a rank, in which an engine may be beside it."""
+"""Places worker processes: a placement group with one bundle per rank, which may also have room for an engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from slimefsdp.rpc import Role
 
 
 def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0) -> PlacementGroup:
-    """A placement group with one bundle a rank, packed onto as few nodes as possible, ready to use.
+    """Reserves a placement group with one bundle per rank on as few nodes as possible, and waits until it is ready.
 
     Args:
-        guests: so many of the first bundles have a CPU for one more process; it shares the rank's GPU.
+        guests: this many of the first bundles get a CPU for one more process, which shares the rank's GPU.
 
     Raises:
-        ResourceError: the cluster does not have that much, or not free within the time, or it is gone.
+        ResourceError: the cluster has too few resources, or they were not free in time, or the cluster is gone.
     """
     require_cluster()
     bundle: dict[str, float] = {"CPU": 1.0}
@@ -47,32 +47,32 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0
     group = placement_group([shared if rank < guests else bundle for rank in range(ranks)], strategy="PACK")
     deadline = time.monotonic() + timeout_s
     try:
-        while not group.wait(timeout_seconds=min(1.0, timeout_s)):  # signals are handled in between
+        while not group.wait(timeout_seconds=min(1.0, timeout_s)):  # short waits, so that signals are handled
             if time.monotonic() >= deadline:
                 raise ResourceError(
                     f"{ranks} ranks of {bundle} were not free within {timeout_s:g} s",
                     field="cluster.launch_timeout_s",
                     hint="end other jobs on the cluster, or raise the timeout",
                 )
-    except BaseException:  # else bundles that become free later would be taken for nobody
+    except BaseException:  # otherwise bundles that become free later would stay reserved without a use
         release(group)
         raise
     return group
 
 
 def release(group: PlacementGroup) -> None:
-    """Gives the bundles back; processes in them end."""
+    """Releases the bundles; the processes in them end."""
     if not cluster_is_gone():
         remove_placement_group(group)
 
 
 def is_alive(group: PlacementGroup) -> bool:
-    """Whether processes can be started in it now: it was not removed, and no node of it was lost."""
+    """Returns whether processes can be started in a group: it was not removed, and none of its nodes was lost."""
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 class PlacementGroups:
-    """The placement groups of a job by role, which stay reserved while the processes in them are replaced."""
+    """The placement groups of a job by role; they stay reserved while processes in them are replaced."""
 
     def __init__(self) -> None:
         self._groups: dict[str, PlacementGroup] = {}
@@ -80,7 +80,7 @@ class PlacementGroups:
     def reserve(
         self, role: str, ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0
     ) -> PlacementGroup:
-        """The role's placement group; as the function `reserve` where there is none yet, or none any more."""
+        """Returns the role's placement group; reserves it with the function `reserve` if it is missing or lost."""
         require_cluster()
         if role in self._groups and not is_alive(self._groups[role]):
             release(self._groups.pop(role))
@@ -89,10 +89,10 @@ class PlacementGroups:
         return self._groups[role]
 
     def reserve_for_ranks(self, config: RunConfig, role: Role) -> tuple[PlacementGroup, float]:
-        """Reserves places for the ranks of a role; also returns the share of a GPU that each rank asks for.
+        """Reserves bundles for the ranks of a role; also returns the share of a GPU that each rank needs.
 
-        With rollout.placement=colocated the engines are in the first places of the actor's ranks, one in each, and ask
-        for one half of the GPU each.
+        With rollout.placement=colocated, each engine shares a bundle and its GPU with one of the first ranks of the
+        actor; both need half of the GPU.
         """
         ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
         is_shared = role == "actor" and config.has_rollouts and config.rollout.placement == "colocated"
@@ -102,26 +102,26 @@ class PlacementGroups:
         return placement, gpus / 2 if is_shared else gpus
 
     def release(self) -> None:
-        """Gives all of them back; idempotent."""
+        """Releases all placement groups; idempotent."""
         while self._groups:
             release(self._groups.popitem()[1])
 
 
 def gpus_per_rank(device: str) -> int:
-    """Accelerators a rank asks for under `mesh.device`: auto takes one where the cluster has any."""
+    """Returns the GPUs that a rank needs under `mesh.device`; under auto, one if the cluster has any."""
     if device == "cpu":
         return 0
     return 1 if device == "cuda" or ray.cluster_resources().get("GPU", 0.0) > 0 else 0
 
 
 def actor_options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
-    """Options that put an actor into one bundle, with no silent restart; without a GPU one thread, and `ALLOCATOR`."""
+    """Returns options that put an actor into a bundle without restarts; without a GPU, one thread and `ALLOCATOR`."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {
         "num_cpus": 1,
         "num_gpus": gpus,
-        "max_restarts": 0,  # a restarted actor would come back without its state
+        "max_restarts": 0,  # a restarted actor would have lost its state
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
     }

@@ -1,4 +1,4 @@
-"""What Ray's own failures mean: a cluster that is gone, a store that is full, a process that Ray has ended."""
+"""Converts failures of Ray to typed errors: a lost cluster, a full object store, a process that has ended."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ray.exceptions import (
 
 from slimefsdp.errors import ResourceError, WorkerDied, WorkerHung
 
-_VITAL = ("gcs_server", "raylet")  # of a node's processes those without which nothing works
+_VITAL = ("gcs_server", "raylet")  # the processes of a node without which nothing works
 _LOST = "its head, or the raylet of this node, ended"
 _ASK_EVERY_S = 1.0
 _CONNECT_S = 2.0
-_AWAY_S = 10.0  # a head elsewhere that cannot be reached for so long is gone; for less, the network may be at fault
-_FETCH_S = 10.0  # for a value that this process has put into the object store; it may have been spilled to disk
-_asked, _reached = 0.0, 0.0  # when the head was last asked, and when it last answered; of `time.monotonic`
+_AWAY_S = 10.0  # a remote head that is unreachable for longer counts as gone; a shorter time may be a network problem
+_FETCH_S = 10.0  # for an object of this process in the object store, which may have been spilled to disk
+_asked, _reached = 0.0, 0.0  # when the head was last contacted, and when it last answered, by `time.monotonic`
 
 
 def cluster_is_gone() -> bool:
-    """Whether the cluster has lost its head, or this node its raylet, or this process has left it; cheap enough to ask
-    in every call and slice of a wait.
+    """Returns whether the cluster's head or this node's raylet was lost, or this process has left the cluster.
 
-    Ray itself would say nothing, then end this process from C++: at once without a raylet, after a minute without a
-    head. In a process that has left, its functions start another cluster.
+    It is cheap enough for every call and every slice of a wait. Ray itself reports nothing and then ends this process
+    from C++: at once without a raylet, after a minute without a head. After leaving, its functions would start another
+    cluster.
     """
     from ray._private import worker
 
@@ -57,7 +57,7 @@ def _is_away(address: str) -> bool:
     now = time.monotonic()
     if now - _asked > _ASK_EVERY_S:
         if now - _asked > _AWAY_S:
-            _reached = now  # nobody asked meanwhile: nothing is known
+            _reached = now  # there was no contact for a while, so nothing is known
         _asked = now
         host, _, port = address.rpartition(":")
         try:
@@ -79,21 +79,20 @@ def require_cluster() -> None:
 
 
 def end_processes(actors: Sequence[Any]) -> None:
-    """Ends Ray actors at once, unless the cluster has gone and taken them along."""
+    """Ends Ray actors at once, unless the cluster is gone, which has ended them."""
     if not cluster_is_gone():
         for actor in actors:
             ray.kill(actor)
 
 
 def store(value: Any, field: str) -> Any:
-    """A reference to a value in the object store, from which all ranks of a node read one copy.
+    """Puts a value into the object store, where the ranks of a node share one copy; returns the reference.
 
     Args:
         field: what the value is to the caller.
 
     Raises:
-        ResourceError: there is no room for it, in memory and on the disk behind it, or this process has left the
-            cluster.
+        ResourceError: memory and disk of the store are full, or this process has left the cluster.
     """
     if not ray.is_initialized():
         raise _gone()
@@ -104,22 +103,22 @@ def store(value: Any, field: str) -> Any:
 
 
 def fetch(reference: Any, field: str) -> Any:
-    """The value behind a reference of `store`.
+    """Returns the value of a reference from `store`.
 
     Raises:
-        ResourceError: the store does not hand it over.
+        ResourceError: the store does not return it.
     """
     try:
         return ray.get(reference, timeout=_FETCH_S)
     except RayError as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        problem = f"Ray's object store does not hand over {field}: {said}"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = f"Ray's object store does not hand over {field}: {reason}"
         raise ResourceError(problem, field=field, hint="look at the disk that Ray spills to") from error
 
 
 def explained(error: RayError, rank: int, call: str) -> Exception:
-    """Returns a typed error for what Ray raised in place of a rank's answer; other errors are returned unchanged."""
-    said = next(iter(str(error).splitlines()), "")
+    """Returns a typed error for what Ray raised instead of a rank's answer; other errors unchanged."""
+    reason = next(iter(str(error).splitlines()), "")
     ended = f"the process of rank {rank} ended during {call}: "
     if cluster_is_gone():
         return _gone()
@@ -131,29 +130,29 @@ def explained(error: RayError, rank: int, call: str) -> Exception:
             call=call,
         )
     if isinstance(error, RayActorError | WorkerCrashedError):
-        if getattr(error, "actor_init_failed", False):  # what its constructor raised is the last line
-            said = str(error).strip().splitlines()[-1]
+        if getattr(error, "actor_init_failed", False):  # the last line has the error of the constructor
+            reason = str(error).strip().splitlines()[-1]
         hint = "look at its log for the reason; where it has none, the kernel's log may say that memory ran out"
-        return WorkerDied(ended + said, hint=hint, rank=rank, call=call)
-    if isinstance(error, GetTimeoutError):  # raised there: what the call takes did not come
+        return WorkerDied(ended + reason, hint=hint, rank=rank, call=call)
+    if isinstance(error, GetTimeoutError):  # raised in the rank, which did not get the arguments of the call
         return WorkerHung(
-            f"rank {rank} waited in vain for what {call} takes: {said}",
+            f"rank {rank} waited in vain for what {call} takes: {reason}",
             field="cluster.call_timeout_s",
             hint="look at the network and the disk that Ray's object store spills to",
             rank=rank,
             call=call,
         )
     if isinstance(error, ObjectStoreFullError | OutOfDiskError):
-        found = _no_room(error, f"what {call} takes or returns")
+        typed = _no_room(error, f"what {call} takes or returns")
     elif isinstance(error, ActorUnschedulableError | RuntimeEnvSetupError):
-        found = ResourceError(f"rank {rank} could not be started: {said}", field="cluster", hint="see the log of Ray")
+        typed = ResourceError(f"rank {rank} could not be started: {reason}", field="cluster", hint="see the log of Ray")
     elif isinstance(error, RaySystemError):
-        return error  # such as an answer that cannot be read here: its text has the traceback
+        return error  # such as an answer that cannot be unpickled here; its text has the traceback
     else:
-        problem = f"the answer of rank {rank} to {call} is lost: {type(error).__name__}: {said}"
+        problem = f"the answer of rank {rank} to {call} is lost: {type(error).__name__}: {reason}"
         return WorkerDied(problem, hint="look at what ended its node or its process", rank=rank, call=call)
-    found.rank, found.call = rank, call
-    return found
+    typed.rank, typed.call = rank, call
+    return typed
 
 
 def _gone() -> ResourceError:

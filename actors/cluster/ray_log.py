@@ -1,4 +1,4 @@
-"""Where Ray's own messages go, and what ranks and engines print: into a file, so that the terminal holds the run's."""
+"""Writes Ray's messages, and the output of ranks and engines, to a file instead of the terminal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 RAY_LOG = "ray.log"
-_PRINT = "print_to_stdstream"  # not public, but all that Ray prints of others goes through it
+_PRINT = "print_to_stdstream"  # not public, but Ray prints all output of other processes through it
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayMessages:
-    """Takes what Ray would print in this process from here on, until `close`; make one before `ray.init`.
+    """Receives what Ray would print in this process, until `close`; make it before `ray.init`.
 
-    What processes of the job print comes as well, where Ray is told log_to_driver=True.
+    Output of the job's processes is included if Ray is started with log_to_driver=True.
 
     Args:
-        path: is appended to; its folder is made.
+        path: the file to append to; its folder is made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,14 +36,14 @@ class RayMessages:
         self._logger.handlers[:] = [handler]
 
     def close(self) -> None:
-        """Ray prints as before."""
+        """Lets Ray print again."""
         setattr(self._worker, _PRINT, self._printed_before)
         self._logger.handlers[:] = self._handlers_before
         self._file.close()
 
     def _write(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Writes one of Ray's messages: lines, and the process that they are of."""
-        if data["pid"] == "autoscaler":  # its table of nodes, every few seconds
+        """Writes a message of Ray: the lines, and the process that printed them."""
+        if data["pid"] == "autoscaler":  # prints a table of nodes every few seconds
             return
         name = data.get("actor_name") or data.get("task_name") or ""
         who = f"{name} pid={data['pid']}".strip() if isinstance(data["pid"], int) else str(data["pid"])
@@ -51,5 +51,5 @@ class RayMessages:
         text = "".join(f"{now} ({who}) {_COLOURS.sub('', line)}\n" for line in data["lines"])
         try:
             self._file.write(text)
-        except (OSError, ValueError):  # a full disk, or closed: no reason to end Ray's thread, and the run reports it
+        except (OSError, ValueError):  # the disk is full or the file closed, which must not end Ray's thread
             return
