@@ -26,16 +26,16 @@ for step in range(config.run.steps):
     version, responses = engines.generate(
         [record["prompt"] for record in records], samples_per_prompt=config.rollout.samples_per_prompt, seed=(0, step)
     )
-    rewards = [SequenceMatcher(None, one.text, records[one.prompt]["answer"]).ratio() for one in responses]
+    rewards = [SequenceMatcher(None, reply.text, records[reply.prompt]["answer"]).ratio() for reply in responses]
     samples = [
         {
-            "tokens": one.tokens,  # prompt and response
-            "response_length": one.response_length,
-            "rollout_log_probs": one.log_probs,
+            "tokens": reply.tokens,  # prompt and response
+            "response_length": reply.response_length,
+            "rollout_log_probs": reply.log_probs,
             "reward": reward,
-            "group_id": one.prompt,
+            "group_id": reply.prompt,
         }
-        for one, reward in zip(responses, rewards, strict=True)
+        for reply, reward in zip(responses, rewards, strict=True)
     ]
     batch = RolloutBatch.from_samples(samples, temperature=config.rollout.temperature, weight_version=version)
     metrics = group.train_step(batch)

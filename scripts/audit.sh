@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What is wrong with the installed packages, as far as it can be known: bash scripts/audit.sh [PYTHON]
+# Checks the installed packages: bash scripts/audit.sh [PYTHON]
 #
 #   1. Whether they fit each other (pip check), pyproject.toml and constraints.txt. Needs no network.
-#   2. Known vulnerabilities, where pip-audit is installed and its advisory service answers; else it says that it was
-#      not done. A pass of (1) alone is never called an audit.
+#   2. Known vulnerabilities, if pip-audit is installed and its advisory service answers; otherwise it reports that this
+#      was not done. A pass of (1) only is never called an audit.
 #
 # PYTHON: of the project's environment, default .venv/bin/python. Exit status 1: something was found.
 set -euo pipefail
@@ -48,7 +48,7 @@ fi
 report=$(mktemp)
 trap 'rm -f "$report"' EXIT
 "$python" -m pip_audit --progress-spinner off --timeout 15 --skip-editable --format json --output "$report" || true
-# it exits alike for a vulnerability and for a service that does not answer; only the first leaves a report
+# its status is the same for a vulnerability and for a service that does not answer, but only the first leaves a report
 "$python" - "$report" <<'END' || status=1
 import json
 import sys

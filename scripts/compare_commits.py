@@ -1,11 +1,11 @@
-"""Whether two commits train to the same bits: the same jobs in both, their weights, metrics and plans compared in hex.
+"""Compares whether two commits train to the same bits: runs the same jobs, and compares weights, metrics and plans.
 
     python scripts/compare_commits.py OLD NEW [--quick]
 
-OLD and NEW are commits; `.` is the working tree as it is, with what git does not know yet. Each is checked out into a
-worktree of its own and installed in an environment of its own, which finds torch and all else in that of the running
+OLD and NEW are commits; `.` is the working tree with all changes, including untracked files. Each is checked out into
+its own worktree and installed in its own environment, which uses torch and all other packages of the running
 interpreter. Both run the jobs of scripts/compare_jobs.py at the same time. Exit status: 0, equal; 1, something differs
-that no --expect names; 2, a job failed, or the command makes no sense.
+that no --expect names; 2, a job failed, or the arguments are invalid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import compare_jobs  # noqa: E402
 
 SIDES = ("old", "new")
-MAX_PRINTED = 40  # differences; --json has all
+MAX_PRINTED = 40  # differences to print; --json has all
 
 
 class Unusable(Exception):
@@ -47,22 +47,22 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two records have in other bits, or one of them alone."""
+    """A value that differs between two records, or that only one of them has."""
 
     job: str
     what: str  # `kind name`, as compare_jobs.Record names it
-    old: str | None  # None: it is not there
+    old: str | None  # None: it is missing
     new: str | None
-    size: float | None = None  # largest difference relative to the largest value; None: not one of numbers
+    size: float | None = None  # largest difference relative to the largest value; None: not a number
     is_expected: bool = False
 
     def __str__(self) -> str:
-        said = f"{self.job}: {self.what}: {_readable(self.old)} -> {_readable(self.new)}"
-        return said if self.size is None else f"{said} (by {self.size:.1e})"
+        text = f"{self.job}: {self.what}: {_readable(self.old)} -> {_readable(self.new)}"
+        return text if self.size is None else f"{text} (by {self.size:.1e})"
 
 
 Records = Mapping[str, Mapping[str, str]]
-"""Name of a job -> what came out of it, as compare_jobs.Record holds it."""
+"""Name of a job -> its results, in the form of compare_jobs.Record."""
 
 
 def compare(
@@ -74,18 +74,18 @@ def compare(
     tolerance: float = 0.0,
     expected: Sequence[str] = (),
 ) -> list[Difference]:
-    """What differs between two commits, job by job.
+    """Returns the differences between two commits, job by job.
 
     Args:
-        equals: a record that must also equal another one of the other commit; default: none.
-        sizes: by job and what, how far arrays are apart, relative to their largest value, where that is known.
-        tolerance: metrics and arrays that are apart by no more than this count as equal; 0: by not one bit.
-        expected: patterns of `job: what`; what one matches is expected.
+        equals: records that must also equal another record of the other commit.
+        sizes: the difference of arrays relative to their largest value by (job, what), if known.
+        tolerance: metrics and arrays that differ by no more than this count as equal; 0: bits must be equal.
+        expected: patterns of `job: what`; differences that match one are expected.
     """
     pairs = [(name, name) for name in dict.fromkeys([*old, *new])]
     for name, other in (equals or {}).items():
         pairs += [pair for pair in ((other, name), (name, other)) if pair[0] in old and pair[1] in new]
-    found = []
+    differences = []
     for in_old, in_new in pairs:
         name = in_old if in_old == in_new else f"{in_old} | {in_new}"
         before, after = old.get(in_old, {}), new.get(in_new, {})
@@ -97,8 +97,8 @@ def compare(
             if size is not None and size <= tolerance:
                 continue
             is_expected = any(fnmatch.fnmatchcase(f"{name}: {what}", pattern) for pattern in expected)
-            found.append(Difference(name, what, a, b, size, is_expected))
-    return found
+            differences.append(Difference(name, what, a, b, size, is_expected))
+    return differences
 
 
 def _relative(a: str | None, b: str | None) -> float | None:
@@ -119,12 +119,12 @@ def _readable(value: str | None) -> str:
 
 
 def sizes_of_weights(jobs: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], float]:
-    """How far exported weights are apart, by job and what.
+    """Returns the relative difference of exported weights by (job, what).
 
     Args:
         jobs: name of a job -> side -> the folder into which that commit's job exported.
     """
-    found = {}
+    sizes = {}
     for name, sides in jobs.items():
         folders = [sides[side] for side in SIDES]
         for role, kind in (("actor", "weight"), ("critic", "weight critic")):
@@ -136,15 +136,15 @@ def sizes_of_weights(jobs: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, 
                 a, b = old[tensor].astype(np.float64), new[tensor].astype(np.float64)
                 if a.shape == b.shape and np.isfinite(a).all() and np.isfinite(b).all():
                     scale = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0), 1e-300)
-                    found[name, f"end: {kind} {tensor}"] = float(np.abs(a - b).max(initial=0) / scale)
-    return found
+                    sizes[name, f"end: {kind} {tensor}"] = float(np.abs(a - b).max(initial=0) / scale)
+    return sizes
 
 
 # ---------------------------------------------------------------------- checkouts and environments
 
 
 def git(*arguments: str, **environment: str) -> str:
-    """What git prints. Raises Unusable with what it says where it refuses."""
+    """Returns what git prints. Raises Unusable with its error message if it fails."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, env={**os.environ, **environment}
     )
@@ -154,7 +154,7 @@ def git(*arguments: str, **environment: str) -> str:
 
 
 def resolved(name: str, folder: Path) -> str:
-    """The commit that a name stands for; `.` becomes one of the working tree, that no branch knows."""
+    """Returns the commit that a name stands for; `.` becomes a commit of the working tree that is on no branch."""
     if name != ".":
         return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}") if _is_known(name) else _unknown(name)
     index = {"GIT_INDEX_FILE": str(folder / "index")}
@@ -177,7 +177,7 @@ def _unknown(name: str) -> str:
 
 @contextlib.contextmanager
 def worktree(commit: str, path: Path) -> Iterator[Path]:
-    """A checkout that is gone afterwards, with what git remembers of it."""
+    """Yields a checkout, which is removed afterwards together with git's record of it."""
     try:
         git("worktree", "add", "--quiet", "--detach", str(path), commit)
         yield path
@@ -188,10 +188,10 @@ def worktree(commit: str, path: Path) -> Iterator[Path]:
 
 
 def require_dependencies(checkout: Path, name: str) -> None:
-    """Whether the running interpreter has what a commit needs.
+    """Checks that the running interpreter has the packages that a commit needs.
 
     Raises:
-        Unusable: naming each package that is missing or of another version.
+        Unusable: packages are missing or have another version; the message names each.
     """
     from packaging.requirements import Requirement
 
@@ -208,19 +208,21 @@ def require_dependencies(checkout: Path, name: str) -> None:
         if not requirement.specifier.contains(version, prereleases=True):
             missing.append(f"{requirement} is here in version {version}")
     if missing:
-        found = "; ".join(missing)
-        raise Unusable(f"{name} needs what {sys.executable} does not have: {found}; install it there, and start again")
+        problems = "; ".join(missing)
+        raise Unusable(
+            f"{name} needs what {sys.executable} does not have: {problems}; install it there, and start again"
+        )
 
 
 def install(checkout: Path, folder: Path) -> Path:
-    """An environment with the checkout alone in it, over the packages of the running interpreter; its python."""
+    """Makes an environment with only the checkout, on top of the running interpreter's packages; returns its python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     site = subprocess.run(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
-    # a path file, read after the folder's own packages; checkouts on the interpreter's own path stay out
+    # a path file is read after the folder's own packages; checkouts on the interpreter's path are left out
     shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (Path(site) / "shared.pth").write_text("\n".join(shared) + "\n")
     done = subprocess.run(
@@ -234,7 +236,7 @@ def install(checkout: Path, folder: Path) -> Path:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what would lead python to another checkout; one thread a process."""
+    """Returns the environment without variables that lead Python to another checkout; one thread per process."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -245,7 +247,7 @@ def clean_environment() -> dict[str, str]:
 def run_both(
     pythons: Mapping[str, Path], requests: Mapping[str, compare_jobs.Request], folder: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs the jobs of both commits at the same time, printing progress; the lines of each."""
+    """Runs the jobs of both commits at the same time and prints progress; returns the lines of each."""
     processes: dict[str, subprocess.Popen[str]] = {}
     total = len(requests["old"].jobs)
     start = time.monotonic()
@@ -260,20 +262,20 @@ def run_both(
                     stderr=files.enter_context((folder / f"{side}.log").open("w")),
                     cwd=folder, env=clean_environment(), text=True, start_new_session=True,
                 )  # fmt: skip
-        said = -1
+        printed = -1
         while True:
             ended = [process.poll() is not None for process in processes.values()]
             done = min((folder / f"{side}.jsonl").read_bytes().count(b"\n") for side in SIDES)
-            if done != said and (done == total or done - said >= max(1, total // 20)):
+            if done != printed and (done == total or done - printed >= max(1, total // 20)):
                 name = requests["old"].jobs[done - 1] if done else ""
                 print(f"  {time.monotonic() - start:4.0f} s  {done} of {total} jobs  {name}", flush=True)
-                said = done
+                printed = done
             if all(ended):
                 break
             time.sleep(1)
     finally:
         for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):  # with the ranks that it has forked
+            with contextlib.suppress(ProcessLookupError):  # also kills the ranks that it has forked
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = {side: _lines(folder / f"{side}.jsonl") for side in SIDES}
@@ -290,7 +292,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def write_shared(folder: Path, jobs: Sequence[compare_jobs.Job]) -> None:
-    """Models and data, written once for both commits."""
+    """Writes models and data once for both commits."""
     compare_jobs.write_models(folder)
     if any(job.model == compare_jobs.SORT_DIGITS for job in jobs):
         import make_sort_digits
@@ -299,10 +301,10 @@ def write_shared(folder: Path, jobs: Sequence[compare_jobs.Job]) -> None:
 
 
 def chosen_jobs(*, is_quick: bool, patterns: Sequence[str]) -> list[compare_jobs.Job]:
-    """The jobs of a form whose names match one of the patterns, if there are any.
+    """Returns the jobs of a form whose names match one of the patterns, or all if there are no patterns.
 
     Raises:
-        Unusable: none does.
+        Unusable: no job matches.
     """
     jobs = [job for job in compare_jobs.jobs() if job.is_quick or not is_quick]
     if patterns:
@@ -313,9 +315,9 @@ def chosen_jobs(*, is_quick: bool, patterns: Sequence[str]) -> list[compare_jobs
 
 
 def json_setting(text: str) -> str:
-    """`section.name=value` with the value as JSON; what is no JSON is text."""
-    name, found, value = text.partition("=")
-    if not found or not name:
+    """Returns `section.name=value` with the value as JSON; a value that is not JSON becomes a text."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not section.name=value")
     try:
         json.loads(value)
@@ -328,7 +330,7 @@ def json_setting(text: str) -> str:
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parses and checks the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Patterns have * and ?, as file names have in a shell."
     )
@@ -357,7 +359,7 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of the command."""
+    """Runs the command and returns its exit status."""
     options = arguments_of(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that checkouts and processes are removed
     try:
@@ -410,7 +412,7 @@ def report(
     seconds: float,
     commits: Mapping[str, str],
 ) -> int:
-    """Prints what came out, writes the record, and returns the exit status."""
+    """Prints the result, writes the record, and returns the exit status."""
     for side in SIDES:
         for setting in requests[side].settings:
             if all(setting in line["unread"] for line in lines[side]):
@@ -426,12 +428,12 @@ def report(
         for line, other in zip(*(lines[side] for side in SIDES), strict=True)
         if line["job"] not in failed
     }
-    found = compare(
+    differences = compare(
         records["old"], records["new"], equals=compare_jobs.EQUALS, sizes=sizes_of_weights(folders),
         tolerance=options.tolerance, expected=options.expect,
     )  # fmt: skip
     refused = [name for name, values in records["old"].items() if "end: refused" in values]
-    counted = [difference for difference in found if not difference.is_expected]
+    counted = [difference for difference in differences if not difference.is_expected]
     for side, name, problem in failures:
         print(f"failed on the {side} commit: {name}\n{problem}", file=sys.stderr)
     for difference in counted[:MAX_PRINTED]:
@@ -443,7 +445,7 @@ def report(
     print(
         f"{len(records['old'])} records with {compared} values ({len(refused)} of them refusals) in {seconds:.0f} s: "
         + (f"{len(counted)} values differ in {len(jobs_that_differ)} records" if counted else "equal")
-        + (f", {len(found) - len(counted)} differ as expected" if len(found) > len(counted) else "")
+        + (f", {len(differences) - len(counted)} differ as expected" if len(differences) > len(counted) else "")
         + (f", {len(failures)} jobs failed" if failures else "")
     )
     if options.json is not None:
@@ -452,7 +454,7 @@ def report(
             "seconds": seconds,
             "jobs": {line["job"]: line["seconds"] for line in lines["old"]},
             "refused": refused,
-            "differences": [asdict(difference) for difference in found],
+            "differences": [asdict(difference) for difference in differences],
             "failures": [{"side": side, "job": name, "problem": problem} for side, name, problem in failures],
             "records": records,
         }

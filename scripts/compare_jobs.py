@@ -1,10 +1,10 @@
-"""The jobs of scripts/compare_commits.py, run in the environment of one commit: what training makes of given batches.
+"""The jobs of scripts/compare_commits.py, run in the environment of one commit.
 
     python compare_jobs.py REQUEST.json
 
-This file belongs to the comparison, to neither commit. It takes from a commit what NAMES lists, by documented import
-paths, and from the objects behind them only documented methods; a path that moves gets its new place in NAMES beside
-the old one. One JSON line per finished job goes to standard output, everything that libraries print to standard error.
+This file belongs to the comparison, not to either commit. It uses only the names in NAMES of a commit, by documented
+import paths, and only documented methods of these objects. A path that moves gets its new place in NAMES next to the
+old one. Standard output gets a JSON line per finished job, and standard error everything that libraries print.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 
 # ---------------------------------------------------------------------- what is taken from a commit
 
-NAMES = {  # name -> where it may be: the first that is there
+NAMES = {  # name -> possible places; the first existing one is used
     "Trainer": ("slimefsdp:Trainer",),
     "RolloutBatch": ("slimefsdp:RolloutBatch",),
     "load_config": ("slimefsdp:load_config",),
@@ -45,15 +45,15 @@ NAMES = {  # name -> where it may be: the first that is there
 }
 REPLAY = ("-m", "slimefsdp.replay")  # CONFIG --batch FILE --export DIR, prints the metrics as JSON
 TRAIN = ("-m", "actors.cli", "train")  # CONFIG, the command `slimefsdp train`
-COST_OF_A_TRAINER = ("policy.attention.cost",)  # where the cost model is by which a Trainer's own plans are balanced
+COST_OF_A_TRAINER = ("policy.attention.cost",)  # attribute paths of the cost model that balances a Trainer's own plans
 PLAN_FIELDS = ("num_dropped", "num_skipped_updates", "num_first_epoch_updates", "max_pack_tokens")
 
-# measured by the clock or the allocator, not computed from the batch
+# measured by the clock or the allocator, and not computed from the batch
 UNSTEADY = ("seconds", "per_second", "tflops", "mfu", "bytes", "memory", "time")
 
 
 def taken(name: str) -> Any:
-    """What a commit calls so. Raises LookupError with every place that was tried."""
+    """Imports a name from the commit. Raises LookupError with all places that were tried."""
     for place in NAMES[name]:
         module, _, attribute = place.partition(":")
         try:
@@ -64,18 +64,18 @@ def taken(name: str) -> Any:
 
 
 def cost_of(trainer: Any) -> Any:
-    """The cost model that the trainer's own plans are balanced by."""
+    """Returns the cost model that balances the trainer's own plans."""
     for path in COST_OF_A_TRAINER:
-        found = trainer
+        value = trainer
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is not None:
-            return found
+            value = getattr(value, name, None)
+        if value is not None:
+            return value
     raise LookupError(f"a Trainer has none of {COST_OF_A_TRAINER}; add the place to COST_OF_A_TRAINER in {__file__}")
 
 
 def float64_throughout() -> Any:
-    """A context in which models of float64 compute in nothing else; transformers' norms and routers ask for float32."""
+    """Returns a context in which float64 models stay in float64 although transformers casts some parts to float32."""
     import torch
     from torch.autograd.graph import _engine_run_backward
     from torch.overrides import TorchFunctionMode
@@ -84,7 +84,7 @@ def float64_throughout() -> Any:
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if function is torch.Tensor.backward and args[0].ndim == 0:
-                # the mode is off in here, but what backward recomputes must be cast as it was in forward
+                # the mode is off inside of backward, but its recomputation must be cast as in the forward pass
                 with KeepFloat64():
                     ones = (torch.ones_like(args[0]),)
                     return _engine_run_backward(
@@ -107,9 +107,9 @@ def float64_throughout() -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """Settings, a kind of batches, and the calls that are made with them.
+    """A comparison job: settings, a kind of batches, and the calls to make.
 
-    `calls` are names of `CALLS`, made one after the other; `train` takes the next batch each time.
+    `calls` are names of `CALLS`, made one after another; `train` takes the next batch each time.
     """
 
     name: str
@@ -123,12 +123,12 @@ class Job:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of its records."""
+        """Returns the names of its records."""
         return (UNDISTURBED, KILLED) if self.runs == "supervised" else (self.name,)
 
 
 UNDISTURBED, KILLED = "supervised/undisturbed", "supervised/a rank killed"
-EQUALS = {KILLED: UNDISTURBED}  # a record that must also be what another one of the other commit is
+EQUALS = {KILLED: UNDISTURBED}  # a record that must also equal another record of the other commit
 
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu"},
@@ -193,7 +193,7 @@ STRATEGIES = ("ring", "ulysses", "all_gather")
 
 
 def merged(*trees: dict[str, Any]) -> dict[str, Any]:
-    """Trees of sections, later ones over earlier ones."""
+    """Merges trees of sections; later ones take precedence."""
     result: dict[str, Any] = {}
     for tree in trees:
         for name, value in tree.items():
@@ -202,19 +202,19 @@ def merged(*trees: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranks_of(mesh: dict[str, int]) -> int:
-    """How many ranks a mesh has."""
+    """Returns the number of ranks of a mesh."""
     return mesh.get("dp_replicate", 1) * mesh.get("dp", 1) * mesh.get("cp", 1)
 
 
 def job(name: str, *trees: dict[str, Any], mesh: str = "1", **fields: Any) -> Job:
-    """A Job on one of MESHES, its sections over those of BASE."""
+    """Makes a Job on one of MESHES, with the sections of BASE and the given ones."""
     settings = merged(BASE, {"mesh": MESHES[mesh]}, *trees)
     return Job(name, settings, ranks=ranks_of(MESHES[mesh]), **fields)
 
 
 def jobs() -> list[Job]:
-    """All jobs, cheap and telling ones first; the same list for every commit."""
-    found = [
+    """Returns all jobs, with cheap and informative ones first; the same for every commit."""
+    all_jobs = [
         *algorithm_jobs(),
         *mesh_jobs(),
         *attention_jobs(),
@@ -224,12 +224,12 @@ def jobs() -> list[Job]:
         *mixed_jobs(),
         *process_jobs(),
     ]
-    assert len({one.name for one in found}) == len(found)
-    return found
+    assert len({entry.name for entry in all_jobs}) == len(all_jobs)
+    return all_jobs
 
 
 def algorithm_jobs() -> Iterator[Job]:
-    """Every name of every table of docs/algorithms.md once."""
+    """Yields jobs that cover every name of every table of docs/algorithms.md."""
     for name, loss in POLICIES.items():
         yield job(f"policy/{name}", {"loss": {"policy": name, **KL, **loss}}, is_quick=True)
     pairs = {"loss": {"policy": "dpo", "dpo_beta": 0.2, "reduction": "sequence_mean"}}
@@ -278,7 +278,7 @@ def algorithm_jobs() -> Iterator[Job]:
 
 
 def mesh_jobs() -> Iterator[Job]:
-    """Meshes x sharding x precision, with a reference beside the policy."""
+    """Yields jobs for meshes x sharding x precision, with a reference model."""
     telling = {
         ("1", "full", "float64"), ("dp2", "full", "float32"), ("dp2", "optimizer", "bfloat16"),
         ("dp2 cp2", "full", "float64"), ("dp2", "keep_parameters", "float16"), ("cp2", "replicate", "float32"),
@@ -291,7 +291,7 @@ def mesh_jobs() -> Iterator[Job]:
 
 
 def attention_jobs() -> Iterator[Job]:
-    """Strategies x meshes x precision, alone and with what samples have in common computed once."""
+    """Yields jobs for strategies x meshes x precision, with and without shared prefixes."""
     for strategy, mesh, precision in itertools.product(STRATEGIES, ("cp2", "dp2 cp2"), PRECISIONS):
         tree = {"attention": {"strategy": strategy}, "precision": {"compute_dtype": precision}}
         quick = mesh == "cp2" and precision == "float32"
@@ -310,7 +310,7 @@ def attention_jobs() -> Iterator[Job]:
 
 
 def critic_and_supervised_jobs() -> Iterator[Job]:
-    """PPO with a critic, and supervised training."""
+    """Yields jobs of PPO with a critic, and of supervised training."""
     for mesh, precision in itertools.product(("1", "dp2", "cp2", "dp2 cp2"), ("float32", "float64")):
         tree = {
             "algorithm": "ppo",
@@ -332,14 +332,14 @@ def critic_and_supervised_jobs() -> Iterator[Job]:
 
 
 def supervised(name: str, *trees: dict[str, Any], **fields: Any) -> Job:
-    """A job of algorithm sft, which takes no rollout settings."""
-    made = job(name, *trees, batches="demonstrations", **fields)
-    made.settings.pop("rollout")
-    return made
+    """Makes a job of algorithm sft, which has no rollout settings."""
+    result = job(name, *trees, batches="demonstrations", **fields)
+    result.settings.pop("rollout")
+    return result
 
 
 def state_jobs() -> Iterator[Job]:
-    """What must not change a number: recomputation, offloading, sleep, checkpoints, another way to the same update."""
+    """Yields jobs for what must not change a number: recomputation, offloading, sleep, checkpoints, split updates."""
     for choice in ("full", "selective"):
         tree = {"model": {"activation_checkpointing": choice}, "loss": KL}
         yield job(f"recomputed/{choice}", tree, is_quick=choice == "full")
@@ -387,7 +387,7 @@ def state_jobs() -> Iterator[Job]:
 
 
 def model_jobs() -> Iterator[Job]:
-    """Architectures with what attention or experts need beyond a plain decoder."""
+    """Yields jobs for architectures whose attention or experts differ from a plain decoder."""
     for model in MODELS:
         if model == "qwen3":
             continue
@@ -398,7 +398,7 @@ def model_jobs() -> Iterator[Job]:
 
 
 def mixed_jobs(count: int = 120) -> Iterator[Job]:
-    """Algorithms drawn from the product of all tables; some are refused, which must then be the same refusal."""
+    """Yields jobs with random combinations of all tables; some are refused, and must then be refused equally."""
     rng = random.Random(20261123)
     for number in range(count):
         policy = rng.choice([*POLICIES, "dpo"])
@@ -423,7 +423,7 @@ def mixed_jobs(count: int = 120) -> Iterator[Job]:
 
 
 def process_jobs() -> Iterator[Job]:
-    """Whole processes: a recorded batch without Ray, supervised ranks one of which is killed, a run of the loop."""
+    """Yields jobs of whole processes: a replayed batch without Ray, supervised ranks with a kill, a run of the loop."""
     yield job("command/replay", {"loss": {**KL, "epochs": 2}}, runs="replay")
     clock = {"call_timeout_s": 240.0, "launch_timeout_s": 240.0, "max_ranks_per_core": 64, "max_restarts": 10}
     supervised_run = {"loss": KL, "cluster": clock, "checkpoint": {"keep_last": 3}}
@@ -445,7 +445,7 @@ def process_jobs() -> Iterator[Job]:
 # ---------------------------------------------------------------------- models and batches
 
 VOCABULARY = 96
-SORT_DIGITS = "sort_digits"  # of scripts/make_sort_digits.py, which makes data too
+SORT_DIGITS = "sort_digits"  # made by scripts/make_sort_digits.py, with its data
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -455,7 +455,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
-    "initializer_range": 0.2,  # large, so that differences show
+    "initializer_range": 0.2,  # large, so that differences become visible
     "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -481,7 +481,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_models(folder: Path) -> None:
-    """A Hugging Face folder for each of MODELS; only qwen3 has weights, the others are drawn from their settings."""
+    """Writes a Hugging Face folder for each of MODELS; only qwen3 has weights, the others have random ones."""
     from safetensors.numpy import save_file
 
     for name, fields in MODELS.items():
@@ -514,13 +514,13 @@ def write_models(folder: Path) -> None:
 
 
 def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
-    """16 ragged samples with holes in their masks, as `RolloutBatch.from_samples` takes them; always the same ones.
+    """Returns 16 ragged samples with gaps in their masks for `RolloutBatch.from_samples`; always the same ones.
 
     Args:
-        kind: what they are for; "groups" have four samples each whose rewards differ, "level groups" one of equal
-            rewards among them, "pairs" two; "callers" come with advantages and log-probs; "prompts" begin alike group
-            by group, "turns" one in another.
-        number: of the batch in its job.
+        kind: the purpose: "groups" are groups of four with different rewards, "level groups" include groups with equal
+            rewards, "pairs" are groups of two; "callers" have advantages and log-probs; the samples of a group of
+            "prompts" share a prompt, and those of "turns" each continue the one before.
+        number: the number of the batch in its job.
     """
     rng = np.random.default_rng([zlib.crc32(kind.encode()), number])
     group_size = 2 if kind == "pairs" else 4
@@ -528,8 +528,8 @@ def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     history: list[int] = []
     for index in range(16):
-        place = index % group_size
-        if place == 0:
+        position = index % group_size
+        if position == 0:
             history = rng.integers(3, VOCABULARY, int(rng.integers(20, 40))).tolist()
         if kind in ("prompts", "turns", "engine prompts"):
             response = int(rng.integers(2, 16))
@@ -544,15 +544,15 @@ def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
         mask[0] = True
         sample = {"tokens": tokens, "response_length": response, "loss_mask": mask.tolist()}
         if kind != "demonstrations":
-            # of two values in each group, as estimators that count successes need them
+            # rewards in a group have two values, which estimators that count successes need
             level = kind == "level groups" and index // group_size in (1, 2)
-            sample |= {"reward": 1.0 if level else float(place % 2), "group_id": index // group_size}
-        if kind == "callers":  # what a caller may give instead of having it computed
+            sample |= {"reward": 1.0 if level else float(position % 2), "group_id": index // group_size}
+        if kind == "callers":  # fields that a caller may pass instead of having them computed
             sample |= {name: -3 * rng.random(response) for name in ("old_log_probs", "ref_log_probs")}
             sample |= {"advantages": rng.normal(0, 1, response)}
         if kind == "all fields":
             rewarded = rng.integers(-1, 2, response).astype(np.float64)
-            rewarded[0] -= rewarded.sum()  # whole numbers: a sample's score stays exactly one of the two
+            rewarded[0] -= rewarded.sum()  # whole numbers, so that a sample's score is exactly one of the two values
             sample |= {
                 "values": rng.normal(0, 0.5, response),
                 "baseline_reward": float(rng.random()),
@@ -569,23 +569,23 @@ def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Record:
-    """What came out, as text that is equal where the bits are: `kind name` -> hex, sha256 or a number."""
+    """The results of a job as texts that are equal if the bits are: `kind name` -> hex, sha256 or a number."""
 
     values: dict[str, str] = field(default_factory=dict)
 
-    def metrics(self, step: str, found: dict[str, float]) -> None:
-        """Every metric that the clock has no part in."""
-        for name, value in found.items():
+    def metrics(self, step: str, values: dict[str, float]) -> None:
+        """Records every metric that is not measured by the clock."""
+        for name, value in values.items():
             if not any(word in name for word in UNSTEADY):
                 self.values[f"{step}: metric {name}"] = float(value).hex()
 
-    def array(self, what: str, found: np.ndarray) -> None:
-        """An array by its digest."""
-        digest = hashlib.sha256(np.ascontiguousarray(found).tobytes()).hexdigest()
-        self.values[what] = f"{digest} {found.dtype} {list(found.shape)}"
+    def array(self, what: str, values: np.ndarray) -> None:
+        """Records an array by its digest."""
+        digest = hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+        self.values[what] = f"{digest} {values.dtype} {list(values.shape)}"
 
     def plan(self, step: str, plan: Any) -> None:
-        """Every pack of a plan, and its counts."""
+        """Records every pack of a plan, and its counts."""
         packs = [[[pack.tolist() for pack in packs] for packs in update] for update in plan.updates]
         for name, value in {
             "updates": hashlib.sha256(json.dumps(packs).encode()).hexdigest(),
@@ -599,13 +599,13 @@ class Record:
                 self.array(f"{step}: plan shared {name}", getattr(shared, name))
 
     def weights(self, what: str, folder: Path) -> None:
-        """Each tensor of an exported folder."""
+        """Records each tensor of an exported folder."""
         for name, values in exported_tensors(folder).items():
             self.array(f"{what} {name}", values)
 
 
 def exported_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """The tensors of a Hugging Face folder, by name."""
+    """Returns the tensors of a Hugging Face folder by name."""
     from safetensors.numpy import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -617,7 +617,7 @@ def exported_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 class TrainerJob:
-    """One rank of a job: its Trainers, and the calls by the names that jobs use."""
+    """One rank of a job: its Trainers, and the calls under the names that jobs use."""
 
     def __init__(self, job: Job, config: Any, folder: Path) -> None:
         import torch
@@ -644,13 +644,13 @@ class TrainerJob:
         return self.record.values
 
     def next_batch(self) -> Any:
-        """The next one of the job's kind; an engine's log-probs are the policy's own but for some noise."""
+        """Makes the next batch of the job's kind; an engine's log-probs are the policy's own with some noise."""
         kind, self.number = self.job.batches, self.number + 1
         batch = taken("RolloutBatch").from_samples(samples_of(kind, self.number))
         if kind.startswith("engine"):
-            found = self.trainer.compute_log_probs(batch).log_probs
-            noise = np.random.default_rng(self.number).normal(0, 0.2, found.shape)
-            batch = batch.replace(rollout_log_probs=np.minimum(found + noise, 0).astype(np.float32))
+            log_probs = self.trainer.compute_log_probs(batch).log_probs
+            noise = np.random.default_rng(self.number).normal(0, 0.2, log_probs.shape)
+            batch = batch.replace(rollout_log_probs=np.minimum(log_probs + noise, 0).astype(np.float32))
         return batch
 
     def train(self, batch: Any | None = None, role: str = "actor") -> None:
@@ -683,13 +683,13 @@ class TrainerJob:
         self.train(batch, "critic")
 
     def log_probs(self, model: str = "actor") -> None:
-        found = self.trainer.compute_log_probs(self.next_batch(), model=model)
-        self.record.array(f"{self.step}: log-probs", found.log_probs)
-        self.record.array(f"{self.step}: entropy", found.entropy)
+        outputs = self.trainer.compute_log_probs(self.next_batch(), model=model)
+        self.record.array(f"{self.step}: log-probs", outputs.log_probs)
+        self.record.array(f"{self.step}: entropy", outputs.entropy)
 
     def forward_backward(self) -> None:
-        found = self.trainer.forward_backward(self.next_batch(), denominator=100.0)
-        self.record.metrics(self.step, found)
+        metrics = self.trainer.forward_backward(self.next_batch(), denominator=100.0)
+        self.record.metrics(self.step, metrics)
 
     def optimizer_step(self) -> None:
         self.record.metrics(self.step, self.trainer.optimizer_step())
@@ -724,20 +724,20 @@ CALLS: dict[str, Callable[[TrainerJob], Any]] = {
 
 
 class RankPool:
-    """Ranks that live on from job to job, forked from a process that has imported everything."""
+    """Rank processes that are reused from job to job, forked from a process that has imported everything."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("fork")
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, job: Job, config_file: Path, folder: Path, timeout_s: float) -> dict[str, str]:
-        """Rank 0's record. Raises RuntimeError with the traceback of a rank that failed."""
+        """Returns rank 0's record. Raises RuntimeError with the traceback of a rank that failed."""
         while len(self._ranks) < job.ranks:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            own_end, rank_end = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank_end,), daemon=True)
             process.start()
-            there.close()
-            self._ranks.append((process, here))
+            rank_end.close()
+            self._ranks.append((process, own_end))
         store = folder / "store"
         waiting = {}
         for rank, (_, connection) in enumerate(self._ranks[: job.ranks]):
@@ -751,18 +751,18 @@ class RankPool:
             for connection in answered:
                 rank = waiting.pop(connection)  # type: ignore[call-overload]
                 try:
-                    values, said = connection.recv()  # type: ignore[union-attr]
+                    values, error = connection.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    values, said = {}, f"rank {rank} ended"
+                    values, error = {}, f"rank {rank} ended"
                 result = values if rank == 0 else result
-                problem = problem or said
-            if problem:  # its peers may wait for it in a collective
+                problem = problem or error
+            if problem:  # the other ranks may wait for it in a collective
                 self.close()
                 raise RuntimeError(problem)
         return result
 
     def close(self) -> None:
-        """Ends the processes as they are; the next job starts others."""
+        """Kills the processes; the next job starts new ones."""
         for process, connection in self._ranks:
             connection.close()
             process.kill()
@@ -792,7 +792,7 @@ def _serve(connection: Connection) -> None:
         dist.destroy_process_group()
         _forget_meshes()
         connection.send((values, ""))
-        gc.collect()  # models and process groups are in cycles, and a group's threads wake up all the time
+        gc.collect()  # frees cycles of models and process groups, whose threads would wake up all the time
         if not is_frozen:
             gc.freeze()
             is_frozen = True
@@ -811,7 +811,7 @@ def _record_of(job: Job, config_file: Path, folder: Path) -> dict[str, str]:
             config = taken("load_config")(config_file)
             trained = TrainerJob(job, config, folder)
             return trained.run()
-    except taken("SlimeError") as error:  # of all ranks alike, before any collective or after all
+    except taken("SlimeError") as error:  # raised by all ranks alike, before the first or after the last collective
         if not job.name.startswith("mixed/"):
             raise
         before = {} if trained is None else trained.record.values
@@ -819,22 +819,22 @@ def _record_of(job: Job, config_file: Path, folder: Path) -> dict[str, str]:
 
 
 def _forget_meshes() -> None:
-    """torch remembers how to redistribute a DTensor by its mesh's shape, with groups that are gone by then."""
+    """Clears torch's caches of DTensor redistributions, which refer to process groups that no longer exist."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
     for name in ("_gen_transform_infos", "clear_redistribute_planner_cache"):
-        found = getattr(_redistribute, name, None)
-        if found is not None:
-            getattr(found, "cache_clear", found)()
+        cached = getattr(_redistribute, name, None)
+        if cached is not None:
+            getattr(cached, "cache_clear", cached)()
 
 
 # ---------------------------------------------------------------------- jobs in processes of their own
 
 
 def replay(job: Job, config_file: Path, folder: Path) -> dict[str, str]:
-    """A recorded batch through the command that takes one, without Ray."""
+    """Runs a recorded batch through the replay command, without Ray."""
     taken("RolloutBatch").from_samples(samples_of(job.batches, 1)).save(folder / "batch.safetensors")
     arguments = [str(config_file), "--batch", str(folder / "batch.safetensors"), "--export", str(folder / "actor")]
     printed = _output([*REPLAY, *arguments], folder)
@@ -845,7 +845,7 @@ def replay(job: Job, config_file: Path, folder: Path) -> dict[str, str]:
 
 
 def train(job: Job, config_file: Path, folder: Path) -> dict[str, str]:
-    """A run of the loop with engines: its rows, and the weights that it exports."""
+    """Runs the loop with engines; returns its metrics, and the exported weights."""
     _output([*TRAIN, str(config_file)], folder)
     record = Record()
     for number, line in enumerate((folder / "run" / "metrics.jsonl").read_text().splitlines()):
@@ -863,16 +863,16 @@ def _output(arguments: Sequence[str], folder: Path) -> str:
 
 
 def supervised_records(job: Job, config_file: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """The same steps on supervised ranks twice, the second time with a rank killed inside a step."""
+    """Runs the same steps on supervised ranks twice, the second time with a rank killed inside of a step."""
     group = taken("SupervisedGroup").launch(taken("load_config")(config_file))
     try:
         group.save(0, {"cursor": 0})
-        found = {name: _supervised_steps(job, group, folder / name, name == KILLED) for name in (UNDISTURBED, KILLED)}
+        records = {name: _supervised_steps(job, group, folder / name, name == KILLED) for name in (UNDISTURBED, KILLED)}
         if len(group.recoveries) != 1:
             raise RuntimeError(f"a rank was killed, and there were {len(group.recoveries)} recoveries")
     finally:
         group.shutdown()
-    return found
+    return records
 
 
 def _supervised_steps(job: Job, group: Any, folder: Path, is_killed: bool) -> dict[str, str]:
@@ -881,7 +881,7 @@ def _supervised_steps(job: Job, group: Any, folder: Path, is_killed: bool) -> di
     for number in (1, 2, 3):
         batch = taken("RolloutBatch").from_samples(samples_of(job.batches, number))
         record.array(f"{number} log-probs", group.compute_log_probs(batch).log_probs)
-        is_old = hasattr(group, "train_step_async")  # of a commit before `submit`
+        is_old = hasattr(group, "train_step_async")  # a commit before `submit`
         training = group.train_step_async(batch) if is_old else taken("submit")(group.train_step, batch)
         if is_killed and number == 3:
             os.kill(group.health()[1].pid, signal.SIGKILL)
@@ -903,14 +903,14 @@ def _supervised_steps(job: Job, group: Any, folder: Path, is_killed: bool) -> di
 
 @dataclass(frozen=True)
 class Request:
-    """What compare_commits.py asks for, as JSON.
+    """A request of compare_commits.py, as JSON.
 
     Args:
-        checkout: what must be imported, and nothing else.
-        shared: folder of models and data, the same for both commits.
-        folder: for what this commit's jobs write.
-        jobs: names.
-        settings: `section.name=value` on top of every job that reads it, by JSON.
+        checkout: the folder that all imports must come from.
+        shared: the folder of models and data, the same for both commits.
+        folder: the folder for what this commit's jobs write.
+        jobs: the names of the jobs.
+        settings: `section.name=value` (JSON values) to set in every job that accepts it.
     """
 
     checkout: str
@@ -924,11 +924,11 @@ class Request:
 def main() -> int:
     """Runs the jobs of a request, and prints a line for each."""
     lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no line of ours
+    os.dup2(2, 1)  # output of libraries goes to standard error
     request = Request(**json.loads(Path(sys.argv[1]).read_text()))
     _require_checkout(Path(request.checkout))
     chosen = [job for job in jobs() if job.name in set(request.jobs)]
-    if any(job.runs == "trainer" for job in chosen):  # before the ranks are forked, which then have it
+    if any(job.runs == "trainer" for job in chosen):  # imported before the ranks are forked, which then have it
         import torch
         import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -970,7 +970,7 @@ def _require_checkout(checkout: Path) -> None:
 
 
 def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[str]]:
-    """The settings of a job as a file, and which of the request's it does not read."""
+    """Writes the settings of a job to a file; returns it, and the settings of the request that it does not use."""
     shared = Path(request.shared)
     model = shared / job.model / ("model" if job.model == SORT_DIGITS else "")
     tree = merged(job.settings, {"model": {"path": str(model)}})
@@ -992,7 +992,7 @@ def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[
             return True
         return False
 
-    if is_refused(tree):  # with or without the settings: it reads none of them
+    if is_refused(tree):  # also without the request's settings, so it uses none of them
         unread = list(request.settings)
     for setting in request.settings if not unread else ():
         name, _, value = setting.partition("=")
@@ -1008,8 +1008,8 @@ def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[
 
 
 def described() -> list[dict[str, Any]]:
-    """All jobs as plain data."""
-    return [asdict(one) for one in jobs()]
+    """Returns all jobs as plain data."""
+    return [asdict(entry) for entry in jobs()]
 
 
 if __name__ == "__main__":

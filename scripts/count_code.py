@@ -1,16 +1,16 @@
-"""Counts how large the code is, and how much of it a reader meets on the way of one training step.
+"""Counts how large the code is, and how much of it one training step runs through.
 
     python scripts/count_code.py CHECKOUT [CHECKOUT ...] [--json FILE] [--static]
 
 Two numbers come from a run of one step of `slimefsdp train` (left out with --static):
 
-- files until the first optimiser step: files of `slimefsdp/` and `actors/` in which a function ran, in all processes
-  together. What runs while a module is imported does not count.
+- files until the first optimiser step: files of `slimefsdp/` and `actors/` in which a function ran, over all processes.
+  Code that runs while a module is imported does not count.
 - files, stays and returns in a rank: the functions of one rank from the beginning of `train_step` to that step, each at
   its first call. A stay is a run of such functions in one file; a return is a stay in a file that was left before.
 
 All other numbers are counted in the source: lines, files, classes and functions beyond the limits of
-docs/contributing.md, settings, commands, words of the documents, and circles of imports.
+docs/contributing.md, settings, commands, words of the documents, and cycles of imports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 PACKAGES = ("slimefsdp", "actors")
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_PARAMETERS = 500, 350, 8
-# imported by every Python process that finds it on its path
+# written as sitecustomize.py, which every Python process imports that finds it on its path
 TRACER = """
 import os, sys, threading, time
 
@@ -122,12 +122,12 @@ sys.setprofile(profile)
 threading.setprofile(profile)
 """
 
-# an untrained model solves nothing, and where all rewards are equal no optimiser steps
+# an untrained model solves nothing, and if all rewards were equal, the optimiser would not step
 REWARD = "def reward(record, response, finished):\n    return {'reward': float(len(response) % 2)}\n"
 
 
 def walked(checkout: Path) -> dict[str, Any]:
-    """What ran until the first optimiser step of the sort-digits example under the checkout's own configuration."""
+    """Records what runs until the first optimiser step of the sort-digits example, with the checkout's settings."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(TRACER)
@@ -152,7 +152,7 @@ def walked(checkout: Path) -> dict[str, Any]:
                 "COUNT_FILES_OF": f"{checkout}{os.sep}",
                 "COUNT_FILES_INTO": str(folder / "log"),
             },
-            cwd=folder,  # or `-m` would find the packages of the folder that this is called in
+            cwd=folder,  # otherwise `-m` would find the packages of the current folder
             check=True,
             stdout=subprocess.DEVNULL,
         )
@@ -175,7 +175,7 @@ def walked(checkout: Path) -> dict[str, Any]:
 
 
 def layout(checkout: Path) -> dict[str, Any]:
-    """Lines, the longest files, loose modules and circles of imports."""
+    """Returns counts of lines, the longest files, loose modules and cycles of imports."""
     lines = {
         str(path.relative_to(checkout)): len(path.read_text().splitlines())
         for folder in (*PACKAGES, "tests")
@@ -199,7 +199,7 @@ def layout(checkout: Path) -> dict[str, Any]:
 
 
 def beyond_limits(checkout: Path, product: dict[str, int]) -> dict[str, list[str]]:
-    """Files, classes and functions that are larger than docs/contributing.md allows."""
+    """Returns files, classes and functions that are larger than docs/contributing.md allows."""
     classes, functions = [], []
     for path in product:
         if path.endswith("_pb2.py"):
@@ -220,13 +220,13 @@ def beyond_limits(checkout: Path, product: dict[str, int]) -> dict[str, list[str
 
 
 def number_of_settings(checkout: Path) -> int:
-    """Settings of docs/settings.md, which lists every one in a row of a table."""
+    """Returns the number of settings in docs/settings.md, which has a table row for each."""
     text = (checkout / "docs" / "settings.md").read_text()
     return len(set(re.findall(r"^\| `([a-z_]+\.[a-z_0-9]+|[a-z_]+)`", text, re.MULTILINE)))
 
 
 def documents(checkout: Path) -> list[Path]:
-    """README, docs/ and the pages of configs/ and benchmarks/."""
+    """Returns README, docs/ and the pages of configs/ and benchmarks/."""
     return [
         checkout / "README.md",
         *(checkout / "docs").glob("*.md"),
@@ -236,15 +236,15 @@ def documents(checkout: Path) -> list[Path]:
 
 
 def imports(checkout: Path, path: str) -> Iterator[str]:
-    """Files of the product that a file of it imports, whenever that is, also for the type checker alone.
+    """Yields the product's files that a file imports anywhere, also only for the type checker.
 
-    `from package import module` needs the module, not what the package offers.
+    `from package import module` counts as an import of the module, not of the package.
     """
     waiting: list[ast.AST] = [ast.parse((checkout / path).read_text())]
     while waiting:
         node = waiting.pop()
         if path.endswith("__init__.py") and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue  # names that a package offers and resolves on first use
+            continue  # names that a package resolves on first use
         waiting += ast.iter_child_nodes(node)
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -257,17 +257,17 @@ def imports(checkout: Path, path: str) -> Iterator[str]:
                 )
                 names.append(f"{node.module}.{alias.name}" if is_module else node.module)
         for name in names:
-            for found in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
-                if name.split(".")[0] in PACKAGES and (checkout / found).is_file():
-                    yield found
+            for file in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
+                if name.split(".")[0] in PACKAGES and (checkout / file).is_file():
+                    yield file
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of files of which each imports each, directly or through others (Tarjan's components of more than one)."""
+    """Returns groups of files that import each other, directly or indirectly (Tarjan's components of more than one)."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    components: list[list[str]] = []
 
     def visit(node: str) -> None:
         number[node] = lowest[node] = len(number)
@@ -281,33 +281,33 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if lowest[node] == number[node]:
             position = stack.index(node)
             if len(stack) - position > 1:
-                found.append(sorted(stack[position:]))
+                components.append(sorted(stack[position:]))
             del stack[position:]
 
     for node in graph:
         if node not in number:
             visit(node)
-    return sorted(found)
+    return sorted(components)
 
 
-def summary(found: dict[str, Any]) -> dict[str, int]:
-    """The counts of a checkout under their names in docs/contributing.md."""
+def summary(figures: dict[str, Any]) -> dict[str, int]:
+    """Returns the counts of a checkout under their names in docs/contributing.md."""
     counts = {
-        "lines of product": found["product_lines"],
-        "lines of tests": found["test_lines"],
-        "files of product": found["product_files"],
-        "settings": found["settings"],
-        f"files above {MAX_FILE_LINES} lines": len(found["long_files"]),
-        f"classes above {MAX_CLASS_LINES} lines": len(found["long_classes"]),
-        f"functions with more than {MAX_PARAMETERS} parameters": len(found["many_parameters"]),
-        "words of documents": found["words_of_documents"],
-        "circles of imports": len(found["import_circles"]),
+        "lines of product": figures["product_lines"],
+        "lines of tests": figures["test_lines"],
+        "files of product": figures["product_files"],
+        "settings": figures["settings"],
+        f"files above {MAX_FILE_LINES} lines": len(figures["long_files"]),
+        f"classes above {MAX_CLASS_LINES} lines": len(figures["long_classes"]),
+        f"functions with more than {MAX_PARAMETERS} parameters": len(figures["many_parameters"]),
+        "words of documents": figures["words_of_documents"],
+        "circles of imports": len(figures["import_circles"]),
     }
-    if "until_first_step" in found:
-        stays = found["stays_in_a_rank"]
+    if "until_first_step" in figures:
+        stays = figures["stays_in_a_rank"]
         counts |= {
-            "files until the first optimiser step": len(found["until_first_step"]),
-            "files in a rank": len(found["inside_a_rank"]),
+            "files until the first optimiser step": len(figures["until_first_step"]),
+            "files in a rank": len(figures["inside_a_rank"]),
             "stays in a rank": len(stays),
             "returns in a rank": len(stays) - len(set(stays)),
         }
@@ -315,7 +315,7 @@ def summary(found: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--json", type=Path, help="write all names here, too")
@@ -324,10 +324,10 @@ def main() -> int:
     record = {}
     for checkout in (path.resolve() for path in options.checkouts):
         commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
-        found = {"commit": commit.stdout.strip(), **({} if options.static else walked(checkout)), **layout(checkout)}
-        record[found["commit"] or str(checkout)] = found
-        print(f"{found['commit'][:12] or checkout}")
-        for name, value in summary(found).items():
+        figures = {"commit": commit.stdout.strip(), **({} if options.static else walked(checkout)), **layout(checkout)}
+        record[figures["commit"] or str(checkout)] = figures
+        print(f"{figures['commit'][:12] or checkout}")
+        for name, value in summary(figures).items():
             print(f"  {name:<44} {value:>8,}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")

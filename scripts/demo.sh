@@ -12,7 +12,7 @@ for setting in "$@"; do
 done
 bash scripts/setup.sh
 
-# only folders that carry this mark are removed: somebody's own run under the same name is not
+# only folders with this mark are removed, so that a user's own run of the same name stays
 mark=.written-by-demo
 run_dirs=(runs/sort_digits_sft runs/sort_digits_grpo)
 for dir in "${run_dirs[@]}"; do

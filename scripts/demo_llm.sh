@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # A pretrained model learns real tasks: SmolLM2-135M-Instruct, sums and products of reasoning_gym, GRPO. It takes half an
-# hour on two busy CPU cores, tells how far it is, and goes on where it was when it is started again.
+# hour on two busy CPU cores, reports its progress, and resumes when it is started again.
 #
 #   bash scripts/demo_llm.sh [--seed N] [--steps N] [--control] [--heldout N] [--model FOLDER] [--output DIR]
 #                            [--engine-python PATH] [section.name=value ...]
 #
-#   --seed N      of the problems and the samples (0)
-#   --steps N     of training (30)
-#   --control     the same steps, rewarded for the form of an answer alone, right or wrong
-#   --heldout N   at most so many held-out problems of each family
+#   --seed N      seed of the problems and the samples (0)
+#   --steps N     training steps (30)
+#   --control     the same steps, with a reward for the form of an answer only, right or wrong
+#   --heldout N   limit on the held-out problems of each family
 #   --model FOLDER         instead of the one that scripts/make_smollm2.py makes
 #   --output DIR           runs/demo_llm
 #   --engine-python PATH   of vLLM's environment (.venv-vllm/bin/python, where scripts/setup_vllm.sh has made it); with
@@ -121,7 +121,7 @@ else
     resume=true
     say "going on with $run"
   else
-    rm -rf "$run"  # what ended before its first checkpoint begins anew
+    rm -rf "$run"  # a run that ended before its first checkpoint starts again
     say "evaluating, training and evaluating again: $run"
   fi
   "$python" -m actors.cli train configs/demo_llm_grpo.yaml "run.dir=$run" "run.export_dir=$run/model" \

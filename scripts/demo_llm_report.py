@@ -1,8 +1,8 @@
-"""What a run of scripts/demo_llm.sh has learned: held-out accuracy of each family before and after, and one line.
+"""Reports what a run of scripts/demo_llm.sh has learned: held-out accuracy of each family before and after.
 
     python scripts/demo_llm_report.py FOLDER [--json]
 
-FOLDER has the run in `grpo`, each family a held-out set of its own. Accuracy is the share of responses at temperature 1
+FOLDER has the run in `grpo`, with a held-out set for each family. Accuracy is the share of responses at temperature 1
 that solve their problem, with its 95 % interval over problems.
 """
 
@@ -25,19 +25,19 @@ from slimefsdp.monitoring.metrics_log import read_metrics
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Figures of a run: `families` by name, each with `before` and `after`, and what its metrics say of the whole.
+    """Returns the figures of a run: `families` by name, each with `before` and `after`, and metrics of the whole run.
 
     Raises:
-        ConfigError: the folder has no two evaluations.
+        ConfigError: the folder does not have two evaluations.
     """
     run = folder / "grpo"
-    found = {}
+    families = {}
     for heldout_set in sorted(run.glob("evaluations/*")):
         evaluations = sorted(heldout_set.glob("step_*.jsonl"))
         if len(evaluations) > 1:
             sides = {"before": evaluations[0], "after": evaluations[-1]}
-            found[heldout_set.name] = {side: _accuracy(file) for side, file in sides.items()}
-    if not found:
+            families[heldout_set.name] = {side: _accuracy(file) for side, file in sides.items()}
+    if not families:
         raise ConfigError(
             f"{run} has no two evaluations to compare",
             field="FOLDER",
@@ -47,7 +47,7 @@ def report(folder: Path) -> dict[str, Any]:
     trained = [row for row in rows if "rollout_mismatch" in row]
     steps = [row for row in rows if "seconds/step" in row]
     return {
-        "families": found,
+        "families": families,
         "steps": max(int(row["step"]) for row in rows),
         "updates": len(trained),
         "rollout_mismatch": fmean(row["rollout_mismatch"] for row in trained),
@@ -61,12 +61,12 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def _ends(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
-    """The first and the last five."""
+    """Returns the first and the last five rows."""
     return rows[:5], rows[-5:]
 
 
 def _accuracy(file: Path) -> dict[str, Any]:
-    """Of the responses of one evaluation."""
+    """Returns the figures of one evaluation."""
     responses: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by prompt
     for line in file.read_text().splitlines():
         row = json.loads(line)
@@ -88,18 +88,18 @@ def _accuracy(file: Path) -> dict[str, Any]:
 
 
 def _is_solved(row: dict[str, Any]) -> float:
-    """The control is rewarded for something else, and has this beside its reward."""
+    """Returns 1 if the problem is solved; the control run has that as a separate score besides its reward."""
     scores = row["scores"]
     return float(scores.get("solved", scores["reward"]) >= 1)
 
 
-def table(found: dict[str, Any]) -> str:
-    """Markdown, a row for each family."""
+def table(figures: dict[str, Any]) -> str:
+    """Returns a Markdown table with a row for each family."""
     lines = [
         "| held-out family | problems | solved before | after | of finished before | after | finished before | after |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for family, sides in found["families"].items():
+    for family, sides in figures["families"].items():
         before, after = sides["before"], sides["after"]
         lines.append(
             f"| `{family}` | {before['problems']} | {_with_interval(before)} | {_with_interval(after)} "
@@ -117,22 +117,22 @@ def _text(share: float | None) -> str:
     return "-" if share is None else f"{share:.3f}"
 
 
-def last_line(folder: Path, found: dict[str, Any]) -> str:
-    """The run in one line."""
+def last_line(folder: Path, figures: dict[str, Any]) -> str:
+    """Returns the result of the run in one line."""
     gains = ", ".join(
         f"{family} {sides['before']['solved']:.3f} -> {sides['after']['solved']:.3f}"
-        for family, sides in found["families"].items()
+        for family, sides in figures["families"].items()
     )
     run = folder / "grpo"
     return (
-        f"{_model_of(run)}, held-out solved: {gains} in {found['steps']} steps, "
-        f"{found['training_seconds']:.0f} s; rollout/trainer log-probs apart by {found['rollout_mismatch']:.1e}, "
-        f"at most {found['rollout_mismatch_max']:.1e}; curves in {run / 'curves.png'}; model in {run / 'model'}"
+        f"{_model_of(run)}, held-out solved: {gains} in {figures['steps']} steps, "
+        f"{figures['training_seconds']:.0f} s; rollout/trainer log-probs apart by {figures['rollout_mismatch']:.1e}, "
+        f"at most {figures['rollout_mismatch_max']:.1e}; curves in {run / 'curves.png'}; model in {run / 'model'}"
     )
 
 
 def _model_of(run: Path) -> str:
-    """Its name, where the demo made its folder."""
+    """Returns the name of the model; the demo's own folder stands for SmolLM2."""
     folder = Path(yaml.safe_load((run / "settings.yaml").read_text())["model"]["path"]).name
     return "SmolLM2-135M-Instruct" if folder == "smollm2" else folder
 
@@ -143,11 +143,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     try:
-        found = report(options.folder)
+        figures = report(options.folder)
     except SlimeError as error:
         print(f"error [{error.code}]: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps(found, indent=1) if options.json else f"{table(found)}\n\n{last_line(options.folder, found)}")
+    print(
+        json.dumps(figures, indent=1) if options.json else f"{table(figures)}\n\n{last_line(options.folder, figures)}"
+    )
     return 0
 
 

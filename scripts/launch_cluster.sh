@@ -5,8 +5,8 @@
 #   every other:     bash scripts/launch_cluster.sh worker HEAD_IP[:PORT] [OPTION..]
 #   then, on one:    RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=auto
 #
-# IP is the address at which the other machines reach the first one. The token lies in ~/.ray/auth_token (or
-# RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes one where there is none, and the others need a copy of it. Ray does
+# IP is the address at which the other machines reach the first one. The token is in ~/.ray/auth_token (or
+# RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes a missing one, and the other machines need a copy of it. Ray does
 # not encrypt: use a private network. An OPTION is one of `ray start`, e.g. --min-worker-port 20000.
 set -euo pipefail
 

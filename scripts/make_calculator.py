@@ -1,9 +1,9 @@
-"""Write the example that learns to use a tool: a tiny random model, and the data of products like `37*46`.
+"""Writes the example that learns to use a tool: a tiny random model, and the data of products like `37*46`.
 
     python scripts/make_calculator.py OUT_DIR [--seed S]
 
-The model is too small to multiply; it can ask a calculator and repeat what that says. Of the warm-up's demonstrations,
-half answer at once, with numbers at random: imitating them gives a policy that calls the calculator half of the time.
+The model is too small to multiply, but it can ask a calculator and repeat the result. Half of the demonstrations for
+the warm-up answer at once with random numbers, so that imitation calls the calculator only half of the time.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ RESULT = "<tool_response>\n{}\n</tool_response>"
 
 
 def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
-    """Write `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` under `out_dir`; the same seed, the same bytes.
+    """Writes `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` under `out_dir`; the seed determines all bytes.
 
     Returns:
-        What was written: records per file name, and the model's parameters under `model`.
+        The number of records by file name, and the number of the model's parameters under `model`.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    # of four digits each: what is to be repeated is always as far away
+    # the results have four digits each, so that what has to be repeated is always at the same distance
     pairs = [(left, right) for left in range(32, 100) for right in range(32, 100)]
     rng.shuffle(pairs)
     records = [{"prompt": f"{left}*{right}", "answer": str(left * right)} for left, right in pairs]
@@ -52,15 +52,15 @@ def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
 
 
 def _demonstration(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
-    """A guess, a call, or what is said to a call's result."""
-    asked = [{"role": "user", "content": record["prompt"]}]
+    """Returns a guess, a call, or the answer after a call's result."""
+    question = [{"role": "user", "content": record["prompt"]}]
     call, kind = CALL.format(record["prompt"]), rng.choice(("guess", "call", "result"))
     if kind == "guess":
-        return {"prompt": asked, "answer": str(rng.randint(1000, 9999))}
+        return {"prompt": question, "answer": str(rng.randint(1000, 9999))}
     if kind == "call":
-        return {"prompt": asked, "answer": call}
-    told = {"role": "user", "content": RESULT.format(record["answer"])}
-    return {"prompt": [*asked, {"role": "assistant", "content": call}, told], "answer": record["answer"]}
+        return {"prompt": question, "answer": call}
+    result = {"role": "user", "content": RESULT.format(record["answer"])}
+    return {"prompt": [*question, {"role": "assistant", "content": call}, result], "answer": record["answer"]}
 
 
 def main() -> None:

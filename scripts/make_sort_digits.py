@@ -1,9 +1,9 @@
-"""Write the example that learns on a laptop: a tiny random model, and the data of the task `sort 52837` -> `23578`.
+"""Writes the example that learns on a laptop: a tiny random model, and the data of the task `sort 52837` -> `23578`.
 
     python scripts/make_sort_digits.py OUT_DIR [--seed S] [--untied]
 
-The warm-up demonstrations are half wrong on purpose: imitating them gives a policy that is right about half of the time
-at best, and only reinforcement learning goes beyond that.
+The warm-up demonstrations are half wrong on purpose: imitation gives a policy that is right at most half of the time,
+and only reinforcement learning goes beyond that.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 SFT_RECORDS = 6400  # 100 updates of 64
 TRAIN_RECORDS = 8000
 HELDOUT_RECORDS = 256
-CHAT_RECORDS = 640  # of one to three sortings each, all of them right
-PAIR_RECORDS = 3200  # of preferences, 100 updates of 32
+CHAT_RECORDS = 640  # with one to three sortings each, all of them right
+PAIR_RECORDS = 3200  # preference pairs, 100 updates of 32
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -28,16 +28,16 @@ CHAT_TEMPLATE = (
 
 
 def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = False) -> dict[str, int]:
-    """Write `model/` and the files of records under `out_dir`; the same seed, the same bytes.
+    """Writes `model/` and the files of records under `out_dir`; the seed determines all bytes.
 
-    Held-out prompts are distinct and in no other file. `sft`, `train`, `chats` and `pairs` may hold a prompt several
+    Held-out prompts are distinct and in no other file. `sft`, `train`, `chats` and `pairs` may have a prompt several
     times. `pairs` and `heldout_pairs` prefer right answers to wrong ones.
 
     Args:
-        untied: of the model, as in `write_model`.
+        untied: as in `write_model`.
 
     Returns:
-        What was written: records per file name, and the model's parameters under `model`.
+        The number of records by file name, and the number of the model's parameters under `model`.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = Fals
 
 
 def _sorting(rng: random.Random, excluded: dict[str, Any] | None = None) -> dict[str, str]:
-    """One prompt of three to five random digits with its right answer, not among the `excluded` prompts."""
+    """Returns a prompt of three to five random digits with its right answer, other than the `excluded` prompts."""
     while True:
         digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 5)))
         prompt = f"sort {digits}"
@@ -73,16 +73,16 @@ def _sorting(rng: random.Random, excluded: dict[str, Any] | None = None) -> dict
 
 
 def _chat(sortings: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """A chat in which one is asked after the other."""
+    """Returns a chat that asks for the sortings one after another."""
     turns = [
-        [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one["answer"]}]
-        for one in sortings
+        [{"role": "user", "content": sorting["prompt"]}, {"role": "assistant", "content": sorting["answer"]}]
+        for sorting in sortings
     ]
     return {"messages": [message for turn in turns for message in turn]}
 
 
 def _preference(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
-    """The right answer, preferred to its digits in another order or, every other time, to one with another digit."""
+    """Returns a pair that prefers the right answer to its shuffled digits or, half of the time, to a wrong digit."""
     chosen = rejected = record["answer"]
     replaces = rng.random() < 0.5 or len(set(chosen)) == 1
     while rejected == chosen:
@@ -97,16 +97,16 @@ def _preference(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
 
 
 def _tokenizer() -> Any:
-    """Every digit is its own token."""
+    """Returns a tokenizer in which every digit is a token."""
     return tokenizer_of(["sort 0123456789"], r"\d| ?\p{L}+|[^\s\p{L}\p{N}]|\s")
 
 
 def tokenizer_of(texts: Sequence[str], pattern: str) -> Any:
-    """A byte-level BPE whose merges build the words of a task and of its chat template, and nothing else.
+    """Makes a byte-level BPE tokenizer whose merges only build the words of a task and its chat template.
 
     Args:
-        texts: with all words of the task.
-        pattern: of what may become one token.
+        texts: texts with all words of the task.
+        pattern: matches what may become one token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -137,10 +137,10 @@ def tokenizer_of(texts: Sequence[str], pattern: str) -> Any:
 
 
 def write_model(folder: Path, tokenizer: Any, seed: int, *, untied: bool = False) -> int:
-    """Write a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters.
+    """Writes a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters.
 
     Args:
-        untied: the head is a weight of its own, and all weights are larger: adapters beside them can learn quickly.
+        untied: gives the head its own weight, and makes all weights larger, so that adapters can learn quickly.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -161,7 +161,7 @@ def write_model(folder: Path, tokenizer: Any, seed: int, *, untied: bool = False
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""The figures of the presets for GPUs in configs/README.md: what `slimefsdp plan` says of each, as it stands.
+"""Compares or writes the figures of the GPU presets in configs/README.md, as `slimefsdp plan` computes them.
 
-python scripts/presets_table.py           # status 1 where the page says something else
-python scripts/presets_table.py --write   # writes them
+python scripts/presets_table.py           # status 1 if the page has other figures
+python scripts/presets_table.py --write   # writes the figures
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ROW = re.compile(r"^(\| \[([\w.]+)\]\(\2\) \| [^|\n]+ \|) [^|\n]+ \| [^|\n]+ (\
 
 
 def figures(preset: Path) -> tuple[str, str]:
-    """The memory of a GPU, and the time of the updates of one step.
+    """Returns the memory of a GPU, and the time of the updates of one step.
 
     Raises:
-        SystemExit: `plan` refuses the preset, or the estimate does not fit the GPU.
+        SystemExit: `plan` refuses the preset, or the estimate exceeds the GPU.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -42,17 +42,17 @@ def figures(preset: Path) -> tuple[str, str]:
 
 
 def current(text: str) -> str:
-    """The page with the figures of now."""
+    """Returns the page with the current figures."""
 
-    def row(found: re.Match[str]) -> str:
-        memory, time = figures(CONFIGS / found[2])
-        return f"{found[1]} {memory} | {time} {found[3]}"
+    def row(match: re.Match[str]) -> str:
+        memory, time = figures(CONFIGS / match[2])
+        return f"{match[1]} {memory} | {time} {match[3]}"
 
     return _ROW.sub(row, text)
 
 
 def main() -> int:
-    """Writes the page, or compares it."""
+    """Writes the page, or compares it with the current figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="write configs/README.md instead of comparing")
     is_written = parser.parse_args().write

@@ -1,4 +1,4 @@
-"""Print the reference of all settings as Markdown, made from the settings tree itself.
+"""Prints the reference of all settings as Markdown, made from the settings tree itself.
 
 python scripts/settings_reference.py            # to the terminal
 python scripts/settings_reference.py --write    # to docs/settings.md
@@ -84,7 +84,7 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def settings_reference() -> str:
-    """The whole document: a section for the top level, then one for each settings class, with a table each."""
+    """Returns the whole document: a section with a table for the top level and for each settings class."""
     sections: dict[str, Any] = {
         name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)
     }
@@ -94,16 +94,16 @@ def settings_reference() -> str:
 
 
 def type_text(annotation: Any, constraints: list[Any]) -> str:
-    """A type and its bounds as a reader of YAML would say them, safe inside a Markdown table.
+    """Describes a type and its bounds in YAML terms, safe inside of a Markdown table.
 
     Args:
-        annotation: what pydantic keeps of a field's annotation, or a part of it.
+        annotation: a field's annotation as pydantic has it, or a part of it.
         constraints: objects with some of the attributes gt, ge, lt, le (pydantic's field metadata).
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner, *more = arguments
-        nested = [item for one in more for item in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        nested = [item for part in more for item in (part.metadata if isinstance(part, FieldInfo) else [part])]
         return type_text(inner, [*constraints, *nested])
     if origin in (Union, types.UnionType):
         return " \\| ".join(type_text(argument, constraints) for argument in arguments)
@@ -116,7 +116,9 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
     if origin is tuple:
         return f"[{', '.join(type_text(argument, []) for argument in arguments)}]"
     if _is_section(annotation):
-        inner = (f"{name}: {type_text(one.annotation, one.metadata)}" for name, one in annotation.model_fields.items())
+        inner = (
+            f"{name}: {type_text(part.annotation, part.metadata)}" for name, part in annotation.model_fields.items()
+        )
         return f"{{{', '.join(inner)}}}"
     bounds = [
         f"{sign} {_bound(getattr(item, name))}"
@@ -150,7 +152,7 @@ def _bound(value: float) -> str:
 
 
 def main() -> None:
-    """Print the reference, or write it to docs/settings.md."""
+    """Prints the reference, or writes it to docs/settings.md."""
     parser = argparse.ArgumentParser(description="The reference of all settings, as Markdown.")
     parser.add_argument("--write", action="store_true", help="write docs/settings.md instead of printing")
     if parser.parse_args().write:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs slimefsdp into it with the versions of constraints.txt; --dev adds what the tests need,
 # --demo-llm what scripts/demo_llm.sh needs.
-# Nothing happens when that was done before, in this folder, for the same pyproject.toml and constraints.txt.
+# Does nothing if that was done before in this folder for the same pyproject.toml and constraints.txt.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

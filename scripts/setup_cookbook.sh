@@ -13,7 +13,7 @@ esac
 
 # torch goes first, so that nothing replaces the build chosen for this machine
 torch=${TORCH:-torch==2.13.0}
-# what tinker-cookbook says that it needs, with its extra math-rl; other versions are those of constraints.txt
+# the requirements of tinker-cookbook with its extra math-rl; other versions come from constraints.txt
 requirements=(
   tinker==0.38.0 tml-renderers==0.2.1 aiohttp==3.14.5 blobfile==3.3.0 chz==0.4.0 cloudpickle==3.1.3 pyrage==1.4.0
   termcolor==3.3.0 tiktoken==0.14.0 pylatexenc==2.11 math-verify==0.9.0 sympy anyio datasets huggingface_hub numpy pillow

@@ -10,7 +10,7 @@ case "${1:-}" in
   *) folder=$1 ;;
 esac
 
-# torch goes first, so that nothing replaces the build chosen for this machine; transformers is that of constraints.txt
+# torch first, so that nothing replaces the build for this machine; transformers has the version of constraints.txt
 torch=${TORCH:-torch==2.13.0}
 requirements=(trl==1.16.0 transformers==5.23.0 accelerate==1.15.0)
 

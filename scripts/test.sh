@@ -5,9 +5,9 @@
 #   bash scripts/test.sh --all   all of them, linters and the wheel included; then those that touch transformers with the
 #                                lowest version that is supported, those of a real vLLM, where scripts/setup_vllm.sh can
 #                                install it (3 GB), and an audit of the packages (scripts/audit.sh)
-#   bash scripts/test.sh --engines   those of a real vLLM, runs that train with it included
+#   bash scripts/test.sh --engines   tests of a real vLLM, including training runs with it
 #   bash scripts/test.sh --cookbook  recipes of tinker-cookbook against the service (scripts/setup_cookbook.sh, 1.6 GB)
-#   bash scripts/test.sh ARGS    what these arguments for pytest choose, in one process
+#   bash scripts/test.sh ARGS    the tests that these pytest arguments select, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

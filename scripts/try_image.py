@@ -1,14 +1,14 @@
-"""Tries the Dockerfile where there is no Docker: resolves its pip lines, and runs its steps in a folder.
+"""Tests the Dockerfile without Docker: resolves its pip lines, and runs its steps in a folder.
 
     python scripts/try_image.py resolve
     debootstrap --variant=minbase bookworm FOLDER && python scripts/try_image.py run FOLDER --then 'slimefsdp check'
 
-`resolve` asks the package index what pip would install for each line, without downloading it, and writes that to
-tests/fixtures/image.json; tests/test_image.py holds the Dockerfile against this record.
+`resolve` asks the package index what pip would install for each line, without downloading it, and writes the answer to
+tests/fixtures/image.json; tests/test_image.py compares the Dockerfile with this record.
 
-`run` executes the steps of a target as root in FOLDER, which holds a freshly installed Debian or Ubuntu, by chroot. It
-then runs the commands of `--then` as the image's user and, again, as a user whom the image does not know. FOLDER is
-deleted by hand afterwards; mounts end with the program.
+`run` executes the steps of a target by chroot as root in FOLDER, a freshly installed Debian or Ubuntu. It then runs the
+commands of `--then` as the image's user and, again, as a user that the image does not know. Delete FOLDER by hand
+afterwards; mounts end with the program.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests/fixtures/image.json"
-PYTHON = "3.12"  # of Ubuntu 24.04
+PYTHON = "3.12"  # the version of Ubuntu 24.04
 PROJECT = "/src"  # where the Dockerfile copies the project to
 HOME = "/home/slimefsdp"
-STRANGER = 54321  # a user id that no image has
+STRANGER = 54321  # a user id that the image does not have
 _SKIPPED_OPTIONS = ("--no-cache-dir", "--no-deps", "--no-build-isolation")
 
 
@@ -43,10 +43,10 @@ class PipLine:
     Args:
         stage: the stage's name.
         pip: the program, e.g. pip or /venv-vllm/bin/pip.
-        wanted: what it is asked for, as written.
-        is_constrained: by constraints.txt.
-        has_wheels: it also installs wheels that an earlier stage compiled.
-        compiles: it compiles these packages and installs nothing that they need.
+        wanted: the requirements as written.
+        is_constrained: whether constraints.txt applies.
+        has_wheels: whether it also installs wheels that an earlier stage compiled.
+        compiles: whether it only compiles these packages, and installs none of their dependencies.
     """
 
     stage: str
@@ -57,23 +57,23 @@ class PipLine:
     compiles: bool
 
     def requirements(self) -> list[str]:
-        """What pip has to find on the index: the project is replaced by what it requires."""
-        found: list[str] = []
-        for one in self.wanted:
-            if not one.startswith(PROJECT):
-                found.append(one)
+        """Returns what pip has to find on the index; the project is replaced by its requirements."""
+        names: list[str] = []
+        for wanted in self.wanted:
+            if not wanted.startswith(PROJECT):
+                names.append(wanted)
                 continue
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            extras = re.findall(r"[\w-]+", one.removeprefix(PROJECT))
+            extras = re.findall(r"[\w-]+", wanted.removeprefix(PROJECT))
             needed = [*project["dependencies"], *(name for e in extras for name in project["optional-dependencies"][e])]
             compiled = {name for line in pip_lines() if line.compiles for name in map(_name, line.wanted)}
-            found += [name for name in needed if not (self.has_wheels and _name(name) in compiled)]
-        return found
+            names += [name for name in needed if not (self.has_wheels and _name(name) in compiled)]
+        return names
 
 
 @dataclass
 class Step:
-    """One instruction of the Dockerfile, e.g. RUN, without its continuation lines and comments."""
+    """An instruction of the Dockerfile, e.g. RUN, without continuation lines and comments."""
 
     stage: str
     word: str
@@ -86,21 +86,21 @@ def _name(requirement: str) -> str:
 
 
 def steps() -> Iterator[Step]:
-    """All instructions of the Dockerfile, in order."""
+    """Yields all instructions of the Dockerfile in order."""
     text = "\n".join(line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
     stage = ""
     for line in filter(None, map(str.strip, text.replace("\\\n", " ").splitlines())):
         word, rest = line.split(maxsplit=1)
         options: dict[str, str] = {}
-        while found := re.match(r"--(\w+)=(\S+)\s+", rest):
-            options[found[1]], rest = found[2], rest[found.end() :]
+        while match := re.match(r"--(\w+)=(\S+)\s+", rest):
+            options[match[1]], rest = match[2], rest[match.end() :]
         if word == "FROM":
             stage = rest.split(" AS ")[1]
         yield Step(stage, word, " ".join(rest.split()), options)
 
 
 def chain(target: str) -> list[Step]:
-    """The instructions that make a target, those of the stages it is based on first.
+    """Returns the instructions that make a target, beginning with those of the stages that it is based on.
 
     Raises:
         SystemExit: the Dockerfile has no such target.
@@ -113,39 +113,41 @@ def chain(target: str) -> list[Step]:
 
 
 def pip_lines() -> list[PipLine]:
-    """Every `pip install` and `pip wheel` of the Dockerfile."""
-    found = []
+    """Returns every `pip install` and `pip wheel` of the Dockerfile."""
+    lines = []
     for step in steps():
         commands = re.split(r"&&|;(?=\s)", step.rest) if step.word == "RUN" else []
         for words in map(shlex.split, commands):
-            place = next((index for index, word in enumerate(words) if re.fullmatch(r"(.*/)?pip", word)), None)
-            if place is None:
+            position = next((index for index, word in enumerate(words) if re.fullmatch(r"(.*/)?pip", word)), None)
+            if position is None:
                 continue
-            verb, *rest = words[place + 1 :]
+            verb, *rest = words[position + 1 :]
             for option in ("-c", "--wheel-dir"):
                 if option in rest:
                     del rest[rest.index(option) : rest.index(option) + 2]
-            found.append(
+            lines.append(
                 PipLine(
                     step.stage,
-                    words[place],
+                    words[position],
                     tuple(word for word in rest if word not in _SKIPPED_OPTIONS and not word.endswith(".whl")),
                     is_constrained="-c" in words,
                     has_wheels=any(word.endswith(".whl") for word in rest),
                     compiles=verb == "wheel",
                 )
             )
-    return found
+    return lines
 
 
 def resolve(_: argparse.Namespace) -> int:
-    """Writes the record of what pip would install for each line; 1 where it finds no versions that fit together."""
+    """Records what pip would install for each line; returns 1 if it finds no versions that fit together."""
     record = []
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
         pip = [f"{folder}/venv/bin/python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)  # older ones download what they only look at
-        # the index alone: other sources of this machine may have builds that the image does not get
+        subprocess.run(
+            [*pip, "install", "--upgrade", "pip"], check=True
+        )  # older ones download packages to inspect them
+        # only the index, since other sources of this machine may have builds that the image does not get
         alone = {name: value for name, value in os.environ.items() if not re.match(r"PIP_(FIND|EXTRA|CONSTR)", name)}
         for line in pip_lines():
             print(f"{line.stage}: {line.pip} {' '.join(line.wanted)}", file=sys.stderr, flush=True)
@@ -158,14 +160,14 @@ def resolve(_: argparse.Namespace) -> int:
 
 
 def _resolved(pip: list[str], line: PipLine, environment: Mapping[str, str], folder: Path) -> str | None:
-    """name==version of every package, with spaces between; None: pip found no versions that fit together."""
-    if line.compiles:  # what they need is said by their code; whether the index has them is all that can be looked up
-        for one in line.wanted:
-            name, _, version = one.partition("==")
+    """Returns name==version of every package, separated by spaces; None if no versions fit together."""
+    if line.compiles:  # their requirements are only known to their code, so only check that the index has them
+        for requirement in line.wanted:
+            name, _, version = requirement.partition("==")
             looks = [*pip[:3], "index", "versions", name]
-            said = subprocess.run(looks, env=environment, capture_output=True, text=True)
-            if version not in re.findall(r"[^\s,()]+", said.stdout):
-                print(f"the index has no {one}: {said.stderr}", file=sys.stderr)
+            versions = subprocess.run(looks, env=environment, capture_output=True, text=True)
+            if version not in re.findall(r"[^\s,()]+", versions.stdout):
+                print(f"the index has no {requirement}: {versions.stderr}", file=sys.stderr)
                 return None
         return " ".join(line.wanted)
     report = folder / "report.json"
@@ -174,14 +176,14 @@ def _resolved(pip: list[str], line: PipLine, environment: Mapping[str, str], fol
     command += ["-c", str(ROOT / "constraints.txt")] if line.is_constrained else []
     if subprocess.run(command, env=environment).returncode:
         return None
-    found = [one["metadata"] for one in json.loads(report.read_text())["install"]]
-    return " ".join(sorted(f"{one['name']}=={one['version']}" for one in found))
+    packages = [requirement["metadata"] for requirement in json.loads(report.read_text())["install"]]
+    return " ".join(sorted(f"{requirement['name']}=={requirement['version']}" for requirement in packages))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Executes the steps of a target in the folder, then the commands; the status of what failed, or 0."""
+    """Runs the steps of a target in the folder, then the commands; returns the status of the first failure, or 0."""
     if os.environ.get("TRY_IMAGE_NAMESPACE") != "own":
-        # mounts and processes of its own: all of them end with it, and installers find no process of this machine
+        # its own namespaces end all mounts and processes, and hide this machine's processes from installers
         command = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"]
         command += [sys.executable, *sys.argv]
         return subprocess.run(command, env={**os.environ, "TRY_IMAGE_NAMESPACE": "own"}).returncode
@@ -197,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
     home, as_built = folder / HOME.lstrip("/"), folder / "home-as-built"
     subprocess.run(["cp", "--archive", home, as_built], check=True)
     for user in (image.user, str(STRANGER)):
-        shutil.rmtree(home)  # a container has one user, who finds the home as the image has it
+        shutil.rmtree(home)  # a container has one user, who finds the home as it is in the image
         subprocess.run(["cp", "--archive", as_built, home], check=True)
         for command in options.then:
             if status := image.shell(command, user):
@@ -207,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _mount(folder: Path, shared: list[str]) -> None:
-    """What programs need of a machine. Nothing of this one can be written to: installers rewrite whole folders."""
+    """Mounts what programs need; this machine's folders are read-only, since installers would rewrite them."""
     for kind, name in (("proc", "proc"), ("tmpfs", "dev")):
         subprocess.run(["mount", "-t", kind, kind, folder / name], check=True)
     (folder / "dev/shm").mkdir(mode=0o1777)
@@ -217,14 +219,14 @@ def _mount(folder: Path, shared: list[str]) -> None:
         subprocess.run(["mount", "--bind", f"/dev/{device}", folder / "dev" / device], check=True)
     (folder / "dev/fd").symlink_to("/proc/self/fd")
     for name in shared:
-        place = folder / name.lstrip("/")
-        place.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "--bind", name, place], check=True)
-        subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+        target = folder / name.lstrip("/")
+        target.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "--bind", name, target], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", target], check=True)
 
 
 class _Image:
-    """What the instructions have made so far of a folder."""
+    """The state of an image that the instructions make in a folder."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -233,13 +235,13 @@ class _Image:
         self.user = "0"
 
     def take(self, step: Step) -> int:
-        """Executes one instruction; returns the exit status of a RUN, else 0."""
+        """Executes one instruction; returns the exit status of a RUN, otherwise 0."""
         if step.word == "RUN":
             return self.shell(step.rest, self.user)
         if step.word in ("ENV", "ARG"):
             for pair in shlex.split(step.rest):
                 name, _, value = pair.partition("=")
-                self._environment[name] = re.sub(r"\$(\w+)", lambda found: self._environment[found[1]], value)
+                self._environment[name] = re.sub(r"\$(\w+)", lambda match: self._environment[match[1]], value)
         elif step.word == "COPY":
             self._copy(step)
         elif step.word == "USER":
@@ -255,13 +257,16 @@ class _Image:
         *sources, target = step.rest.split()
         into = self._folder / os.path.join(self._work, target).lstrip("/")  # noqa: PTH118 - of two absolute paths
         for source in sources:
-            place = into / source if target.endswith("/") else into
+            destination = into / source if target.endswith("/") else into
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(
+                    ROOT / source, destination, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__")
+                )
             else:
-                shutil.copy(ROOT / source, place)
+                shutil.copy(ROOT / source, destination)
             owner = step.options.get("chown", "0")
-            subprocess.run(["chown", "--recursive", owner, place], check=True)
+            subprocess.run(["chown", "--recursive", owner, destination], check=True)
+        """Runs a command in the folder as a user; returns its exit status."""
 
     def shell(self, command: str, user: str) -> int:
         """Runs a command in the folder as this user; returns its exit status."""
@@ -269,6 +274,8 @@ class _Image:
         inside = f"cd {shlex.quote(self._work)} && {command}"
         chroot = ["chroot", f"--userspec={user}:{user}", self._folder, "/bin/sh", "-c", inside]
         return subprocess.run(chroot, env=self._environment, stdin=subprocess.DEVNULL).returncode
+
+    """Runs the command line."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Arithmetic for policies: expressions of numbers, computed without `eval`, and none that takes long or grows large."""
+"""Computes arithmetic expressions for a policy without `eval`, and without expressions that take long or grow large."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from tool_functions import ToolError
 
-MOST_CHARACTERS = 1000  # of an expression
-MOST_DEPTH = 100  # of operations inside each other
-MOST_BITS = 4096  # of a whole number; some 1,200 digits
+MOST_CHARACTERS = 1000  # in an expression
+MOST_DEPTH = 100  # nested operations
+MOST_BITS = 4096  # of an integer; about 1,200 digits
 
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -38,12 +38,7 @@ def calculator(expression: str) -> str:
     try:
         tree = ast.parse(text, mode="eval").body
         return str(_value_of(tree, MOST_DEPTH))
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # of the parser, also where it has enough
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the parser's errors, also on deep nesting
         raise ToolError(f"not an arithmetic expression: {getattr(error, 'msg', None) or error}") from error
     except ZeroDivisionError as error:
         raise ToolError("division by zero") from error
@@ -52,9 +47,10 @@ def calculator(expression: str) -> str:
 
 
 def _value_of(node: ast.AST, depth: int) -> int | float:
-    """
+    """Computes the value of a node.
+
     Raises:
-        ToolError: it is nothing to compute, or too much. ArithmeticError: of Python's own.
+        ToolError: it is not arithmetic, or too much. ArithmeticError: as Python raises it.
     """
     if depth < 0:
         raise ToolError(f"more than {MOST_DEPTH} operations inside each other")
@@ -72,7 +68,7 @@ def _value_of(node: ast.AST, depth: int) -> int | float:
 
 
 def _check_power(base: int | float, exponent: int | float) -> None:
-    """Refuses what would be larger than results may be, before it is computed."""
+    """Refuses a power with a result that would be too large, before it is computed."""
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1:
         # |base| >= 2 ** (bits - 1)
         if exponent * (base.bit_length() - 1) > MOST_BITS:

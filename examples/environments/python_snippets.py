@@ -1,8 +1,8 @@
-"""Python for policies: a snippet runs in a process of its own that cannot take more than it is given.
+"""Runs Python snippets of a policy in a separate process with limits on its resources.
 
-THIS IS NO SECURITY BOUNDARY. It keeps a policy's mistakes (endless loops, memory, files, processes) from costing more
-than their call, on Linux. A snippet runs as the user of the run: it can read what that user can read, and reach the
-network. Where that matters, run environments in containers, or write a tool that asks a sandbox elsewhere.
+THIS IS NO SECURITY BOUNDARY. On Linux, it keeps a policy's mistakes (endless loops, memory, files, processes) from
+costing more than their call. A snippet runs as the user of the run: it can read that user's files and reach the
+network. If that matters, run environments in containers, or write a tool that calls a remote sandbox.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tool_functions import ToolError
 
 from slimefsdp.errors import ConfigError, short_repr
 
-# What a process runs before the snippet. Hard limits cannot be raised again. RLIMIT_NPROC counts processes of the user
-# and not of the snippet: 0 lets it start none; it does not hold for root, whom the hook stops where Python asks it.
+# The process runs this before the snippet. Hard limits cannot be raised again. RLIMIT_NPROC counts all processes of the
+# user, so 0 allows no new ones; it does not apply to root, for whom the audit hook refuses Python's ways to start one.
 _PRELUDE = """
 import linecache, resource, sys, traceback
 cpu_s, memory, file_bytes = map(int, sys.argv[1:])
@@ -56,19 +56,19 @@ except BaseException as error:
     traceback.print_exception(error)
     sys.exit(1)
 """
-_MOST = 10**6  # seconds, or MiB
-_PART_BYTES = 2**16  # of an output that is read, at its beginning and at its end
+_MOST = 10**6  # limit on the limits, in seconds or MiB
+_PART_BYTES = 2**16  # bytes to read from the beginning and from the end of an output
 
 
 @dataclass(frozen=True, slots=True)
 class SnippetLimits:
-    """What a snippet may take.
+    """Limits on the resources of a snippet.
 
     Args:
-        timeout_s: of the clock; on a busy machine it is longer than what is computed.
-        cpu_s: of computing.
-        memory_mib: addresses, of which libraries like numpy take hundreds of MiB.
-        file_mib: of each file that it writes, its output too.
+        timeout_s: wall-clock seconds; on a busy machine these exceed the computing time.
+        cpu_s: seconds of computing.
+        memory_mib: address space, of which libraries like numpy need hundreds of MiB.
+        file_mib: size of each file that it writes, including its output.
     """
 
     timeout_s: float = 10.0
@@ -89,7 +89,7 @@ class SnippetLimits:
 
 
 def python_tool(limits: SnippetLimits) -> Callable[[str], Awaitable[str]]:
-    """The tool `python` with these limits."""
+    """Returns the function of the tool `python` with these limits."""
 
     async def python(code: str) -> str:
         """Run a Python program and return what it prints. Nothing is kept from one call to the next.
@@ -103,14 +103,14 @@ def python_tool(limits: SnippetLimits) -> Callable[[str], Awaitable[str]]:
 
 
 async def run_snippet(code: str, limits: SnippetLimits) -> str:
-    """What a program printed, standard error too.
+    """Runs a program and returns what it printed, including standard error.
 
     Raises:
-        ToolError: it ended by an error or a signal, or was ended; with what it had printed.
+        ToolError: it ended with an error or a signal, or was ended; the text includes what it had printed.
     """
     with tempfile.TemporaryFile() as output, _empty_folder() as folder:
-        # as -I, but that hashes do not differ from process to process: answers of environments have to repeat; -u, so
-        # that output and errors are in their order, and there when a signal ends it
+        # like -I, but with fixed hashes, since the answers of environments must be repeatable; -u keeps output and
+        # errors in order, and complete if a signal ends the process
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-s", "-P", "-B", "-u", "-c", _PRELUDE,
             str(limits.cpu_s), str(limits.memory_mib * 2**20), str(limits.file_mib * 2**20),
@@ -120,20 +120,20 @@ async def run_snippet(code: str, limits: SnippetLimits) -> str:
         )  # fmt: skip
         try:
             async with asyncio.timeout(limits.timeout_s):
-                # surrogates are no UTF-8: the snippet is refused as Python refuses such a file
+                # surrogates are not UTF-8, so Python refuses such a snippet as it would a file
                 await process.communicate(code.encode(errors="surrogatepass"))
-            how = _ended(process.returncode)
+            problem = _ended(process.returncode)
         except TimeoutError:
-            how = f"ended after {limits.timeout_s:g} s"
+            problem = f"ended after {limits.timeout_s:g} s"
         finally:
-            # all that it may have started too
+            # also ends all processes that it may have started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-        said = _text_of(output)
-    if how is not None:
-        raise ToolError(f"{said}\n({how})".lstrip())
-    return said
+        printed = _text_of(output)
+    if problem is not None:
+        raise ToolError(f"{printed}\n({problem})".lstrip())
+    return printed
 
 
 @contextlib.contextmanager
@@ -146,7 +146,7 @@ def _empty_folder() -> Iterator[str]:
 
 
 def _ended(status: int | None) -> str | None:
-    """How a process ended; None: well."""
+    """Returns how a process ended; None if it succeeded."""
     if status is None or status == 0:
         return None
     if status == -signal.SIGXCPU:
@@ -155,7 +155,7 @@ def _ended(status: int | None) -> str | None:
 
 
 def _text_of(output: IO[bytes]) -> str:
-    """What was printed; of much the beginning and the end."""
+    """Returns what was printed; only the beginning and the end if it is long."""
     size = output.seek(0, os.SEEK_END)
     output.seek(0)
     if size <= 2 * _PART_BYTES:

@@ -1,20 +1,20 @@
-"""Tasks of reasoning_gym (https://github.com/open-thought/reasoning-gym): prompt files, and rewards by its own scorers.
+"""Prompt files of reasoning_gym's tasks (https://github.com/open-thought/reasoning-gym), and rewards by its scorers.
 
-As a script it writes prompt files: `python examples/environments/reasoning_gym_tasks.py chain_sum data/chain_sum`. Two
-calls with the same seed, data set and settings write the same files. The functions `scored`, `solved` and `well_formed`
-are rewards: `rollout.reward: examples/environments/reasoning_gym_tasks.py:solved`.
+As a script it writes prompt files: `python examples/environments/reasoning_gym_tasks.py chain_sum data/chain_sum`. The
+same seed, data set and settings give the same files. The functions `scored`, `solved` and `well_formed` are rewards:
+`rollout.reward: examples/environments/reasoning_gym_tasks.py:solved`.
 
-Models answer in sentences, so a part of the response is scored (`answer_in`):
+Models answer in sentences, so only a part of the response is scored (`answer_in`):
 
-1. what stands in the last `<answer>...</answer>`, where there is one;
-2. else, where the true answer is a number, the last number of the response;
-3. else as many of its last lines as the true answer has, without the emphasis of Markdown and a full stop at the end.
+1. the text in the last `<answer>...</answer>`, if there is one;
+2. otherwise, if the true answer is a number, the last number of the response;
+3. otherwise as many of its last lines as the true answer has, without Markdown emphasis and a final full stop.
 
-How often the response was the answer and nothing else is beside the reward, as `answer_only`, and how often the true
-answer stands anywhere in it, finished or not, as `mentioned`: a gain in form alone raises the first and not the second.
-How many finish at all is what an evaluation finds itself (`eval/finished`).
+Two further scores are logged. `answer_only` is 1 if the response is the answer and nothing else. `mentioned` is 1 if
+the true answer occurs anywhere in it, finished or not. Learning only the form of answers raises the first, not the
+second. Evaluations themselves report how many responses finish (`eval/finished`).
 
-Importing this file costs no reasoning_gym.
+Importing this module does not import reasoning_gym.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from slimefsdp.io.user_files import path_argument
 Record = dict[str, Any]
 Scores = dict[str, float]
 
-_CHUNK = 500  # problems of one data set of reasoning_gym's; the next ones are of another seed
-# draws in a row without a new problem, for each one found, after which there is none: where all are equally likely, one
-# that is left would have been missed with a probability of e^-20
+_CHUNK = 500  # problems to draw from one reasoning_gym data set; the next ones come from another seed
+# number of draws in a row without a new problem, per problem found, after which drawing stops; with equally likely
+# problems, a remaining one would have been missed with a probability of e^-20
 _PATIENCE, _AT_LEAST = 20, 1000
-# a sign is one where nothing stands before it that it could part from the number, as in 10-5
+# a + or - is a sign only if no number or bracket comes before it, unlike in 10-5
 _NUMBER = r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-_MINUS = str.maketrans("\u2212\u2013", "--")  # as models write it
+_MINUS = str.maketrans("\u2212\u2013", "--")  # other characters that models write for a minus
 
 
 # ---------------------------------------------------------------------- prompts
@@ -54,61 +54,61 @@ _MINUS = str.maketrans("\u2212\u2013", "--")  # as models write it
 def distinct_problems(
     name: str, settings: Mapping[str, Any], *, train: int, heldout: int, seed: int = 0, instruction: str = ""
 ) -> tuple[list[Record], list[Record]]:
-    """Records to train on and records to hold out; no question is in both, or twice in either.
+    """Returns records to train on and records to hold out; no question occurs twice.
 
-    A record has `prompt`, `answer`, and `question` and `metadata` as reasoning_gym gave them. The held-out ones do not
-    depend on how many are trained on.
+    A record has `prompt` and `answer`, and `question` and `metadata` of reasoning_gym. The held-out records do not
+    depend on the number of training records.
 
     Args:
-        name: of a data set.
-        settings: of its configuration, but for `seed` and `size`.
+        name: the data set.
+        settings: the settings of its configuration, except `seed` and `size`.
         instruction: a last line of each prompt.
 
     Raises:
         ConfigError: reasoning_gym is not installed or has no such data set, the data set has no such setting or refuses
-            a value, a problem cannot be written as JSON, or there are not so many distinct ones.
+            a value, a problem cannot be written as JSON, or there are too few distinct ones.
     """
     configuration = _configuration(name, settings)
-    found: dict[str, Record] = {}
+    problems: dict[str, Record] = {}
     drawn = last_new = 0
-    while len(found) < heldout + train:
-        if drawn - last_new > _PATIENCE * len(found) + _AT_LEAST:
+    while len(problems) < heldout + train:
+        if drawn - last_new > _PATIENCE * len(problems) + _AT_LEAST:
             raise ConfigError(
-                f"{name} gave {len(found):,} distinct problems in {drawn:,} draws, and {train:,} to train on and "
+                f"{name} gave {len(problems):,} distinct problems in {drawn:,} draws, and {train:,} to train on and "
                 f"{heldout:,} to hold out are wanted",
                 field="--train",
                 hint="ask for fewer, or widen the data set's settings",
             )
         for entry in _drawn(name, configuration, chunk_seed(seed, drawn // _CHUNK)):
             drawn += 1
-            if entry["question"] not in found:
-                found[entry["question"]] = _record(name, entry, instruction)
+            if entry["question"] not in problems:
+                problems[entry["question"]] = _record(name, entry, instruction)
                 last_new = drawn
-            if len(found) == heldout + train:
+            if len(problems) == heldout + train:
                 break
-    records = list(found.values())
+    records = list(problems.values())
     return records[heldout:], records[:heldout]
 
 
 def chunk_seed(seed: int, chunk: int) -> int:
-    """The seed of reasoning_gym's for a chunk of draws.
+    """Returns reasoning_gym's seed for a chunk of draws.
 
-    Its data sets draw problem i from seed + i, so that those of neighbouring seeds are nearly all the same.
+    Its data sets draw problem i from seed + i, so neighbouring seeds would give nearly the same problems.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {chunk}".encode()).digest()[:4]) >> 1
 
 
 def data_set_names() -> list[str]:
-    """All of reasoning_gym's, sorted.
+    """Returns the names of all data sets, sorted.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: reasoning_gym is not installed.
     """
     return sorted(_data_sets())
 
 
 def settings_of(name: str) -> list[tuple[str, str, str]]:
-    """Name, type and default of each setting of a data set, but for `seed` and `size`.
+    """Returns name, type and default of each setting of a data set, except `seed` and `size`.
 
     Raises:
         ConfigError: reasoning_gym is not installed or has no such data set.
@@ -121,7 +121,7 @@ def settings_of(name: str) -> list[tuple[str, str, str]]:
             field="NAME",
             hint=f"name one of its {len(data_sets)}" + (f", such as {', '.join(near)}" if near else " (--list)"),
         )
-    found = []
+    settings = []
     for field in dataclasses.fields(data_sets[name][1]):
         if field.name in ("seed", "size"):
             continue
@@ -129,12 +129,12 @@ def settings_of(name: str) -> list[tuple[str, str, str]]:
         shown = "(needed)" if default is dataclasses.MISSING else repr(default)
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         kind = kind if not hasattr(field.type, "__args__") else str(field.type)
-        found.append((field.name, kind, shown))
-    return found
+        settings.append((field.name, kind, shown))
+    return settings
 
 
 def _configuration(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, checked by name; their values are checked by the data set."""
+    """Checks the names of the settings; the data set checks their values."""
     known = {key for key, _, _ in settings_of(name)}
     for key in settings:
         if key in ("seed", "size"):
@@ -165,21 +165,23 @@ def _data_sets() -> Mapping[str, Any]:
 
 
 def _drawn(name: str, configuration: Mapping[str, Any], seed: int) -> Iterator[Mapping[str, Any]]:
-    """One chunk of a data set's problems."""
+    """Yields one chunk of a data set's problems."""
     import reasoning_gym
 
-    place = f"{name}({', '.join(f'{key}={short_text(value)}' for key, value in configuration.items())})"
+    described = f"{name}({', '.join(f'{key}={short_text(value)}' for key, value in configuration.items())})"
     try:
         data_set = reasoning_gym.create_dataset(name, **configuration, seed=seed, size=_CHUNK)
-    except Exception as error:  # asserts for the most part; a value of another type fails anywhere
+    except Exception as error:  # mostly asserts; a value of a wrong type can fail in any way
         hint = "correct the settings; the data set's source says what they mean"
-        raise ConfigError(f"{place} is refused: {_said(error)}", field="SETTINGS", hint=hint) from error
+        raise ConfigError(f"{described} is refused: {_short_error(error)}", field="SETTINGS", hint=hint) from error
     try:
         for index in range(_CHUNK):
             yield data_set[index]
     except Exception as error:  # a generator may raise anything
         hint = "choose other settings, or another data set"
-        raise ConfigError(f"{place} cannot make its problems: {_said(error)}", field="SETTINGS", hint=hint) from error
+        raise ConfigError(
+            f"{described} cannot make its problems: {_short_error(error)}", field="SETTINGS", hint=hint
+        ) from error
 
 
 def _record(name: str, entry: Mapping[str, Any], instruction: str) -> Record:
@@ -196,12 +198,14 @@ def _record(name: str, entry: Mapping[str, Any], instruction: str) -> Record:
             raise ValueError("its scorer judges what was written otherwise")
     except (TypeError, ValueError, KeyError, BatchError) as error:
         raise ConfigError(
-            f"a problem of {name} cannot be kept in JSON: {_said(error)}", field="NAME", hint="choose another data set"
+            f"a problem of {name} cannot be kept in JSON: {_short_error(error)}",
+            field="NAME",
+            hint="choose another data set",
         ) from error
     return kept
 
 
-def _said(error: Exception) -> str:
+def _short_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -209,9 +213,9 @@ def _said(error: Exception) -> str:
 
 
 def scored(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Reward of reasoning_gym's scorer, from 0 to 1, for the answer in a finished response; 0 for an unfinished one.
+    """Rewards the answer in a finished response with reasoning_gym's score from 0 to 1; an unfinished one with 0.
 
-    Many of its scorers give a part where the true answer is a part of what was answered.
+    Many of its scorers give partial credit if the true answer is a part of the answer.
 
     Raises:
         BatchError: the record is not one of `distinct_problems`, or the scorer failed.
@@ -222,22 +226,22 @@ def scored(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
 
 
 def solved(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Reward 1 for a finished response whose answer has reasoning_gym's full score, else 0.
+    """Rewards a finished response whose answer has reasoning_gym's full score with 1, any other with 0.
 
     Raises:
-        BatchError: as `scored`.
+        BatchError: as in `scored`.
     """
     scores = scored(record, response, finished)
     return {**scores, "reward": float(scores["reward"] >= 1.0)}
 
 
 def well_formed(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Reward 1 for a finished response that has an answer of the right form, right or wrong: the control of a run.
+    """Rewards a finished response that has an answer of the right form, right or wrong, with 1; for control runs.
 
-    Where the true answer is a number that is any number, else any text. `solved` is beside it, as a metric.
+    If the true answer is a number, the form is any number, otherwise any text. The score `solved` is logged as well.
 
     Raises:
-        BatchError: as `scored`.
+        BatchError: as in `scored`.
     """
     scores = solved(record, response, finished)
     has_answer = bool(answer_in(response, _true_answer(record)))
@@ -245,10 +249,10 @@ def well_formed(record: Mapping[str, Any], response: str, finished: bool) -> Sco
 
 
 def answer_in(response: str, true_answer: str | None) -> str:
-    """The part of a response that is scored; empty where it has none.
+    """Returns the part of a response that is scored; "" if there is none.
 
     Args:
-        true_answer: whose form is looked for; None where a problem has many answers.
+        true_answer: determines the form to look for; None if a problem has many answers.
     """
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     if tagged:
@@ -289,9 +293,9 @@ def _score(answer: str, record: Mapping[str, Any]) -> float:
     entry = {"question": record["question"], "answer": record.get("answer"), "metadata": metadata}
     try:
         return float(_scorer(name)(answer, entry))
-    except Exception as error:  # each data set has its own
+    except Exception as error:  # each data set has its own scorer
         raise BatchError(
-            f"reasoning_gym's scorer of {name} failed on {short_repr(answer)}: {_said(error)}",
+            f"reasoning_gym's scorer of {name} failed on {short_repr(answer)}: {_short_error(error)}",
             field="rollout.reward",
             hint="choose another data set",
         ) from error
@@ -332,10 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(options: argparse.Namespace) -> str:
-    """Writes the files, unless only a list is asked for; returns the text to print.
+    """Writes the files, unless only a list is requested; returns the text to print.
 
     Raises:
-        ConfigError: as `distinct_problems`, or an argument is missing or out of range.
+        ConfigError: as in `distinct_problems`, or an argument is missing or out of range.
         CheckpointError: the folder exists already or cannot be written.
     """
     if options.list:

@@ -1,7 +1,7 @@
-"""Tools: functions that a policy calls by name with JSON arguments, each with a JSON schema made of its signature.
+"""Makes tools of functions: a policy calls them by name with JSON arguments, and their schemas follow from signatures.
 
-Importing this file costs no transformers: processes of environments start at once. The schema of a function is what
-`transformers.utils.get_json_schema` makes of it.
+The schema of a function is the one that `transformers.utils.get_json_schema` makes. This module does not import
+transformers, so that processes of environments start quickly.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FIELD = "environment.arguments"
 
 
 class ToolError(Exception):
-    """A call that failed for its arguments; the text is what the policy is told."""
+    """A call failed because of its arguments; the policy gets the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What a policy may call; `schema` is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    """A tool; `schema` is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
     name: str
     function: Callable[..., Any]
@@ -36,19 +36,19 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
-        """The tool that a function is: plain or a coroutine function, annotated, with a docstring.
+        """Makes a tool of a plain or coroutine function with annotations and a docstring.
 
         Raises:
-            ConfigError: an argument has no annotation, or one that JSON has no type for; there is no docstring.
+            ConfigError: an argument has no annotation, or one without a JSON type; there is no docstring.
         """
         name = name or function.__name__
         return cls(name, function, {"type": "function", "function": {"name": name, **_schema_of(function)}})
 
     async def call(self, arguments: Any) -> str:
-        """What it returned, as text: a string as it is, anything else in JSON.
+        """Calls the function and returns its value as text: a string unchanged, anything else as JSON.
 
         Raises:
-            ToolError: the arguments are not those of the schema, or the function raised.
+            ToolError: the arguments do not match the schema, or the function raised.
         """
         parameters = self.schema["function"]["parameters"]
         if fault := fault_of(arguments, parameters):
@@ -60,15 +60,15 @@ class Tool:
             return returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
         except ToolError:
             raise
-        except Exception as error:  # the policy learns what it did; a deadline is no Exception
+        except Exception as error:  # the policy is told; a cancellation by a deadline is not an Exception
             raise ToolError(f"{self.name}: {type(error).__name__}: {error!s:.1000}") from error
 
 
 def load_tool(name: str) -> Tool:
-    """The tool `module:function`, called by the function's name.
+    """Loads the tool `module:function`, which is called by the function's name.
 
     Raises:
-        ConfigError: it cannot be imported, or is no tool.
+        ConfigError: it cannot be imported, or is not a valid tool.
     """
     function = load_function(name, field=_FIELD, example="my_package.tools:search")
     try:
@@ -78,11 +78,11 @@ def load_tool(name: str) -> Tool:
 
 
 def fault_of(value: Any, schema: Mapping[str, Any], where: str = "arguments") -> str | None:
-    """Why a value is not of a schema that this file made; None: it is."""
+    """Returns why a value does not match a schema that this module made; None if it does."""
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:
-        faults = [fault_of(value, one, where) for one in schema["anyOf"]]
+        faults = [fault_of(value, item, where) for item in schema["anyOf"]]
         return None if None in faults else faults[0]
     kind = schema.get("type")
     if kind is not None and not _is_of(value, kind):
@@ -90,16 +90,16 @@ def fault_of(value: Any, schema: Mapping[str, Any], where: str = "arguments") ->
     if "enum" in schema and value not in schema["enum"]:
         return f"{where} is {short_repr(value)}, none of {', '.join(map(str, schema['enum']))}"
     if kind == "array" and "items" in schema:
-        found = (fault_of(one, schema["items"], f"{where}[{index}]") for index, one in enumerate(value))
-        return next((fault for fault in found if fault), None)
+        faults_inside = (fault_of(item, schema["items"], f"{where}[{index}]") for index, item in enumerate(value))
+        return next((fault for fault in faults_inside if fault), None)
     if kind == "object" and "properties" in schema:
         properties = schema["properties"]
         if missing := [name for name in schema.get("required", ()) if name not in value]:
             return f"{where} without {missing[0]!r}"
         if unknown := [name for name in value if name not in properties]:
             return f"{where} with {short_repr(unknown[0])}; there are {', '.join(properties) or 'none'}"
-        found = (fault_of(one, properties[name], name) for name, one in value.items())
-        return next((fault for fault in found if fault), None)
+        faults_inside = (fault_of(item, properties[name], name) for name, item in value.items())
+        return next((fault for fault in faults_inside if fault), None)
     return None
 
 
@@ -115,20 +115,20 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """`description` and `parameters` of a function.
+    """Returns `description` and `parameters` of a function.
 
     Raises:
-        ConfigError: as `Tool.of`.
+        ConfigError: as in `Tool.of`.
     """
     text = inspect.getdoc(function) or ""
-    # sections as Google writes them
+    # sections of a Google-style docstring
     description, *sections = re.split(r"^(?=(?:Args|Returns|Raises|Yields|Examples?):\s*$)", text, flags=re.MULTILINE)
     if not description.strip():
         raise ConfigError("it has no docstring", field=_FIELD, hint="write one, which tells the policy what it does")
-    said = next((_arguments_in(section) for section in sections if section.startswith("Args:")), {})
+    descriptions = next((_arguments_in(section) for section in sections if section.startswith("Args:")), {})
     try:
         hints = typing.get_type_hints(function)
-    except Exception as error:  # names that are not there
+    except Exception as error:  # such as undefined names
         raise ConfigError(f"its annotations: {error}", field=_FIELD, hint="correct them") from error
     properties: dict[str, Any] = {}
     required = []
@@ -137,7 +137,9 @@ def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
             raise ConfigError(f"it takes {parameter}", field=_FIELD, hint="give it arguments with names alone")
         if name not in hints:
             raise ConfigError(f"{name} has no annotation", field=_FIELD, hint=f"write {name}: str, say")
-        properties[name] = _type_of(hints[name], name) | ({"description": said[name]} if name in said else {})
+        properties[name] = _type_of(hints[name], name) | (
+            {"description": descriptions[name]} if name in descriptions else {}
+        )
         if parameter.default is parameter.empty:
             required.append(name)
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
@@ -147,41 +149,41 @@ def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _arguments_in(section: str) -> dict[str, str]:
-    """The descriptions in `Args:`, by name, each on one line."""
+    """Returns the descriptions in an `Args:` section by name, each on one line."""
     lines = section.splitlines()[1:]
     margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name = None
     for line in lines:
         begins = re.match(rf" {{{margin}}}(\w+)(?:\s*\([^)]*\))?:\s*(.*)", line)
         if begins:
-            name, found[begins[1]] = begins[1], begins[2].strip()
+            name, descriptions[begins[1]] = begins[1], begins[2].strip()
         elif name is not None and line.strip():
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
 def _type_of(hint: Any, name: str) -> dict[str, Any]:
-    """The JSON type of an annotation.
+    """Returns the JSON type of an annotation.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it has none.
     """
     if hint is Any:
         return {}
     if hint in _SCALARS:
         return {"type": _SCALARS[hint]}
     origin, inner = get_origin(hint) or hint, get_args(hint)
-    if origin is Literal and all(isinstance(one, str) for one in inner):
+    if origin is Literal and all(isinstance(member, str) for member in inner):
         return {"type": "string", "enum": list(inner)}
     if origin is list:
         return {"type": "array", **({"items": _type_of(inner[0], name)} if inner else {})}
     if origin is dict:
         return {"type": "object"}
     if origin in (Union, types.UnionType):
-        kinds = [_type_of(one, name) for one in inner if one is not type(None)]
-        found = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
-        return {**found, "nullable": True} if type(None) in inner else found
+        kinds = [_type_of(member, name) for member in inner if member is not type(None)]
+        schema = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        return {**schema, "nullable": True} if type(None) in inner else schema
     raise ConfigError(
         f"{name} is annotated as {hint}, which JSON has no type for",
         field=_FIELD,

@@ -1,7 +1,7 @@
-"""Tool use: the policy calls functions, is told what they returned, and its response without a call is its answer.
+"""Tool use: the policy calls functions and gets their results; its response without a call is the answer.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in a response, as Qwen and Hermes models write it;
-there may be text around it, and several of them.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in a response, as Qwen and Hermes models write it.
+A response may have several calls and other text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIELD = "environment.arguments"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What the policy asks for; `fault` says why it cannot be read."""
+    """A call of the policy; `fault` is why it cannot be read."""
 
     name: str = ""
     arguments: Any = None
@@ -38,7 +38,7 @@ class ToolCall:
 
 
 def parse_calls(response: str) -> list[ToolCall]:
-    """The calls of a response, in their order; the last may lack its closing mark."""
+    """Returns the calls of a response in their order; the last may lack its closing tag."""
     return [_parsed(text) for text in _CALL.findall(response)]
 
 
@@ -55,18 +55,18 @@ def _parsed(text: str) -> ToolCall:
 class ToolUse(Environment):
     """An episode in which the policy may call tools before it answers.
 
-    A response with calls is answered by their results, one after another; what a call did wrong is its result, so that
-    the policy can correct itself. A response without a call, or one that was cut, is the answer: the reward function
-    gives the episode's reward. Its scores are those of that function, `tool_calls` and `tool_errors`.
+    The environment answers a response with the results of its calls. A failed call has its error as the result, so that
+    the policy can correct itself. A response without a call, or one that was cut, is the answer, and the reward
+    function gives the episode's reward. The scores are those of that function, `tool_calls` and `tool_errors`.
 
     Args:
-        tools: `calculator`, `python`, or functions of your own as `module:function`.
-        reward: as `rollout.reward`.
-        described: template, the chat template writes what the tools are, and results are messages of the role `tool`;
-            prompt, the prompt says all that the policy is to know, and results are text in `<tool_response>`.
-        max_calls: of one response that are run.
-        result_characters: of one result that the policy is told; the middle is left out.
-        python: limits of the tool `python`, as `SnippetLimits`.
+        tools: `calculator`, `python`, or your own functions as `module:function`.
+        reward: as in `rollout.reward`.
+        described: template: the chat template describes the tools, and results are messages of the role `tool`; prompt:
+            the prompt describes everything, and results are text in `<tool_response>`.
+        max_calls: limit on the calls of a response that are run.
+        result_characters: limit on the length of a result; the middle of a longer one is left out.
+        python: limits of the tool `python`, as in `SnippetLimits`.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class ToolUse(Environment):
 
     @classmethod
     def check_arguments(cls, **arguments: Any) -> None:
-        """As `Environment`: an object is an episode, and costs nothing."""
+        """Checks the arguments by making an object, which costs nothing."""
         cls(**arguments)
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> Prompt:
-        """The record's prompt, with the tools where the template writes them."""
+        """Returns the record's prompt, with the tools if the template describes them."""
         self._record = record
         prompt: Any = record["prompt"]
         if not self._is_in_template:
@@ -111,8 +111,8 @@ class ToolUse(Environment):
         return {"messages": messages, "tools": [tool.schema for tool in self._tools.values()]}
 
     async def step(self, response: str, finished: bool) -> StepResult:
-        """The results of a response's calls, or what its answer is worth."""
-        # of one that was cut, the call may be a part of what was meant
+        """Returns the results of a response's calls, or the reward of the answer."""
+        # a response that was cut may contain only a part of a call
         calls = parse_calls(response) if finished else []
         if not calls:
             scores = self._reward(self._record, response, finished)
@@ -127,31 +127,31 @@ class ToolUse(Environment):
         return StepResult(self._observation(results), scores=self._scores())
 
     async def _result(self, call: ToolCall) -> tuple[str, str]:
-        """Name of the tool and what the policy is told."""
+        """Runs a call; returns the name of the tool and the text for the policy."""
         try:
             if call.fault is not None:
                 raise ToolError(call.fault)
             if call.name not in self._tools:
                 raise ToolError(f"there is no tool {short_repr(call.name)}; there are {', '.join(self._tools)}")
-            said = await self._tools[call.name].call(call.arguments)
+            text = await self._tools[call.name].call(call.arguments)
         except ToolError as error:
             self._errors += 1
-            said = f"error: {error}"
-        # half of a surrogate pair, which JSON can name, is no text
-        said = said.encode(errors="replace").decode()
-        return call.name if call.name in self._tools else "", shortened(said, self._result_characters) or "(nothing)"
+            text = f"error: {error}"
+        # JSON can contain half of a surrogate pair, which is not valid text
+        text = text.encode(errors="replace").decode()
+        return call.name if call.name in self._tools else "", shortened(text, self._result_characters) or "(nothing)"
 
     def _observation(self, results: Sequence[tuple[str, str]]) -> list[dict[str, str]] | str:
         if not self._is_in_template:
-            return "\n".join(f"<tool_response>\n{said}\n</tool_response>" for _, said in results)
-        return [{"role": "tool", **({"name": name} if name else {}), "content": said} for name, said in results]
+            return "\n".join(f"<tool_response>\n{text}\n</tool_response>" for _, text in results)
+        return [{"role": "tool", **({"name": name} if name else {}), "content": text} for name, text in results]
 
     def _scores(self) -> dict[str, float]:
         return {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
 
 
 def shortened(text: str, most: int) -> str:
-    """Beginning and end of a text that is longer than so many characters."""
+    """Returns the beginning and the end of a text that is longer than `most` characters."""
     text = text.strip()
     if len(text) <= most:
         return text
@@ -160,16 +160,16 @@ def shortened(text: str, most: int) -> str:
 
 
 def _tools_of(names: Any, python: Mapping[str, Any] | None) -> dict[str, Tool]:
-    """By name.
+    """Returns the tools by name.
 
     Raises:
-        ConfigError: there are none, one is no tool, or two have one name.
+        ConfigError: the list is empty, an item is not a tool, or two have the same name.
     """
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise _refusal(f"tools={short_repr(names)}", f"write a list of {', '.join(BUILT_IN)} or module:function")
     if python is not None and "python" not in names:
         raise _refusal("python has limits, and is not among tools", "add it, or remove them")
-    found: dict[str, Tool] = {}
+    tools: dict[str, Tool] = {}
     for name in names:
         if name == "python":
             tool = Tool.of(python_tool(_limits_of({} if python is None else python)))
@@ -179,27 +179,27 @@ def _tools_of(names: Any, python: Mapping[str, Any] | None) -> dict[str, Tool]:
             tool = _loaded(name)
         else:
             raise _refusal(f"{name} is no tool", f"write {', '.join(BUILT_IN)}, or a function as module:function")
-        if tool.name in found:
+        if tool.name in tools:
             raise _refusal(f"two tools are called {tool.name}", "remove one of them, or give it another name")
-        found[tool.name] = tool
-    return found
+        tools[tool.name] = tool
+    return tools
 
 
-def _limits_of(given: Any) -> SnippetLimits:
+def _limits_of(limits: Any) -> SnippetLimits:
     names = list(SnippetLimits.__slots__)
-    if not isinstance(given, Mapping) or not given.keys() <= set(names):
-        raise _refusal(f"python={short_repr(given)}", f"set some of {', '.join(names)}")
-    return SnippetLimits(**given)
+    if not isinstance(limits, Mapping) or not limits.keys() <= set(names):
+        raise _refusal(f"python={short_repr(limits)}", f"set some of {', '.join(names)}")
+    return SnippetLimits(**limits)
 
 
-# one object of a class is one episode, and what is looked up here is the same for all of a process
+# cached per process, since an object is made for every episode, and this is the same for all of them
 @functools.cache
 def _calculator() -> Tool:
     return Tool.of(calculator)
 
 
 _loaded = functools.cache(load_tool)
-# a server that is away is asked again for as long; whoever is asked about an answer has environment.timeout_s besides
+# a URL is retried for up to 60 s; environment.timeout_s limits the answer as a whole
 _reward_of = functools.cache(functools.partial(load_reward, timeout_s=60.0, concurrency=32, field=_FIELD))
 
 

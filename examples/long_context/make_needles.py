@@ -1,9 +1,9 @@
-"""Write the long-context example: a tiny random model, and texts of 256 to 16,384 tokens in which a digit is hidden.
+"""Writes the long-context example: a tiny random model, and texts of 256 to 16,384 tokens in which a digit is hidden.
 
     python examples/long_context/make_needles.py OUT_DIR [--seed S]
 
-A prompt is a text of random letters with one mark and a digit behind it, `...gdhc#7mbep...`, and ends with `?`; the
-answer is that digit, the only one in the text. A letter, a digit or a mark is a token. The demonstrations of the
+A prompt is a text of random letters with one mark followed by a digit, `...gdhc#7mbep...`, and ends with `?`. The
+answer is that digit, the only one in the text. Each letter, digit and mark is a token. The demonstrations of the
 warm-up have the shortest texts.
 """
 
@@ -23,10 +23,10 @@ END = "<|end|>"
 
 
 def write_needles(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
-    """Write `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` below `out_dir`; the same seed, the same bytes.
+    """Writes `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` below `out_dir`; the seed determines all bytes.
 
     Returns:
-        What was written: records per file name, and the model's parameters under `model`.
+        The number of records by file name, and the number of the model's parameters under `model`.
     """
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -43,15 +43,15 @@ def write_needles(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
 
 
 def needle(rng: random.Random, tokens: int) -> dict[str, str]:
-    """A prompt of so many tokens, the mark and the digit anywhere in it, and its answer."""
+    """Returns a prompt of this many tokens, with the mark and the digit at a random position, and its answer."""
     digit = rng.choice("0123456789")
     text = rng.choices(LETTERS, k=tokens - 3)
-    place = rng.randrange(tokens - 2)
-    return {"prompt": "".join([*text[:place], "#", digit, *text[place:], "?"]), "answer": digit}
+    position = rng.randrange(tokens - 2)
+    return {"prompt": "".join([*text[:position], "#", digit, *text[position:], "?"]), "answer": digit}
 
 
 def _tokenizer() -> Any:
-    """Every character of the task is a token."""
+    """Returns a tokenizer in which every character of the task is a token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def _tokenizer() -> Any:
 
 
 def _write_model(folder: Path, seed: int) -> int:
-    """Write a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters."""
+    """Writes a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -86,7 +86,7 @@ def _write_model(folder: Path, seed: int) -> int:
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+    with torch.random.fork_rng(devices=[]):  # keeps the caller's random state
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)

@@ -14,7 +14,7 @@ from tinker import types
 
 
 def server_answers() -> None:
-    """Ends with one line where no server answers; the client itself would try for five minutes."""
+    """Ends the program if no server answers; the client itself would try for five minutes."""
     url, key = os.environ.get("TINKER_BASE_URL", ""), os.environ.get("TINKER_API_KEY", "")
     try:
         urlopen(Request(f"{url}/api/v1/healthz", headers={"X-API-Key": key}), timeout=10).close()
@@ -30,22 +30,22 @@ def main(base_model: str, *, train_unembed: bool) -> None:
     prompt, response = [5, 6, 7], 4
     for step in range(16):
         sampler = training.save_weights_and_get_sampling_client().result()
-        asked = types.SamplingParams(max_tokens=response, stop=[], seed=step)
-        samples = sampler.sample(types.ModelInput.from_ints(prompt), 32, asked).result().sequences
-        rewards = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in samples]
+        params = types.SamplingParams(max_tokens=response, stop=[], seed=step)
+        samples = sampler.sample(types.ModelInput.from_ints(prompt), 32, params).result().sequences
+        rewards = [sum(token % 2 == 0 for token in sample.tokens) / len(sample.tokens) for sample in samples]
         mean = sum(rewards) / len(rewards)
         data, before = [], len(prompt) - 1
-        for one, reward in zip(samples, rewards, strict=True):
-            tokens = [*prompt, *one.tokens]
-            # the loss is a sum: what it is divided by stands in the advantages, which are 0 on the prompt
+        for sample, reward in zip(samples, rewards, strict=True):
+            tokens = [*prompt, *sample.tokens]
+            # the loss is a sum, so the advantages contain its divisor; they are 0 on the prompt
             advantage = 10 * (reward - mean) / (response * len(samples))
             data.append(
                 types.Datum(
                     model_input=types.ModelInput.from_ints(tokens[:-1]),
                     loss_fn_inputs={
                         "target_tokens": tokens[1:],
-                        "logprobs": [0.0] * before + list(one.logprobs),
-                        "advantages": [0.0] * before + [advantage] * len(one.tokens),
+                        "logprobs": [0.0] * before + list(sample.logprobs),
+                        "advantages": [0.0] * before + [advantage] * len(sample.tokens),
                     },
                 )
             )
@@ -62,5 +62,5 @@ if __name__ == "__main__":
     server_answers()
     try:
         main(sys.argv[1], train_unembed="train_unembed=false" not in sys.argv)
-    except tinker.TinkerError as error:  # whose traceback has 60 lines
+    except tinker.TinkerError as error:  # its traceback has 60 lines
         sys.exit(f"{type(error).__name__}: {error}")
