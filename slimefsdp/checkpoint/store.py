@@ -126,8 +126,12 @@ class CheckpointStore:
                 else:  # the writer died between moving it aside and moving the new one in
                     replaced.rename(final)
             temporary.mkdir()
-            for part in parts:
-                PartStore(self.root, part).temporary_path(step).rename(temporary / part)
+            try:
+                for part in parts:
+                    PartStore(self.root, part).temporary_path(step).rename(temporary / part)
+            except OSError:
+                self.abandon(step)
+                raise
             for stale in self.root.glob(f"{_PART}*"):
                 remove(stale)
         return temporary
