@@ -25,7 +25,6 @@ class DpoLoop(SftLoop):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Returns the columns of the progress table, with one for each held-out set."""
         held_out = [Column(name or "held-out", f"{metric_prefix(name)}rewards/accuracies") for name in self._heldout]
         return with_held_out(DPO_COLUMNS, held_out)
 
@@ -56,7 +55,6 @@ class DpoLoop(SftLoop):
         return {name: np.concatenate([values[name] for values in batches]) for name in batches[0]}
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the result of the run in one line."""
         run, seconds = self._config.run, sum(row.get("seconds/step") or 0.0 for row in rows)
         parts = [_change("loss", rows, "loss"), _change("accuracy", rows, "rewards/accuracies")]
         for name in self._heldout:

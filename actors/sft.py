@@ -81,7 +81,6 @@ class SftLoop:
         return metrics
 
     def _evaluated(self) -> Metrics:
-        """Returns the loss on each held-out set."""
         return {_loss_name(name): self._mean_loss(samples) for name, samples in self._heldout.items()}
 
     def _mean_loss(self, demonstrations: Sequence[Demonstration]) -> float:
@@ -95,7 +94,6 @@ class SftLoop:
         return total / tokens
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the result of the run in one line."""
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         name = "loss" if "loss" in rows[0] else next(name for name in rows[0] if name.endswith("loss"))
         what = "loss" if name == "loss" else f"held-out loss ({name})"

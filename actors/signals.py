@@ -40,7 +40,6 @@ class Interrupts:
 
     @property
     def requested(self) -> bool:
-        """Returns whether an end was requested."""
         return self._first is not None
 
     def steps_begin(self, step: int, steps: int) -> None:

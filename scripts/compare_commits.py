@@ -292,7 +292,6 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def write_shared(folder: Path, jobs: Sequence[compare_jobs.Job]) -> None:
-    """Writes models and data once for both commits."""
     compare_jobs.write_models(folder)
     if any(job.model == compare_jobs.SORT_DIGITS for job in jobs):
         import make_sort_digits
@@ -330,7 +329,6 @@ def json_setting(text: str) -> str:
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Patterns have * and ?, as file names have in a shell."
     )
@@ -359,7 +357,6 @@ def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
     options = arguments_of(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that checkouts and processes are removed
     try:

@@ -193,7 +193,6 @@ STRATEGIES = ("ring", "ulysses", "all_gather")
 
 
 def merged(*trees: dict[str, Any]) -> dict[str, Any]:
-    """Merges trees of sections; later ones take precedence."""
     result: dict[str, Any] = {}
     for tree in trees:
         for name, value in tree.items():
@@ -202,7 +201,6 @@ def merged(*trees: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranks_of(mesh: dict[str, int]) -> int:
-    """Returns the number of ranks of a mesh."""
     return mesh.get("dp_replicate", 1) * mesh.get("dp", 1) * mesh.get("cp", 1)
 
 
@@ -580,12 +578,10 @@ class Record:
                 self.values[f"{step}: metric {name}"] = float(value).hex()
 
     def array(self, what: str, values: np.ndarray) -> None:
-        """Records an array by its digest."""
         digest = hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
         self.values[what] = f"{digest} {values.dtype} {list(values.shape)}"
 
     def plan(self, step: str, plan: Any) -> None:
-        """Records every pack of a plan, and its counts."""
         packs = [[[pack.tolist() for pack in packs] for packs in update] for update in plan.updates]
         for name, value in {
             "updates": hashlib.sha256(json.dumps(packs).encode()).hexdigest(),
@@ -599,7 +595,6 @@ class Record:
                 self.array(f"{step}: plan shared {name}", getattr(shared, name))
 
     def weights(self, what: str, folder: Path) -> None:
-        """Records each tensor of an exported folder."""
         for name, values in exported_tensors(folder).items():
             self.array(f"{what} {name}", values)
 
@@ -1008,7 +1003,6 @@ def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[
 
 
 def described() -> list[dict[str, Any]]:
-    """Returns all jobs as plain data."""
     return [asdict(entry) for entry in jobs()]
 
 

@@ -315,7 +315,6 @@ def summary(figures: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> int:
-    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
     parser.add_argument("--json", type=Path, help="write all names here, too")

@@ -66,7 +66,6 @@ def _ends(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], Seq
 
 
 def _accuracy(file: Path) -> dict[str, Any]:
-    """Returns the figures of one evaluation."""
     responses: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by prompt
     for line in file.read_text().splitlines():
         row = json.loads(line)
@@ -118,7 +117,6 @@ def _text(share: float | None) -> str:
 
 
 def last_line(folder: Path, figures: dict[str, Any]) -> str:
-    """Returns the result of the run in one line."""
     gains = ", ".join(
         f"{family} {sides['before']['solved']:.3f} -> {sides['after']['solved']:.3f}"
         for family, sides in figures["families"].items()

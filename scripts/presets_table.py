@@ -42,8 +42,6 @@ def figures(preset: Path) -> tuple[str, str]:
 
 
 def current(text: str) -> str:
-    """Returns the page with the current figures."""
-
     def row(match: re.Match[str]) -> str:
         memory, time = figures(CONFIGS / match[2])
         return f"{match[1]} {memory} | {time} {match[3]}"
@@ -52,7 +50,6 @@ def current(text: str) -> str:
 
 
 def main() -> int:
-    """Writes the page, or compares it with the current figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--write", action="store_true", help="write configs/README.md instead of comparing")
     is_written = parser.parse_args().write

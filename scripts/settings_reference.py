@@ -152,7 +152,6 @@ def _bound(value: float) -> str:
 
 
 def main() -> None:
-    """Prints the reference, or writes it to docs/settings.md."""
     parser = argparse.ArgumentParser(description="The reference of all settings, as Markdown.")
     parser.add_argument("--write", action="store_true", help="write docs/settings.md instead of printing")
     if parser.parse_args().write:

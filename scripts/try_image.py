@@ -86,7 +86,6 @@ def _name(requirement: str) -> str:
 
 
 def steps() -> Iterator[Step]:
-    """Yields all instructions of the Dockerfile in order."""
     text = "\n".join(line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
     stage = ""
     for line in filter(None, map(str.strip, text.replace("\\\n", " ").splitlines())):
@@ -279,7 +278,6 @@ class _Image:
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     verbs = parser.add_subparsers(required=True)
     verbs.add_parser("resolve", help="record what pip would install").set_defaults(run=resolve)

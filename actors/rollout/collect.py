@@ -462,7 +462,6 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
 
 
 def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
-    """Returns whether any token would be trained on."""
     return any(scored.sample.finished or not masks_truncated for group in groups for scored in group.samples)
 
 

@@ -208,7 +208,6 @@ def checked_result(result: Any) -> StepResult:
 
 
 def _score_fault(name: Any, value: Any) -> str:
-    """Returns the reason why a score cannot be logged."""
     if checked_score("reward", value) is not None:
         return f"{short_repr(value)}, under what is no short printable name"
     if isinstance(value, numbers.Real):

@@ -36,8 +36,6 @@ room within environment.max_tokens or another limit on the context."""
 
 @dataclass(slots=True, eq=False)
 class _Episode:
-    """The state of one episode."""
-
     key: EpisodeKey
     record: Mapping[str, Any]
     seed: int
@@ -367,7 +365,6 @@ class EpisodeRunner:
 
     @property
     def _most_tokens(self) -> int:
-        """Returns the most tokens that an episode may have."""
         limits = (*self._limits, self._engines.max_tokens)
         return min(limit for limit in limits if limit is not None)
 

@@ -30,8 +30,6 @@ FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all eq
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
-    """A response with its reward."""
-
     sample: SampledResponse
     scores: dict[str, float]  # what the reward function returned, `reward` included
     reward: float  # the reward that is trained on, after `overlong_penalty`

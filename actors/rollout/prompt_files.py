@@ -32,8 +32,6 @@ from slimefsdp.rpc import ROLES
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A record that was left out."""
-
     place: str  # file:line, or the place of a row
     reason: str
 
@@ -310,7 +308,6 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 
 
 def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
-    """Counts the tokens of prompts."""
     with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
         counts = count_tokens(
             config.model.path,
@@ -332,8 +329,6 @@ def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Seque
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """A limit on the tokens of a whole sample."""
-
     tokens: int
     source: str
     hint: str

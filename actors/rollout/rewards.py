@@ -39,7 +39,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is repeated
 
 
 def failed_reward(problem: str, record: Mapping[str, Any], hint: str) -> BatchError:
-    """Returns the error of a call that failed."""
     return BatchError(f"{problem} for {place_of(record)}", field="rollout.reward", hint=hint)
 
 

@@ -121,7 +121,6 @@ def answer_of_process(module: str, asked: Mapping[str, Any], timeout_s: float, w
 
 
 def error_of_process(answer: Mapping[str, Any]) -> SlimeError:
-    """Returns the error that another process wrote as fields."""
     kind = ModelError if answer["code"] == ModelError.code else ConfigError
     return kind(answer["error"], field=answer["field"], hint=answer["hint"])
 

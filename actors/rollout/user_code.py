@@ -325,7 +325,6 @@ class CallsHere:
         self.calls: list[EpisodeCall] = []
 
     def add(self, call: EpisodeCall) -> None:
-        """Adds a call without running it."""
         self.calls.append(call)
 
     def finish(self) -> list[Answer | SlimeError]:

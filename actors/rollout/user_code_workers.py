@@ -52,12 +52,10 @@ class UserCodeWorker:
         self._host = CodeHost(code)
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
-        """Calls `CodeHost.run`."""
         outcomes = self._host.run(calls)
         return [portable(outcome) if isinstance(outcome, SlimeError) else outcome for outcome in outcomes]  # type: ignore[misc]
 
     def forget(self, number: int) -> None:
-        """Calls `CodeHost.forget`."""
         self._host.forget(number)
 
 

@@ -344,5 +344,4 @@ def _write(file: Path, value: dict[str, Any]) -> None:
 
 
 def bytes_below(folder: Path) -> int:
-    """Returns the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -212,18 +212,15 @@ class RequestGuard:
 
 
 def user_of(request: Request) -> User:
-    """Returns the user whose key came with the request."""
     user: User = request.state.user
     return user
 
 
 def log_ids(request: Request, **ids: str) -> None:
-    """Adds ids to the log line of a request."""
     request.state.ids |= {name: value[:_ID_CHARACTERS] for name, value in ids.items()}
 
 
 def media_type(request: Request) -> str:
-    """Returns the content type without its parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip()
 
 

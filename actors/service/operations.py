@@ -49,12 +49,10 @@ class Metrics:
         }
 
     def count_trained(self, tokens: int) -> None:
-        """Counts the tokens of a forward or forward_backward."""
         self._trained_tokens.inc(tokens)
 
     @property
     def trained_tokens(self) -> int:
-        """Returns the number of trained tokens since the start."""
         return int(self.registry.get_sample_value("slimefsdp_trained_tokens_total") or 0)
 
     def text(self, now: dict[str, Any]) -> bytes:

@@ -74,7 +74,6 @@ class Result:
 
     @property
     def is_forgotten(self) -> bool:
-        """Returns whether the answer was freed."""
         return self._future is _FORGOTTEN
 
     @property
@@ -150,7 +149,6 @@ class Results:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of pending results."""
         return self._waiting.taken
 
     @property
@@ -201,7 +199,6 @@ class Results:
             return self._results.get(key)
 
     def unanswered(self) -> list[Result]:
-        """Returns the pending results."""
         with self._lock:
             return [result for result in self._results.values() if result.ended is None]
 

@@ -159,7 +159,6 @@ class AdapterPerRun:
         """Accepts any number of runs, since each has an adapter of its own."""
 
     def calls(self, run: str) -> GroupCalls:
-        """Returns the calls for the run's adapter."""
         return self._group.adapter(adapter_of(run))
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
@@ -167,7 +166,6 @@ class AdapterPerRun:
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._settings.alpha, seed=drawn_from)
 
     def begin_from(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Makes the run's adapter and loads the checkpoint."""
         self._group.create_adapter(adapter_of(run), rank=saved.rank, alpha=self._settings.alpha)
         self.load(run, saved, with_optimizer=with_optimizer)
 

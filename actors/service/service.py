@@ -97,7 +97,6 @@ class Service:
 
     @property
     def runs(self) -> dict[str, TrainingRun]:
-        """Returns the training runs by their ids."""
         return self._run_table.by_id
 
     # ------------------------------------------------------------------ sessions
@@ -210,7 +209,6 @@ class Service:
         return run.submit(message.seq_id, kind, do, size)
 
     def optim_step(self, body: wire.OptimStep, user: User) -> Result:
-        """Submits one update of a run."""
         run, params = self.run(body.model_id, user), body.adam_params
 
         def do(calls: GroupCalls) -> Answer:
@@ -241,7 +239,6 @@ class Service:
     # ------------------------------------------------------------------ saving and loading
 
     def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
-        """Submits the writing of a named checkpoint."""
         run = self.run(body.model_id, user)
         return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue), body.size)
 
@@ -401,7 +398,6 @@ class Service:
         return len(getattr(self._group, "recoveries", ()))
 
     async def sampling_stats(self) -> SamplingStats:
-        """Returns the engine's counts."""
         return await self.engine.stats()
 
     def _check_base(self, name: str) -> None:

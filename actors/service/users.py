@@ -47,7 +47,6 @@ class Users:
 
     @property
     def have_keys(self) -> bool:
-        """Returns whether requests need a key."""
         return bool(self._by_key)
 
     def of(self, key: str) -> User | None:
@@ -82,7 +81,6 @@ class Shares:
 
     @property
     def taken(self) -> int:
-        """Returns what all users have taken."""
         return self._taken.total()
 
     def has_room(self, user: str, size: int) -> bool:

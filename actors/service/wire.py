@@ -93,8 +93,6 @@ class OfRun(OfModel):
 
 
 class AdamParams(Body):
-    """AdamW's settings for one update."""
-
     learning_rate: float
     beta1: float
     beta2: float
@@ -150,15 +148,11 @@ class CreateSamplingSession(Body):
 
 
 class PromptChunk(Body):
-    """Tokens of a prompt."""
-
     type: str
     tokens: list[int] = []
 
 
 class Prompt(Body):
-    """A prompt."""
-
     chunks: list[PromptChunk] = Field(min_length=1, max_length=10_000)
 
 

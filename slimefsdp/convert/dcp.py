@@ -64,7 +64,6 @@ class _ReadWhenWritten(DefaultSavePlanner):
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Reads the tensor of a key."""
         return self._read(index.fqn)
 
 

@@ -51,7 +51,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

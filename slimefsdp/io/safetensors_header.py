@@ -46,8 +46,6 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """The header of a safetensors file."""
-
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
 

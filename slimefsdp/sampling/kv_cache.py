@@ -58,7 +58,6 @@ class RowCache:
 
     @property
     def rows(self) -> int:
-        """Returns the number of used rows."""
         return len(self._positions)
 
     @property

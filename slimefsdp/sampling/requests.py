@@ -51,8 +51,6 @@ class SampleAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SamplingStats:
-    """Statistics of a sampler of versions."""
-
     running_rows: int  # samples that are being drawn
     waiting_requests: int  # requests with samples that wait for a row, or a prompt to be read
     waiting_rows: int  # samples of these requests; a prompt that is only to be read counts as one

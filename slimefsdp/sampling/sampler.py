@@ -71,7 +71,6 @@ class _Sample:
     firsts: list[int] = field(default_factory=list)  # the index of the first token of each version
 
     def next_number(self) -> float:
-        """Returns a random number in [0, 1)."""
         if not self.drawn:
             self.drawn = self.rng.random(_DRAWS).tolist()
         return self.drawn.pop()
@@ -138,7 +137,6 @@ class Sampler:
 
     @property
     def running_rows(self) -> int:
-        """Returns the number of samples in rows."""
         return len(self._rows)
 
     @property

@@ -43,8 +43,6 @@ class Versions(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request that was not answered yet."""
-
     number: int
     samples: list[SampledTokens | None]
     left: int  # number of missing samples and prompt log-probs
@@ -236,7 +234,6 @@ class VersionedSampler:
         return answers
 
     def stats(self) -> SamplingStats:
-        """Returns the present load and memory use."""
         samplers = [lane.sampler for lane in (self._base, *self._lanes.values())]
         return SamplingStats(
             running_rows=sum(sampler.running_rows for sampler in samplers),
