@@ -25,7 +25,7 @@ DOWNLOADED = "downloaded from the Hugging Face hub when the run starts"
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """Something that valid settings name and that this machine does not have yet.
+    """A model or data set that valid settings name and that this machine does not have yet.
 
     Args:
         name: as written in the settings.

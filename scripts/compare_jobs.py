@@ -719,7 +719,7 @@ CALLS: dict[str, Callable[[TrainerJob], Any]] = {
 
 
 class RankPool:
-    """Rank processes that are reused from job to job, forked from a process that has imported everything."""
+    """A pool of rank processes that are reused between jobs, forked from a process that has imported everything."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("fork")

@@ -1,1 +1,1 @@
-"""The Ray cluster: connecting, starting one, placing processes, what its failures mean, cleaning up."""
+"""The Ray cluster: starting or joining one, placing processes, explaining its failures, and cleaning up."""

@@ -26,7 +26,7 @@ _LAUNCH_SCAN_S = 0.25  # time between scans while Ray starts, when a new process
 _SCAN_S = 2.0
 _END = b"end\n"
 _MARK = "SLIMEFSDP_CLUSTER"  # an environment variable of the cluster's processes
-_END_TIMEOUT_S = 10.0  # a process inside of a system call outlives SIGKILL for a while
+_END_TIMEOUT_S = 10.0  # a process in an uninterruptible system call outlives SIGKILL for a while
 Table = dict[int, tuple[int, int]]
 """Parent and start time of each process by pid; the time is in clock ticks since the machine started."""
 

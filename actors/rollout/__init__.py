@@ -1,1 +1,1 @@
-"""Where samples come from: prompts, rewards, environments and filters."""
+"""Makes training samples: prompts, rewards, environments and filters."""

@@ -39,7 +39,7 @@ class AheadCollector:
         self._collector = collector
         self._max_staleness = max_staleness
         self._changed = threading.Condition()
-        self._weights_of = first_step  # number of training steps behind the weights that the engines have
+        self._weights_of = first_step  # the number of training steps after which the engines' weights were taken
         self._ready: deque[Collected] = deque()
         self._error: BaseException | None = None
         self._is_closed = False

@@ -330,7 +330,7 @@ class PromptStream:
 
     @property
     def records_passed(self) -> int:
-        """Returns how many records were taken or passed over since the first epoch began."""
+        """Returns the number of records that were taken or skipped since the first epoch began."""
         return self._epoch * len(self._records) + self._offset
 
     def state(self) -> dict[str, Any]:

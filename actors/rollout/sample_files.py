@@ -70,7 +70,7 @@ def _one_line(text: str) -> str:
 
 
 def _last_words(prompt: Any) -> str:
-    """Returns a text prompt whole, or the last message of a chat."""
+    """Returns a text prompt, or the last message of a chat."""
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
 
 

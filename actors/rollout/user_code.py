@@ -47,7 +47,7 @@ EpisodeKey = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCall:
-    """Asks for the prompt of an episode, or for the answer to the last of its responses."""
+    """A request for the prompt of an episode, or for the answer to its last response."""
 
     key: EpisodeKey
     record: Mapping[str, Any]
@@ -64,7 +64,7 @@ class EpisodeCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An environment's answer: `prompt` at the beginning of an episode, `result` later."""
+    """An environment's answer: a `prompt` at the beginning of an episode, a `result` after each response."""
 
     digest: str
     prompt: Prompt | None = None

@@ -165,7 +165,7 @@ class UserCodeWorkers:
         return self.code.failure(f"{self.code.name} {how}", call, call.turn, hint)
 
     def _started(self) -> tuple[Any, Any]:
-        """Starts a process; returns its actor, and a reference that is ready when the process is up."""
+        """Starts a process; returns its actor, and a reference that becomes ready once the process has started."""
         # it reserves no CPU: ranks and engines reserve theirs, and the user's code mostly waits
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(UserCodeWorker).options(**options).remote(self.code, sys.path)

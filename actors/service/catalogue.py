@@ -150,7 +150,7 @@ def whole_name(run: str, name: str) -> str:
 
 
 class Catalogue:
-    """Everything that was saved in a run.dir, also by earlier starts of the service."""
+    """The records of everything that was saved in a run.dir, also by earlier starts of the service."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -252,7 +252,7 @@ class Catalogue:
                 self._remove(entry)
 
     def keep_run(self, record: RunRecord) -> None:
-        """Records a run for the next start, in place of its earlier record."""
+        """Records a run for the next start; replaces its earlier record."""
         _write(self._record(record.run), asdict(record))
 
     def kept_runs(self) -> list[RunRecord]:

@@ -167,7 +167,7 @@ class RequestGuard:
         """Receives a JSON body and checks its fields.
 
         Raises:
-            Refused: as `body`, or a field is missing or wrong.
+            Refused: as in `body`, or a field is missing or invalid.
         """
         # the event loop parses it, so its size must be limited; the longest JSON of clients is the tokens of a prompt
         data = await self.body(request, _JSON_BYTES + _BYTES_PER_TOKEN * self._service.most_tokens)

@@ -52,7 +52,7 @@ class Result:
     def __init__(self, owner: str, on_end: Callable[[Result], None]) -> None:
         self.id = uuid.uuid4().hex
         self.owner = owner
-        self.ended: float | None = None  # of time.monotonic
+        self.ended: float | None = None  # when the answer was set, by time.monotonic
         self.fetched = asyncio.Event()
         self._future: Future[Answer] = Future()
         self._on_end = on_end
@@ -130,7 +130,7 @@ def error_text(error: Exception, public: str = "") -> str:
 
 
 class Results:
-    """All results by id; ended ones expire after some time, or earlier if their bytes exceed a limit.
+    """The results of all requests by id; ended ones expire after a time, or earlier if their bytes exceed a limit.
 
     Args:
         kept_s: how long an ended result is kept, in seconds.

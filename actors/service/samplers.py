@@ -54,7 +54,7 @@ class SamplerSession:
 
 
 class Samplers:
-    """All sampling clients of one engine.
+    """The sampling clients of one engine.
 
     Args:
         most_unnamed: limit per session on samplers with unnamed weights; the oldest ones are removed.

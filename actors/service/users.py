@@ -68,7 +68,7 @@ _TIMES_FREE = 4
 
 
 class Shares:
-    """Room that users share. A user may take up to four times what stays free: four fifths if alone, and four ninths
+    """A limit that users share. A user may take up to four times what stays free: four fifths if alone, and four ninths
     each if two ask for more than there is. So some room is always left for another user. Not thread-safe.
 
     Args:

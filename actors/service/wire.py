@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 from slimefsdp.sampling.params import SamplingParams
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-_LONGEST_S = 10**9  # 30 years: dates beyond have no name
+_LONGEST_S = 10**9  # 30 years; much later dates cannot be formatted
 
 
 def _is_json(value: dict[str, Any] | None) -> dict[str, Any] | None:

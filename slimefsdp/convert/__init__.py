@@ -1,1 +1,1 @@
-"""Checkpoints of other formats and of other meshes, read and written without a process group."""
+"""Conversion of models and checkpoints between formats, without a process group."""

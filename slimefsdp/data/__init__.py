@@ -1,1 +1,1 @@
-"""RolloutBatch: its fields, how samples become one, and its file. Numpy only."""
+"""RolloutBatch: its fields, its construction from samples, and its file format. Numpy only."""

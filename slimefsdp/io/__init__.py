@@ -1,1 +1,1 @@
-"""Files: strict JSON, locks, whole folders or none, safetensors checked before they are read."""
+"""Files: strict JSON, locks, atomic folders, and safetensors files that are checked before they are read."""

@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics log, progress table, curves, profiles, comparison of replicas."""
+"""Observation of a run: metrics log, progress table, curves, profiles, comparison of replicas."""

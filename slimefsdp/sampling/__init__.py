@@ -1,1 +1,1 @@
-"""Sampling from a policy, a token at a time for many rows at once; what the embedded rollout engine does."""
+"""Sampling from a policy by continuous batching, for the embedded rollout engine and the sampling service."""

@@ -79,7 +79,7 @@ def require_finite(broken: int, rows: int) -> None:
     """Raises a StateError if any of the rows has logits that are not finite.
 
     Args:
-        broken: number of such rows.
+        broken: the number of such rows.
     """
     if broken:
         raise StateError(

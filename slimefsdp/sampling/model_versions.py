@@ -20,7 +20,7 @@ from slimefsdp.models.hf_folder import read_model_folder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelVersion:
-    """Every parameter of one version, in the model's order."""
+    """The parameters of one version, in the model's order."""
 
     tensors: list[torch.Tensor]
 
