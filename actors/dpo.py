@@ -51,7 +51,7 @@ class DpoLoop(SftLoop):
             batch = batch_of_pairs(samples[start : start + size])
             log_probs = group.compute_log_probs(batch).log_probs
             reference = (group.reference_group or group).compute_log_probs(batch, "ref").log_probs
-            batches.append(pair_metrics(batch, log_probs, reference, self._config.loss.dpo_beta))
+            batches.append(pair_metrics(batch, log_probs, reference, self._config.loss.beta))
         return {name: np.concatenate([values[name] for values in batches]) for name in batches[0]}
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -97,7 +97,7 @@ def pair_metrics(
     Args:
         batch: made by `batch_of_pairs`.
         log_probs, reference: of the policy and of the reference model, [R].
-        beta: the value of loss.dpo_beta.
+        beta: the value of loss.beta.
     """
     policy, ref = (
         np.bincount(batch.sample_ids, values.astype(np.float64)).reshape(-1, 2) for values in (log_probs, reference)

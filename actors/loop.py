@@ -3,6 +3,7 @@ replaced inside the groups it launches."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -328,7 +329,7 @@ class RolloutLoop:
 
     def _show_example(self) -> None:
         """Prints a line of the evaluation that was just made."""
-        if self._config.rollout.show_groups and self._evaluator.example:
+        if self._evaluator.example:
             print(self._evaluator.example, flush=True)
 
     def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
@@ -422,10 +423,9 @@ def _wandb_arguments(config: RunConfig) -> dict[str, Any] | None:
     if run.wandb_project is None:
         return None
     assert run.dir is not None
-    name = run.wandb_name or run.dir.resolve().name
-    return {
-        "project": run.wandb_project, "name": name, "group": run.wandb_group, "config": config.model_dump(mode="json")
-    }  # fmt: skip
+    # wandb itself reads WANDB_RUN_GROUP, but a name that it is given goes before WANDB_NAME
+    name = os.environ.get("WANDB_NAME") or run.dir.resolve().name
+    return {"project": run.wandb_project, "name": name, "config": config.model_dump(mode="json")}
 
 
 def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: MetricsLog) -> int:

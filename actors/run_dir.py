@@ -25,6 +25,7 @@ from typing import Any, Self
 from slimefsdp.checkpoint.manifest import record_of
 from slimefsdp.checkpoint.store import CheckpointStore, remove
 from slimefsdp.config import RunConfig
+from slimefsdp.config.earlier import STORED
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
 from slimefsdp.io.checksummed_files import io_reported, write_synced
@@ -154,7 +155,7 @@ class RecordedBatches:
 
 def settings_text(config: RunConfig) -> str:
     """Returns all settings as YAML which `load_config` reads back equal; those that were not given are comments."""
-    lines = ["# Every setting of this run. Those behind a # were not given and had this value."]
+    lines = [f"{STORED} Those behind a # were not given and had this value."]
     for name, value in with_model_ids(config).model_dump(mode="json").items():
         if not isinstance(value, dict):
             lines.append(_line(name, value, is_given=name in config.model_fields_set))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from actors.run_dir import with_model_ids
-from slimefsdp.config import RunConfig
+from slimefsdp.config import RunConfig, TrainerConfig
 from slimefsdp.results import Health
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class TorchrunGroup:
     critic = None
     reference_group = None
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, config: RunConfig) -> None:
+        self._trainer, self._config = trainer, config
         self.has_failed = False  # whether a call has failed, which ends the other ranks, too
         self._is_shut_down = False
 
@@ -52,12 +52,14 @@ class TorchrunGroup:
 
         A model of the Hugging Face hub is sent as id and commit, and each machine uses its own cache.
         """
-        return cls(_trainer(_sent(with_model_ids(config))))
+        config = with_model_ids(config)
+        return cls(_trainer(_sent(config)), config)
 
     @property
     def config(self) -> RunConfig:
-        """Returns the settings, with mesh.dp as a number."""
-        return self._trainer.config
+        """Returns the settings, with mesh.dp as a number and all else that the trainer has found out."""
+        found = self._trainer.config
+        return self._config.model_copy(update={name: getattr(found, name) for name in TrainerConfig.model_fields})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in _CALLS:

@@ -178,7 +178,7 @@ def main() -> None:
                     "batch": {"max_tokens_per_rank": 512},
                     "optim": {"total_updates": 1},
                     "rollout": {"max_new_tokens": 4, "environment": f"benchmarks.episodes:{environment}"},
-                    "environment": {"workers": WORKERS[environment], "timeout_s": 5.0, "failure": "skip"},
+                    "environment": {},
                     "cluster": {"max_ranks_per_core": 64},
                 }
             )

@@ -160,7 +160,7 @@ def host_times(rank: int, rounds: int) -> dict[str, float]:
     ours = many_parameters(mesh)
     vectors = {name for name, parameter in ours if parameter.ndim == 1}
     optimizer = optimizer_of(ours, "adamw", undecayed=vectors, **ADAMW)
-    updater = OptimizerStep(optimizer, ours, lambda update: 1e-3, max_grad_norm=1.0, max_skipped=3)
+    updater = OptimizerStep(optimizer, ours, lambda update: 1e-3, max_grad_norm=1.0)
     ways["now"] = ours, lambda: updater.step(group)
 
     earlier = many_parameters(mesh)

@@ -7,7 +7,7 @@ Ranks are single-threaded processes with gloo on one machine, so beyond its core
 CPU-second of all ranks together say what a level costs in work, samples per second what this machine makes of it.
 Candidates take their steps in turn, several rounds, and medians count. Communication is that of the profiler's own
 table (`profile.updates`), of one further update, averaged over ranks; peak memory that of another, with
-`profile.memory`.
+`memory` in `profile.details`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from slimefsdp.config import config_from_dict
 STEPS, PAIRS, BETA, SEED = 12, 8, 0.1, 0
 COMPARED = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
 COMPARED += ("logps/rejected",)
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.05, "betas": [0.0, 0.999], "eps": 1e-8},
     "adamw": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8},
 }
@@ -64,9 +64,13 @@ def compared(form: str, optimizer: str, ranks: int, example: Path, folder: Path,
         "mesh": {"dp": ranks, "device": "cpu"},
         "precision": {"compute_dtype": "float32"},
         "batch": {"samples_per_update": 2 * PAIRS, "max_tokens_per_rank": 512},
-        "loss": {"dpo_beta": BETA},
+        "loss": {"beta": BETA},
         "optim": {"name": optimizer, "schedule": "constant", "weight_decay": 0.0, "max_grad_norm": 0.0}
-        | {name: value for name, value in OPTIMIZERS[optimizer].items() if optimizer != "sgd" or name != "eps"},
+        | (
+            {"lr": OPTIMIZERS["sgd"]["lr"], "momentum": OPTIMIZERS["sgd"]["betas"][0]}
+            if optimizer == "sgd"
+            else OPTIMIZERS[optimizer]
+        ),
         "data": {"train": str(folder / "pairs.jsonl")},
     }
     (folder / "run.yaml").write_text(json.dumps(tree))

@@ -75,8 +75,7 @@ def ours(
             "optim": {
                 "name": optimizer,
                 "lr": LR[optimizer],
-                "betas": list(BETAS[optimizer]),
-                "eps": EPS,
+                **({"momentum": 0.0} if optimizer == "sgd" else {"betas": list(BETAS[optimizer]), "eps": EPS}),
                 "max_grad_norm": MAX_GRAD_NORM,
             },
             "data": {"train": str(file)},

@@ -10,6 +10,7 @@ import argparse
 import inspect
 import json
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from slimefsdp.config import RunConfig
+from slimefsdp.config.base import kinds_of
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
@@ -85,11 +87,10 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def settings_reference() -> str:
     """Returns the whole document: a section with a table for the top level and for each settings class."""
-    sections: dict[str, Any] = {
-        name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)
-    }
-    parts = [INTRODUCTION, _section("Top level", RunConfig, skip=sections)]
-    parts += [_section(f"`{name}`", model) for name, model in sections.items()]
+    sections = {name: kinds_of(info.annotation) for name, info in RunConfig.model_fields.items()}
+    sections = {name: kinds for name, kinds in sections.items() if kinds}
+    parts = [INTRODUCTION, _section("Top level", {"": RunConfig}, skip=sections)]
+    parts += [_section(f"`{name}`", kinds) for name, kinds in sections.items()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -129,14 +130,26 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
     return " ".join([_NAMES[annotation], ", ".join(bounds)]).rstrip()
 
 
-def _section(title: str, model: type[BaseModel], skip: Any = ()) -> str:
+def _section(title: str, kinds: Mapping[str, type[BaseModel]], skip: Any = ()) -> str:
+    """A heading, what the section is, and its table: the settings of all kinds, then those that some kinds have."""
+    owners: dict[str, list[str]] = {}
+    for kind, model in kinds.items():
+        for name in model.model_fields.keys() - set(skip):
+            owners.setdefault(name, []).append(kind)
+    order = [name for model in kinds.values() for name in model.model_fields if name in owners]
     rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for name, info in model.model_fields.items():
-        if name not in skip:
-            default = "**required**" if info.is_required() else f"`{_yaml(info.default)}`"
-            meaning = (info.description or "").replace("|", "\\|")
-            rows.append(f"| `{name}` | {type_text(info.annotation, info.metadata)} | {default} | {meaning} |")
-    return "\n\n".join([f"## {title}", inspect.getdoc(model) or "", "\n".join(rows)])
+    for name in sorted(dict.fromkeys(order), key=lambda name: len(owners[name]) < len(kinds)):
+        fields = [kinds[kind].model_fields[name] for kind in owners[name]]
+        types = " \\| ".join(dict.fromkeys(type_text(info.annotation, info.metadata) for info in fields))
+        default = "**required**" if fields[0].is_required() else f"`{_yaml(fields[0].default)}`"
+        meaning = (fields[0].description or "").replace("|", "\\|")
+        if len(fields) < len(kinds):
+            meaning = f"*{', '.join(owners[name])}*: {meaning}"
+        rows.append(f"| `{name}` | {types} | {default} | {meaning} |")
+    texts = [inspect.getdoc(model) or "" for model in kinds.values()]
+    if len(texts) > 1:
+        texts = [f"- `{kind}`: {text}" for kind, text in zip(kinds, texts, strict=True)]
+    return "\n\n".join([f"## {title}", "\n".join(texts), "\n".join(rows)])
 
 
 def _is_section(annotation: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from slimefsdp.errors import ModelError
 
+NEWTON_SCHULZ_STEPS = 5  # iterations of Muon on a matrix; Jordan et al. find no gain in more
 # transformers' defaults for settings that are missing in config.json
 _TIED_BY_DEFAULT = ("gpt2", "gemma2", "gemma3_text")
 # architectures with windows -> default window, and whether layer_types says which layers have one

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = choose_device(config.mesh.device)
         if device.type == "cpu":
             torch.set_num_threads(1)
-        start_process_group_from_environment(device, timeout_s=config.cluster.call_timeout_s)
+        start_process_group_from_environment(device, timeout_s=config.collective_timeout_s)
         trainer = Trainer(config, device=device)
         metrics = trainer.train_step(batch)
         if options.export is not None:

@@ -19,7 +19,7 @@ from slimefsdp.calls.adapters import AdapterCalls
 from slimefsdp.calls.inspection import InspectionCalls
 from slimefsdp.calls.state import StateCalls
 from slimefsdp.calls.training import TrainingCalls
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.memory_manager import MemoryManager, memory_in_use, prefer_expandable_segments
 from slimefsdp.distributed.mesh import Mesh
@@ -52,8 +52,8 @@ class Trainer(
         ModelError: the model folder cannot be loaded faithfully.
     """
 
-    def __init__(self, config: RunConfig, role: Role = "actor", *, device: torch.device) -> None:
-        if not isinstance(config, RunConfig):
+    def __init__(self, config: TrainerConfig, role: Role = "actor", *, device: torch.device) -> None:
+        if not isinstance(config, TrainerConfig):
             problem = f"config is a {type(config).__name__}, not settings"
             raise ConfigError(problem, field="config", hint="give those of load_config or config_from_dict")
         if role not in ROLES:
@@ -102,7 +102,7 @@ class Trainer(
             reference.load()
 
     @property
-    def config(self) -> RunConfig:
+    def config(self) -> TrainerConfig:
         """Returns the settings, in which `auto` values are replaced by the chosen ones."""
         return self._state.config
 

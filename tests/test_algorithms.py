@@ -85,12 +85,12 @@ CASES: dict[str, Case] = {
     "gspo": of("loss", policy="gspo", clip_low=0.05, clip_high=0.1, happens=BOTH),
     "gspo_token": of("loss", policy="gspo_token", clip_low=0.05, clip_high=0.1, happens=BOTH),
     "cispo": of("loss", policy="cispo", clip_high=0.5, happens=BOTH),
-    "sapo": of("loss", policy="sapo", sapo_temperature_positive=0.8, sapo_temperature_negative=1.7),
+    "sapo": of("loss", policy="sapo"),
     "gmpo": of("loss", policy="gmpo", clip_low=0.3, clip_high=0.4, happens=BOTH),
     "reinforce": of("loss", policy="reinforce"),
     "importance_sampling": of("loss", policy="importance_sampling"),
-    "dro": of("loss", policy="dro", dro_beta=0.7),
-    "dpo": of("loss", "pairs", policy="dpo", dpo_beta=0.3),
+    "dro": of("loss", policy="dro", beta=0.7),
+    "dpo": of("loss", "pairs", policy="dpo", beta=0.3),
     "dpo by pairs": of("loss", "pairs", policy="dpo", reduction="prompt_mean"),
     "importance": of("correction", method="importance"),
     "importance, bounded": of("correction", method="importance", high=2.0, happens="correction_dropped"),
@@ -159,7 +159,7 @@ def drawn(seed: int) -> Case:
     if loss["reduction"] == "constant":
         loss["constant_length"] = 20
     if policy == "dro":
-        loss["dro_beta"] = 0.4
+        loss["beta"] = 0.4
     if rng.random() < 0.6:
         loss |= {"kl_coefficient": 0.2, "kl_estimator": rng.choice(ESTIMATES)}
         loss["kl_unbiased"] = loss["kl_estimator"] in UNBIASED and rng.random() < 0.5
@@ -221,7 +221,7 @@ def config_of(folder: Path, axes: tuple[int, int], sections: Sections) -> RunCon
         "model": {"path": str(folder)},
         "mesh": {"device": "cpu", "dp": axes[0], "cp": axes[1]},
         "precision": {"compute_dtype": "float64"},
-        "optim": {"name": "sgd", "lr": RATE, "betas": [0.0, 0.95], "total_updates": 1000, "max_grad_norm": 1e6},
+        "optim": {"name": "sgd", "lr": RATE, "momentum": 0.0, "total_updates": 1000, "max_grad_norm": 1e6},
         "rollout": {"temperature": TEMPERATURE},
         "batch": {"max_tokens_per_rank": MESHES[axes]},
     }

@@ -16,6 +16,7 @@ from scripts import compare_commits
 from scripts.compare_commits import compare, compare_jobs
 from slimefsdp.algorithms import registry
 from slimefsdp.config import config_from_dict
+from slimefsdp.config.earlier import with_present_names
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,9 @@ def test_there_is_a_job_for_every_name_that_an_algorithm_can_be_made_of() -> Non
 def test_every_job_but_those_drawn_at_random_has_settings_that_are_accepted() -> None:
     for job in JOBS.values():
         if not job.name.startswith("mixed/"):
-            config = config_from_dict(compare_jobs.merged(job.settings, {"model": {"path": "model"}}))
+            config = config_from_dict(
+                with_present_names(compare_jobs.merged(job.settings, {"model": {"path": "model"}}))
+            )
             assert config.ranks == job.ranks, job.name
     assert 60 <= sum(job.is_quick for job in JOBS.values()) <= 120 < len(JOBS)
 

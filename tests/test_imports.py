@@ -35,6 +35,14 @@ assert {'train', 'replay', 'plan', 'check', 'convert dcp-to-hf', 'groups list'} 
 """
 
 PARTS: dict[str, tuple[str, set[str]]] = {
+    "the settings of a Trainer": (
+        "from slimefsdp.config.trainer import TrainerConfig; TrainerConfig.checked({'model': {'path': 'm'}})",
+        {*RAY, "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.cluster"},
+    ),
+    "a Trainer": (
+        "import slimefsdp.trainer",
+        {"ray", "actors", "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.cluster"},
+    ),
     "batches": ("import slimefsdp.data.rollout_batch", RAY),
     "judging a batch": ("import slimefsdp.training.advantages", RAY),
     "planning": ("import slimefsdp.training.prepare", RAY),
@@ -78,7 +86,7 @@ for part, code in codes.items():
     answer = {}
     try:
         exec(code, dict(names))
-        answer["imported"] = sorted(name for name in sys.modules if "." not in name)
+        answer["imported"] = sorted(sys.modules)
     except BaseException:
         answer["error"] = traceback.format_exc()
     print(json.dumps([part, answer]), flush=True)

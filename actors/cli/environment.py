@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from slimefsdp.config.sections import ClusterSettings
+from slimefsdp.config.cluster import ClusterSettings
 
 _DISTRIBUTION = "slimefsdp"
 _OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")

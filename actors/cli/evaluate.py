@@ -21,7 +21,7 @@ from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.loader import apply_override, read_settings
 from slimefsdp.config.rollout import heldout_field
-from slimefsdp.config.tree import config_from_dict
+from slimefsdp.config.run import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.atomic_dir import require_free_folder
 from slimefsdp.io.checksummed_files import io_reported, write_synced

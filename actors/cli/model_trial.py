@@ -15,7 +15,7 @@ import sys
 from actors.rollout.tokenizer import end_with_parent, run_beside, stream_of_answer
 from actors.startup import stage
 from slimefsdp.config import RunConfig
-from slimefsdp.config.tree import config_from_dict
+from slimefsdp.config.run import config_from_dict
 from slimefsdp.errors import ConfigError, ModelError, ResourceError, SlimeError
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder

@@ -23,7 +23,7 @@ from typing import Any
 from actors.cluster.cleanup import CleanupProcess
 from actors.cluster.ray_log import RayMessages
 from slimefsdp.config import RunConfig
-from slimefsdp.config.sections import ClusterSettings
+from slimefsdp.config.cluster import ClusterSettings
 from slimefsdp.errors import ResourceError
 
 _REACH_S = 10.0  # how long a cluster's machine may take to answer

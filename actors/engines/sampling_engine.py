@@ -63,7 +63,7 @@ class SamplingEngine(Watched):
         from slimefsdp.sampling.adapter_versions import AdapterVersions
         from slimefsdp.sampling.model_versions import ModelVersions
         from slimefsdp.sampling.turns import VersionedSampler
-        from slimefsdp.training.build import compute_dtype, lora_of, parallelism_of, set_numerics
+        from slimefsdp.training.build import compute_dtype, lora_of, set_numerics
 
         set_numerics(config)
         device = choose_device(config.mesh.device)
@@ -78,7 +78,6 @@ class SamplingEngine(Watched):
             compute_dtype(config),
             device,
             lora,
-            buffer_dtype=parallelism_of(config, device).buffer_dtype,
             random_seed=None if folder.has_weights else config.run.seed,
         )
         self._weights: Versions = ModelVersions(policy) if lora is None else AdapterVersions(policy, path)

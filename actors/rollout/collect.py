@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,9 @@ from actors.rollout.prompts import PromptStream, Record, place_of
 from actors.rollout.sample_files import write_step_samples
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import SAMPLES, RecordedBatches
+from slimefsdp.checkpoint.compatibility import differences
 from slimefsdp.config import RunConfig
+from slimefsdp.config.earlier import with_present_names
 from slimefsdp.config.rollout import LengthLimits
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError, SlimeError
@@ -36,7 +38,7 @@ _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
 # settings on which a recorded batch depends, through the samples or through the weights that sampled them
 _DECIDING: Any = {
     "algorithm": True, "run": {"seed"}, "data": {"train", "chat_template_kwargs"}, "rollout": True,
-    "environment": {"arguments", "max_turns", "max_tokens", "failure"}, "batch": {"samples_per_update"},
+    "environment": {"arguments", "max_turns", "max_tokens"}, "batch": {"samples_per_update"},
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
@@ -44,9 +46,11 @@ _DECIDING: Any = {
 _NOT_DECIDING = {
     *("engines", "placement", "engine_python", "engine_args", "engine_urls", "gpus_per_engine"),
     *("engine_logprob_bound", "weight_transport", "weight_checksums"),
-    *("reward_workers", "reward_timeout_s", "reward_concurrency", "show_groups", "max_failed_steps"),
+    *("reward_workers", "reward_timeout_s", "reward_concurrency"),
 }
 
+MAX_FAILED_STEPS = 3  # in a row, of nothing but failures: then the reward is broken, and no accident
+SHOWN_GROUPS = 2  # of a step, whose texts and rewards are left in run.dir/samples
 _LOOK_S = 1.0  # how long a wait for engines blocks at most, so that the program handles signals in between
 
 
@@ -202,9 +206,7 @@ class Collector:
         has_same_weights = self._follows_records if version is None else batch.weight_version == version
         # max_pack_tokens can be the only bound on an episode, and it may have become smaller since
         fits_packs = int(batch.lengths.max()) <= self._config.max_pack_tokens
-        if not (
-            has_same_records and has_same_weights and fits_packs and notes["settings"] == self._deciding_settings()
-        ):
+        if not (has_same_records and has_same_weights and fits_packs and self._is_of_these_settings(notes["settings"])):
             warnings.warn(
                 f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights, settings or "
                 "prompts, or has a sample that is longer than a pack is now",
@@ -213,6 +215,18 @@ class Collector:
             return None
         self.prompts.restore(notes["prompts"])
         return batch, notes["metrics"]
+
+    def _is_of_these_settings(self, recorded: Mapping[str, Any]) -> bool:
+        """Whether all that decides a batch had the same value; a setting that there was not then had its default."""
+        theirs = with_present_names(recorded)
+        for name, ours in self._deciding_settings().items():
+            found = theirs.get(name)
+            if isinstance(ours, dict) and isinstance(found, dict):
+                if differences(found, ours):
+                    return False
+            elif ours != found:
+                return False
+        return True
 
     def _deciding_settings(self) -> dict[str, Any]:
         return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": _NOT_DECIDING})
@@ -241,7 +255,7 @@ class Collector:
             rounds += 1
         whole = [group for group in drawn if not group.failures]
         self._failed_steps = 0 if whole else self._failed_steps + 1
-        if self._failed_steps >= settings.max_failed_steps:
+        if self._failed_steps >= MAX_FAILED_STEPS:
             raise failures[0]
         metrics = self._metrics(drawn, limits)
         if not whole:
@@ -262,13 +276,13 @@ class Collector:
         return self._batch(kept, baselines, version), metrics
 
     def _show(self, step: int, drawn: Sequence[_Group], kept: Sequence[_Group]) -> None:
-        """Writes the texts of the first groups of a step into run.dir, as many as rollout.show_groups says."""
-        count, run_dir = self._config.rollout.show_groups, self._config.run.dir
-        if not count or run_dir is None:
+        """Writes the texts of the first groups of a step into run.dir, for people to read."""
+        run_dir = self._config.run.dir
+        if run_dir is None:
             return
         trained = {id(group) for group in kept}
         shown = []
-        for group in drawn[:count]:
+        for group in drawn[:SHOWN_GROUPS]:
             why = "" if id(group) in trained else "a reward failed" if group.failures else "rollout.filter, or surplus"
             shown.append((group.record, group.samples, why))
         write_step_samples(run_dir / SAMPLES, step + 1, shown)
@@ -359,9 +373,7 @@ class Collector:
         settings = self._config.rollout
         if settings.overlong_buffer_tokens is None:
             return 0.0
-        return overlong_penalty(
-            response_length, max_new_tokens, settings.overlong_buffer_tokens, settings.overlong_penalty
-        )
+        return overlong_penalty(response_length, max_new_tokens, settings.overlong_buffer_tokens)
 
     def _metrics(self, groups: Sequence[_Group], limits: LengthLimits) -> Metrics:
         """Returns metrics of all groups that were drawn, trained or not; rewards are without the overlong penalty."""
@@ -444,13 +456,13 @@ class Collector:
         return RolloutBatch.from_samples(samples, temperature=settings.temperature, weight_version=version)
 
 
-def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
+def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int) -> float:
     """Returns the penalty on a response for its length: 0 up to the buffer at the end of the limit, then linear.
 
-    A response cut at `max_new_tokens` gets the full `penalty`. This is the soft overlong punishment of DAPO (arXiv
-    2503.14476, equation 13), whose penalty is 1.
+    A response cut at `max_new_tokens` gets a penalty of 1. This is the soft overlong punishment of DAPO (arXiv
+    2503.14476, equation 13), for rewards from 0 or -1 to 1.
     """
-    return penalty * max(0, response_length - (max_new_tokens - buffer_tokens)) / buffer_tokens
+    return max(0, response_length - (max_new_tokens - buffer_tokens)) / buffer_tokens
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
 from slimefsdp.monitoring.progress_table import Column
 
+SOLVED_REWARD = 1.0  # a response with this reward or more solves its prompt
 _NORMAL_95 = 1.959964  # the normal distribution has 95 % within this many standard deviations
 
 
@@ -76,11 +77,11 @@ class Evaluator:
                 ks = (1,)
             for more in (
                 collector.mean_scores(groups, prefix),
-                solved_metrics(whole, ks, settings.solved_reward, prefix),
+                solved_metrics(whole, ks, prefix),
             ):
                 self._require_own_names(metrics, more, metric_prefix(heldout_set))
                 metrics |= more
-            if settings.save_samples and self._config.run.dir is not None:
+            if self._config.run.dir is not None:
                 folder = self._config.run.dir / EVALUATIONS / heldout_set
                 pairs = [(group.record, group.samples) for group in groups]
                 write_samples(folder, f"{kind}step_{step:08d}", pairs)
@@ -193,19 +194,16 @@ def pass_probability(k: int, solved: int, drawn: int) -> float:
     return 1.0 - math.comb(drawn - solved, k) / math.comb(drawn, k)
 
 
-def solved_metrics(
-    groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], solved_reward: float, prefix: str
-) -> dict[str, float]:
+def solved_metrics(groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], prefix: str) -> dict[str, float]:
     """Returns pass@k for each k of `pass_at`, the share of finished responses, and the share of these that solve.
 
     Args:
         groups: the responses to each prompt.
         pass_at: if it is empty, the result is empty.
-        solved_reward: the least reward of a response that solves its prompt.
     """
     if not pass_at or not groups:
         return {}
-    is_solved = [[scored.scores["reward"] >= solved_reward for scored in group] for group in groups]
+    is_solved = [[scored.scores["reward"] >= SOLVED_REWARD for scored in group] for group in groups]
     metrics: dict[str, float] = {}
     drawn = min(map(len, groups))
     for k in pass_at:

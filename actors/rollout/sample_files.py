@@ -56,7 +56,7 @@ def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, S
         (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
     except OSError as error:
         problem = f"samples of step {step} were not written to {folder}: {error.strerror or error}"
-        warnings.warn(f"{problem}; the run goes on (rollout.show_groups)", stacklevel=2)
+        warnings.warn(f"{problem}; the run goes on", stacklevel=2)
 
 
 def example_line(step: int, record: Record, scored: ScoredSample) -> str:

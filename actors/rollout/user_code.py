@@ -97,7 +97,7 @@ class UserCode:
         if rollout.environment is not None:
             return cls(
                 "rollout.environment", rollout.environment, environment.arguments,
-                environment.workers, environment.timeout_s, environment.concurrency,
+                rollout.reward_workers, rollout.reward_timeout_s, rollout.reward_concurrency,
             )  # fmt: skip
         assert rollout.reward is not None
         return cls(
@@ -109,11 +109,6 @@ class UserCode:
     def is_reward(self) -> bool:
         """Returns whether the code is a reward function, which has one turn and keeps no state between responses."""
         return self.field == "rollout.reward"
-
-    @property
-    def setting(self) -> str:
-        """Returns the setting that says how many processes run the code."""
-        return "rollout.reward_workers" if self.is_reward else "environment.workers"
 
     @property
     def correct_it(self) -> str:
@@ -145,9 +140,8 @@ class UserCode:
 
     def overdue(self, call: EpisodeCall, turn: int, what: str = "") -> BatchError:
         """Returns the error of a call that did not return in time."""
-        setting = "rollout.reward_timeout_s" if self.is_reward else "environment.timeout_s"
         problem = f"{self.name}{what} did not return within {self.timeout_s:g} s"
-        return self.failure(problem, call, turn, f"{self.correct_it}, or raise {setting}")
+        return self.failure(problem, call, turn, f"{self.correct_it}, or raise rollout.reward_timeout_s")
 
 
 def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
@@ -161,15 +155,9 @@ def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
     environment = code.load()
     if is_async(environment) and code.workers == 0:
         raise ConfigError(
-            f"{code.setting}=0, and {code.name} is {'a URL' if is_url(code.name) else 'async'}",
-            field=code.setting,
+            f"rollout.reward_workers=0, and {code.name} is {'a URL' if is_url(code.name) else 'async'}",
+            field="rollout.reward_workers",
             hint="set it to 1 or more: the driver waits for one response at a time",
-        )
-    if not code.is_reward and "concurrency" in config.environment.model_fields_set and not is_async(environment):
-        raise ConfigError(
-            f"environment.concurrency={code.concurrency} is the number of coroutines, and {code.name} has none",
-            field="environment.concurrency",
-            hint="remove it and raise environment.workers, or write reset or step as a coroutine function",
         )
     return code, environment
 

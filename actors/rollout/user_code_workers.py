@@ -192,7 +192,7 @@ class UserCodeWorkers:
     def _did_not_come_up(self, how: str) -> ResourceError:
         return ResourceError(
             f"a process that calls {self.code.name} did not come up {how}",
-            field=self.code.setting,
+            field="rollout.reward_workers",
             hint="look at its log; module, data and packages must be there on every node",
         )
 
@@ -228,7 +228,7 @@ class PendingCalls:
     def _require_workers(self) -> None:
         if not self._all._workers:
             problem = f"the processes that call {self._all.code.name} were shut down"
-            raise StateError(problem, field=self._all.code.setting, hint="launch others")
+            raise StateError(problem, field="rollout.reward_workers", hint="launch others")
 
     def _queue_of(self, call: EpisodeCall) -> deque[int]:
         home = self._all._home(call)

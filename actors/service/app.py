@@ -199,7 +199,7 @@ class _Api:
 
     async def client_config(self, request: Request) -> Response:
         await self.guard.body(request)
-        most = self._service.config.service.max_body_bytes
+        most = self._service.limits.body_bytes
         return JSONResponse({"fwdbwd_max_chunk_bytes_count": min(5_000_000, most // 2)})
 
     async def dynamic_config(self, request: Request) -> Response:

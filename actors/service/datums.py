@@ -106,7 +106,7 @@ def work_of(
             _refuse(
                 f"data[{number}].loss_fn_inputs.target_tokens",
                 f"{num_targets} targets with those of the datums before, and a request has at most {max_targets}",
-                "send fewer datums at once, or raise service.max_body_bytes of the server",
+                "send fewer datums at once",
             )
         shapes.add(targets.shape[1:])
         if len(shapes) > 1:
@@ -151,7 +151,7 @@ def _as_work(
             _refuse("sequence_ratio_mask", "a token outside of it has an advantage", "set that to 0")
         fields["loss_mask"] = mask
     if name == "dro":
-        settings["dro_beta"] = config["beta"]
+        settings["beta"] = config["beta"]
     elif name in _CONFIG:
         settings |= {"clip_low": 1 - config["clip_low_threshold"], "clip_high": config["clip_high_threshold"] - 1}
     return Work(RolloutBatch(**fields), "policy", settings, name, config, message.forward_only, targets)

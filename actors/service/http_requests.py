@@ -54,10 +54,10 @@ class RequestGuard:
 
     def __init__(self, service: Service, users: Users) -> None:
         self._service, self._users = service, users
-        limits = service.config.service
-        self._bodies = Shares(limits.max_waiting_bytes)  # bytes of the bodies of unanswered requests
-        self._receive_s = limits.receive_timeout_s
-        self._max_body = limits.max_body_bytes
+        limits = service.limits
+        self._bodies = Shares(limits.waiting_bytes)  # bytes of the bodies of unanswered requests
+        self._receive_s = limits.receive_s
+        self._max_body = limits.body_bytes
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by user
         self._receiving: set[asyncio.Timeout] = set()
@@ -132,26 +132,26 @@ class RequestGuard:
             raise Refused(503, _ENDING)
 
     async def body(self, request: Request, max_bytes: int | None = None) -> bytes:
-        """Receives and decompresses a body of at most `max_bytes`, or of at most service.max_body_bytes.
+        """Receives and decompresses a body of at most `max_bytes`, or of at most `ServiceLimits.body_bytes`.
 
         Raises:
             Refused: the body is too large, too slow, or compressed in another format than zstd.
         """
-        limit, named = self._max_body, "service.max_body_bytes"
+        limit, named = self._max_body, "this server reads"
         if max_bytes is not None and max_bytes < limit:
-            limit, named = max_bytes, "the longest JSON that is read here"
+            limit, named = max_bytes, "JSON of this kind may have"
         parts, size = [], 0
         try:
             async with within(self._receive_s, self._receiving):
                 async for part in request.stream():
                     size += len(part)
                     if size > limit:
-                        raise Refused(413, f"the body is larger than {named}={limit}")
+                        raise Refused(413, f"the body is larger than the {limit} bytes that {named}")
                     self.hold(request, len(part))
                     parts.append(part)
         except TimeoutError:
             self.check_not_ending(request)
-            problem = f"the body did not come within service.receive_timeout_s={self._receive_s:g}"
+            problem = f"the body did not come within {self._receive_s:g} s"
             raise Refused(408, problem) from None
         data = b"".join(parts)
         encoding = request.headers.get("content-encoding", "identity")
@@ -199,7 +199,7 @@ class RequestGuard:
         user = user_of(request).id
         if more and self._bodies.taken > before and not self._bodies.has_room(user, more):
             problem = f"bodies of {self._bodies.taken} bytes are on their way"
-            raise Refused(429, f"{problem}, and service.max_waiting_bytes={self._bodies.most}: send it again later")
+            raise Refused(429, f"{problem}, and {self._bodies.most} may be: send it again later")
         request.state.held += size
         self._bodies.take(user, more)
 
@@ -260,7 +260,7 @@ def _decompressed(data: bytes, max_bytes: int) -> bytes:
             parts.append(reader.decompress(data[offset : offset + _PIECE_BYTES]))
             size, offset = size + len(parts[-1]), offset + _PIECE_BYTES
             if size > max_bytes:
-                problem = f"the body is larger than service.max_body_bytes={max_bytes} when it is decompressed"
+                problem = f"the body is larger than {max_bytes} bytes when it is decompressed"
                 raise Refused(413, problem)
     except (zstandard.ZstdError, MemoryError) as error:
         raise Refused(400, f"the body is no zstd: {error}") from None

@@ -184,14 +184,10 @@ class Results:
         return result
 
     def _check_room(self, owner: str, size: int) -> None:
-        for field, shares, more in (
-            ("service.max_waiting", self._waiting, 1),
-            ("service.max_waiting_bytes", self._waiting_bytes, size),
-        ):
+        for what, shares, more in (("requests", self._waiting, 1), ("bytes of requests", self._waiting_bytes, size)):
             if shares.taken and not shares.has_room(owner, more):
-                what = "requests" if shares is self._waiting else "bytes of requests"
-                problem = f"{shares.taken} {what} wait, this one has {more}, and {field}={shares.most}"
-                raise ResourceError(problem, field=field, hint="send it again later")
+                problem = f"{shares.taken} {what} wait, this one has {more}, and at most {shares.most} may wait"
+                raise ResourceError(problem, hint="send it again later")
 
     def get(self, key: str) -> Result | None:
         """Returns a result, or None if it never existed or has expired."""

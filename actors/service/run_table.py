@@ -65,7 +65,7 @@ class RunTable:
         Raises:
             NotFound: the run has ended.
             StateError: the number was used by another call or by an earlier start, or other runs leave no place.
-            ResourceError: there are service.max_runs already.
+            ResourceError: there are as many as there may be.
         """
         run_id = f"{session.id}:train:{number}"
         with self._lock:
@@ -103,8 +103,8 @@ class RunTable:
             problem = f"{run_id} is of before the server was started anew, which could not load its checkpoints"
             raise StateError(problem, field="model_seq_id", hint="give another number")
         if len(self.by_id) >= self._max_runs:
-            problem = f"there are {len(self.by_id)} training runs, which is service.max_runs"
-            raise ResourceError(problem, field="service.max_runs", hint="end one, or raise it")
+            problem = f"there are {len(self.by_id)} training runs, as many as this server takes"
+            raise ResourceError(problem, hint="end one")
         running = [run for run in list(self.by_id.values()) if not run.is_ending]
         self._weights.check_free([run.id if run.owner == session.owner else "another user's run" for run in running])
 

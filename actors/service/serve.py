@@ -60,7 +60,7 @@ def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Ca
                 _say(": ".join([*signals[:1], left]))
                 await app.state.end()
 
-            server = Server(app, end, config.service.receive_timeout_s)
+            server = Server(app, end, service.limits.receive_s)
             host, port = listener.getsockname()[:2]
 
             def stop(*names: str) -> None:

@@ -16,6 +16,7 @@ from actors.engines.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, SamplerRecord, Saved
 from actors.service.datums import Work, output_of, work_of
+from actors.service.limits import LIMITS, ServiceLimits
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results
 from actors.service.run_table import RunTable
@@ -45,12 +46,19 @@ class Service:
 
     Args:
         group: the group as it was launched.
+        limits: on what clients may ask for at once.
     """
 
-    def __init__(self, config: RunConfig, group: GroupCalls, engine: SupervisedEngine) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        group: GroupCalls,
+        engine: SupervisedEngine,
+        limits: ServiceLimits = LIMITS,
+    ) -> None:
         assert config.run.dir is not None
         folder = read_model_folder(Path(config.model.path))
-        self.config = config
+        self.config, self.limits = config, limits
         self.model_name = config.service.model_name or str(config.model.path)
         self.tokenizer = load_tokenizer(str(config.model.path))
         self.end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
@@ -59,16 +67,13 @@ class Service:
         self.vocab_size = folder.vocab_size
         self.most_tokens = config.max_pack_tokens  # limit on a datum
         self.most_context = longest_sample(config, folder)  # limit on a prompt with its response
-        self.most_targets = config.service.max_body_bytes // 8  # the most dense targets that fit into a body
-        limits = config.service
-        self.results = Results(
-            limits.result_kept_s, limits.max_result_bytes, limits.max_waiting, limits.max_waiting_bytes
-        )
+        self.most_targets = limits.body_bytes // 8  # the most dense targets that fit into a body
+        self.results = Results(limits.result_kept_s, limits.result_bytes, limits.waiting, limits.waiting_bytes)
         self.catalogue = Catalogue(config.run.dir)
         self.weights = run_weights_of(config, group, self.catalogue)
-        self.samplers = Samplers(engine, limits.max_samplers)
+        self.samplers = Samplers(engine, config.service.max_samplers)
         self.sessions: dict[str, Session] = {}
-        self._run_table = RunTable(self.weights, self.results, self.catalogue, self.sessions, limits.max_runs)
+        self._run_table = RunTable(self.weights, self.results, self.catalogue, self.sessions, limits.runs)
         self.is_ending = False
         self.began = time.time()
         self.metrics = Metrics()
@@ -105,13 +110,11 @@ class Service:
         """Makes a session for a new client of the user.
 
         Raises:
-            ResourceError: there are service.max_sessions already.
+            ResourceError: there are as many as there may be.
         """
-        if len(self.sessions) >= self.config.service.max_sessions:
+        if len(self.sessions) >= self.limits.sessions:
             raise ResourceError(
-                f"there are {len(self.sessions)} sessions, which is service.max_sessions",
-                field="service.max_sessions",
-                hint="try again later",
+                f"there are {len(self.sessions)} sessions, as many as this server takes", hint="try again later"
             )
         session = Session(f"session-{uuid.uuid4().hex[:16]}", user.id, body.sdk_version)
         self.sessions[session.id] = session

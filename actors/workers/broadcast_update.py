@@ -25,6 +25,7 @@ from slimefsdp.weight_sync.receive import Manifest
 from slimefsdp.weight_sync.send import BeginAgain
 
 if TYPE_CHECKING:
+    from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
 _FREED_S = 10.0  # for engines to notice that the group is gone, and to say so
@@ -63,13 +64,21 @@ class BroadcastUpdate(WeightUpdate):
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
     ) -> BroadcastUpdate:
         """Makes an update of the trainer's weights; see `WeightUpdate`."""
-        settings = trainer.config.rollout
+        settings = config.rollout
         address, is_shared = address_for(settings.engine_urls), settings.placement == "colocated"
         device = trainer.mesh.device
-        return cls(actors, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **how)
+        return cls(
+            actors,
+            config.cluster.sync_timeout_s,
+            address=address,
+            device=device,
+            is_shared=is_shared,
+            before=before,
+            **how,
+        )
 
     def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
         """Announces an update to all, after the group has formed."""

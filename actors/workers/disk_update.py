@@ -23,6 +23,7 @@ from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
 if TYPE_CHECKING:
+    from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
 WEIGHTS = "weights"  # below run.dir
@@ -56,12 +57,14 @@ class DiskUpdate(WeightUpdate):
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
     ) -> DiskUpdate:
         """Makes an update of the trainer's weights; see `WeightUpdate`."""
         run_dir, dtype = trainer.config.run.dir, compute_dtype(trainer.config)
         assert run_dir is not None  # which the settings require
-        return cls(actors, timeout_s, folder=run_dir / WEIGHTS, source=trainer.folder, dtype=dtype, **how)
+        return cls(
+            actors, config.cluster.sync_timeout_s, folder=run_dir / WEIGHTS, source=trainer.folder, dtype=dtype, **how
+        )
 
     def begin(
         self, version: int, manifest: Manifest, kept: frozenset[str] = frozenset(), adapter_scale: float | None = None

@@ -13,6 +13,7 @@ from slimefsdp.weight_sync.packed_bucket import KeptBuffers, digest_of, layout_o
 from slimefsdp.weight_sync.shared_buffer import SharedBuffer
 
 if TYPE_CHECKING:
+    from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
 
@@ -38,10 +39,10 @@ class IpcUpdate(WeightUpdate):
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
     ) -> IpcUpdate:
         """Makes an update of the trainer's weights; see `WeightUpdate`."""
-        return cls(actors, timeout_s, device=trainer.mesh.device, before=before, **how)
+        return cls(actors, config.cluster.sync_timeout_s, device=trainer.mesh.device, before=before, **how)
 
     def _prepared(self, bucket: Bucket) -> Any:
         layout = layout_of(bucket)

@@ -36,6 +36,7 @@ class TrainWorker(Watched):
         self.rank = rank
         self.world_size = world_size
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
+        self._configs: dict[str, RunConfig] = {}  # by role, as the group was launched
         self._last_updates: dict[type, Any] = {}  # by transport: the next update takes over its group or buffers
         self._listener: socket.socket | None = None  # of rank 0, until its process group has it
         self._has_aborted = False  # its collectives, or is about to: what they bring may be anything
@@ -96,7 +97,7 @@ class TrainWorker(Watched):
             trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
         except Exception as error:
             raise self._failed(error, "start", config, role) from None
-        self.trainers[role] = trainer
+        self.trainers[role], self._configs[role] = trainer, config
         heartbeat.enter(heartbeat.IDLE)
         return Loaded(int(trainer.folder.vocab_size), trainer.config.fsdp.sharding)
 
@@ -117,7 +118,7 @@ class TrainWorker(Watched):
                 trainer.use_adapter(request.adapter or DEFAULT_ADAPTER)
             arguments = request.arguments
             if isinstance(arguments.get("batch"), ray.ObjectRef):
-                timeout_s = trainer.config.cluster.call_timeout_s
+                timeout_s = trainer.config.collective_timeout_s
                 arguments = {**arguments, "batch": ray.get(arguments["batch"], timeout=timeout_s)}
             if request.name == "update_weights":
                 arguments = {"receivers": self._sent_to(**arguments, role=role)}
@@ -137,12 +138,13 @@ class TrainWorker(Watched):
         from actors.workers.transports import transport_to
 
         trainer = self.trainers[role]
-        settings = trainer.config.rollout
+        config = self._configs[role]
+        settings = config.rollout
         kind = transport_to(receivers, settings.transport)
         update = kind.from_trainer(
             trainer,
+            config,
             receivers,
-            trainer.config.cluster.sync_timeout_s,
             before=self._last_updates.get(kind),
             drops=drop_failed,
             checksums=settings.weight_checksums,

@@ -32,6 +32,7 @@ from slimefsdp.heartbeat import IDLE, LAUNCH, ProgressSnapshot
 
 ASK_EVERY_S = 1.0
 SLOWER_BY = 10.0  # than such an activity usually is: then it is no longer slow, it hangs
+_HANG = 10.0  # times cluster.ping_timeout_s without progress; a single kernel or collective takes less
 STACKS = "stacks"  # below run.dir
 _ASK_AGAIN_S = 0.1  # at the soonest
 _AWAY_S = 2.0  # between two looks: the driver waited for nothing meanwhile, or was stopped itself
@@ -133,7 +134,8 @@ class Limits:
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
         """Returns the limits that the settings give."""
-        return cls(config.cluster.ping_timeout_s, config.cluster.hang_timeout_s, config.cluster.sync_timeout_s)
+        ping_s = config.cluster.ping_timeout_s
+        return cls(ping_s, _HANG * ping_s, config.cluster.sync_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ class Watchdog:
                 rank = self._most_behind(still, now)
                 progress = self._progress_of(rank)
                 problem = f"{self._kind} {rank} has not got on for {progress.since_tick_s:.1f} s, in {progress.place}"
-                raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.hang_timeout_s")
+                raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.ping_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
         """The error of a call that has taken too long as a whole, after the stacks were written.

@@ -22,6 +22,7 @@ from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
 if TYPE_CHECKING:
+    from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
 _HERE_S = 5.0  # for an answer that Ray says is here
@@ -60,16 +61,17 @@ class WeightUpdate:
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, actors: Sequence[Any], timeout_s: float, *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
     ) -> WeightUpdate:
         """Makes an update of the trainer's weights.
 
         Args:
             trainer: of rank 0.
+            config: of the run.
             before: the last update by this transport, whose group or buffers may be taken over; None: it is the first.
             how: `drops` and `checksums`.
         """
-        return cls(actors, timeout_s, **how)
+        return cls(actors, config.cluster.sync_timeout_s, **how)
 
     def has_frozen(self, source: str) -> bool:
         """Whether all receivers are engines that have the frozen weights of `source`."""

@@ -434,8 +434,8 @@ def own_step(work: Work) -> Step:
     parallelize(model, mesh, how)
     materialise(model, mesh.device)
     draw(model)
-    optimizer = optimizer_of(model.trained_weights(), "adamw", "fused", undecayed=undecayed_names(model.hf), **ADAMW)
-    updater = OptimizerStep(optimizer, model.trained_weights(), lambda _: 1e-6, max_grad_norm=1.0, max_skipped=1)
+    optimizer = optimizer_of(model.trained_weights(), "adamw", undecayed=undecayed_names(model.hf), **ADAMW)
+    updater = OptimizerStep(optimizer, model.trained_weights(), lambda _: 1e-6, max_grad_norm=1.0)
     objective = Objective(POLICY_LOSSES["ppo"])
     inputs = TokenInputs(
         weights=torch.full((batch.num_response_tokens,), 1 / batch.num_response_tokens),

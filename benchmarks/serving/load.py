@@ -29,7 +29,7 @@ CLIENTS = 4
 DATUMS, LENGTH = 8, 64  # of a batch
 PROMPT, SHORTEST, LONGEST = 32, 16, 96  # tokens of a sample
 UPDATES_A_SAMPLER = 10
-SESSION_TIMEOUT_S, RESULT_KEPT_S = 25.0, 30.0
+SESSION_TIMEOUT_S = 25.0
 LOOK_S = 1.0
 PATIENCE_S = 600.0  # behind the end, for what both deaths cost
 WARM_UP = 0.1  # of the time: versions and rows come
@@ -147,7 +147,7 @@ def under_load(folder: Path, seconds: float, in_flight: int) -> dict[str, Any]:
         folder,
         batch={"max_tokens_per_rank": 512},
         service={
-            "session_timeout_s": SESSION_TIMEOUT_S, "result_kept_s": RESULT_KEPT_S, "max_samplers": 4,
+            "session_timeout_s": SESSION_TIMEOUT_S, "max_samplers": 4,
         },
     )  # fmt: skip
     context = mp.get_context("forkserver")

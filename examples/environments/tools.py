@@ -199,7 +199,7 @@ def _calculator() -> Tool:
 
 
 _loaded = functools.cache(load_tool)
-# a URL is retried for up to 60 s; environment.timeout_s limits the answer as a whole
+# a URL is retried for up to 60 s; rollout.reward_timeout_s limits the answer as a whole
 _reward_of = functools.cache(functools.partial(load_reward, timeout_s=60.0, concurrency=32, field=_FIELD))
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import torch
 
 MAX_COEFFICIENT = 1e6  # stops the growth of the coefficient if the KL never reaches its target
+HORIZON = 10_000  # samples over which an adapted coefficient changes by a fifth at most
 MAX_RELATIVE_ERROR = 0.2  # `next_coefficient` clips kl / target - 1 to this size
 
 
@@ -79,20 +80,19 @@ def kl_estimate(
     return estimate if old_log_probs is None else torch.exp(log_probs - old_log_probs) * estimate
 
 
-def next_coefficient(coefficient: float, kl: float, target: float, samples: int, horizon: int) -> float:
+def next_coefficient(coefficient: float, kl: float, target: float, samples: int) -> float:
     """Returns the KL coefficient after a step, moved so that the KL approaches its target.
 
     A proportional controller in log space, Ziegler et al. (arXiv 1909.08593), section 2.2:
-    coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon).
+    coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / HORIZON).
 
     Args:
         coefficient: the coefficient of the step.
         kl: KL measured over the step, in nats a token; if it is not finite, the coefficient does not change.
         target: in nats a token, > 0.
-        samples: number of samples of the step. At most `horizon` count, so that the coefficient cannot become negative.
-        horizon: number of samples over which the coefficient changes by at most a fifth.
+        samples: number of samples of the step. At most `HORIZON` count, so that the coefficient cannot become negative.
     """
     if not math.isfinite(kl):
         return coefficient
     error = min(max(kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-    return min(coefficient * (1 + error * min(samples / horizon, 1.0)), MAX_COEFFICIENT)
+    return min(coefficient * (1 + error * min(samples / HORIZON, 1.0)), MAX_COEFFICIENT)

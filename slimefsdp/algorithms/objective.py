@@ -150,7 +150,7 @@ class Objective:
             if inputs.ref_log_probs is not None or len(outputs) > 2:
                 sums.add_mean("kl_ref", kl)
             if inputs.groups is not None and inputs.ref_log_probs is not None:
-                pair_values, occurs = pair_metrics(tokens, self.options.dpo_beta)
+                pair_values, occurs = pair_metrics(tokens, self.options.beta)
                 for name, values in pair_values.items():
                     sums.add_mean(name, values, occurs)
         return per_token

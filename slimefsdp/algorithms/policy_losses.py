@@ -70,10 +70,7 @@ class PolicyOptions:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    sapo_temperature_positive: float = 1.0
-    sapo_temperature_negative: float = 1.05
-    dpo_beta: float = 0.1
-    dro_beta: float | None = None
+    beta: float = 0.1  # of dpo and dro
 
 
 class PolicyLoss(NamedTuple):
@@ -144,14 +141,17 @@ def cispo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     return PolicyLoss(-weight * tokens.advantages * tokens.log_probs, ratio, ratio < weight, ratio > weight)
 
 
+SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures of the gate, by the sign of the advantage
+
+
 def sapo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     """Returns SAPO's loss, -4 / tau * sigmoid(tau * (ratio - 1)) * A: a soft gate where PPO clips.
 
-    arXiv 2511.20347; tau is sapo_temperature_positive where A > 0, else sapo_temperature_negative. The gradient is -A
-    at the ratio 1 and fades on both sides.
+    arXiv 2511.20347; tau is 1 where A > 0, else 1.05, as in the paper. The gradient is -A at the ratio 1 and fades on
+    both sides.
     """
-    temperature = torch.full_like(tokens.advantages, options.sapo_temperature_negative)
-    temperature = temperature.masked_fill(tokens.advantages > 0, options.sapo_temperature_positive)
+    temperature = torch.full_like(tokens.advantages, SAPO_NEGATIVE)
+    temperature = temperature.masked_fill(tokens.advantages > 0, SAPO_POSITIVE)
     # the gate is flat beyond e^50 even in float64; without the clamp an overflowing ratio would give 0 * inf = nan
     ratio = torch.exp((tokens.log_probs - tokens.old_log_probs).clamp(max=50.0))
     gate = torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature
@@ -183,7 +183,7 @@ def importance_sampling_loss(tokens: PolicyTokens, options: PolicyOptions) -> Po
 
 
 def dpo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
-    """Returns DPO's loss of pairs, -log sigmoid(dpo_beta * (log ratio of the chosen - log ratio of the rejected)).
+    """Returns DPO's loss of pairs, -log sigmoid(beta * (log ratio of the chosen - log ratio of the rejected)).
 
     arXiv 2305.18290, equation 7; a log ratio is log(policy / reference), summed over a sample's trained tokens. A group
     is one pair: the sample with the positive advantage is the chosen one, the sample with the negative advantage the
@@ -191,7 +191,7 @@ def dpo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     """
     assert tokens.groups is not None and tokens.ref_log_probs is not None
     preference = torch.sign(tokens.advantages) * (tokens.log_probs - tokens.ref_log_probs)
-    loss = -torch.nn.functional.logsigmoid(options.dpo_beta * tokens.groups.sum(preference))
+    loss = -torch.nn.functional.logsigmoid(options.beta * tokens.groups.sum(preference))
     return _never_clipped(tokens.groups.spread(loss), tokens)
 
 
@@ -213,14 +213,13 @@ def pair_metrics(tokens: PolicyTokens, beta: float) -> tuple[dict[str, torch.Ten
 
 
 def dro_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
-    """Returns DRO's loss, -(A * log-prob - dro_beta / 2 * (log-prob - old log-prob)^2).
+    """Returns DRO's loss, -(A * log-prob - beta / 2 * (log-prob - old log-prob)^2).
 
     The policy gradient is that of arXiv 2405.19107, with A in place of reward minus value, and the old policy in place
     of the reference. A token of advantage 0 is pulled back to its old log-prob.
     """
-    assert options.dro_beta is not None
     distance = tokens.log_probs - tokens.old_log_probs
-    return _never_clipped(options.dro_beta / 2 * distance.square() - tokens.advantages * tokens.log_probs, tokens)
+    return _never_clipped(options.beta / 2 * distance.square() - tokens.advantages * tokens.log_probs, tokens)
 
 
 def _ratio(tokens: PolicyTokens) -> torch.Tensor:

@@ -33,14 +33,6 @@ class AdapterCalls(Calls):
             raise ConfigError(
                 problem, field="rank", hint="choose a smaller one, or start the run with a larger lora.rank"
             )
-        optim = config.optim
-        if rank not in (None, config.lora.rank) and (optim.name, optim.adjust_lr_fn) == ("muon", "original"):
-            raise ConfigError(
-                f"rank={rank} of an adapter, and optim.adjust_lr_fn=original has the rate of B depend on "
-                f"lora.rank={config.lora.rank}, for which there is room",
-                field="rank",
-                hint="leave it out, or start the run with optim.adjust_lr_fn=match_rms_adamw",
-            )
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
         with self._state.exchanging(adapters):
             adapters.create(

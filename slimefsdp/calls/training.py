@@ -164,7 +164,7 @@ class TrainingCalls(Calls):
                 for clipping.
 
         Raises:
-            StateError: there are no gradients, optim.max_skipped_updates were skipped in a row, or an earlier update
+            StateError: there are no gradients, too many were skipped in a row, or an earlier update
                 failed halfway.
             ConfigError: `settings` are not valid, or have an `eps` under SGD.
         """

@@ -5,17 +5,18 @@ Names are resolved on first use, so that finding a user's function, or wording a
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slimefsdp.config.tree import RunConfig, config_from_dict, load_config
+    from slimefsdp.config.run import RunConfig, config_from_dict, load_config
+    from slimefsdp.config.trainer import TrainerConfig
 
-__all__ = ["RunConfig", "config_from_dict", "load_config"]
+__all__ = ["RunConfig", "TrainerConfig", "config_from_dict", "load_config"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'slimefsdp.config' has no attribute {name!r}")
-    from slimefsdp.config import tree
-
-    return getattr(tree, name)
+    module = "trainer" if name == "TrainerConfig" else "run"
+    return getattr(import_module(f"slimefsdp.config.{module}"), name)

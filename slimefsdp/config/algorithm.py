@@ -16,16 +16,9 @@ from slimefsdp.algorithms.registry import (
     POLICY_LOSSES,
     TOKEN_ESTIMATORS,
 )
+from slimefsdp.config.base import LARGEST, PathOrIdSetting, PositiveInt, Settings, broken_rule, function_name
 from slimefsdp.config.messages import RECIPES, BrokenRule
-from slimefsdp.config.sections import (
-    LARGEST,
-    PathOrIdSetting,
-    PositiveInt,
-    RankCount,
-    Settings,
-    broken_rule,
-    function_name,
-)
+from slimefsdp.config.sections import PlacedSettings
 from slimefsdp.errors import short_text
 
 
@@ -114,15 +107,11 @@ class LossSettings(Settings):
         le=LARGEST,
         description="ppo: bounds the loss of a negative advantage A by dual_clip x |A|; null: no bound",
     )
-    sapo_temperature_positive: float = Field(
-        1.0, gt=0, le=LARGEST, description="sapo: of the gate where the advantage is positive"
-    )
-    sapo_temperature_negative: float = Field(
-        1.05, gt=0, le=LARGEST, description="sapo: of the gate where it is negative"
-    )
-    dpo_beta: float = Field(0.1, gt=0, le=LARGEST, description="dpo: how strongly the reference holds")
-    dro_beta: float | None = Field(
-        None, gt=0, le=LARGEST, description="dro, which needs it: how strongly the old log-probs hold"
+    beta: float = Field(
+        0.1,
+        gt=0,
+        le=LARGEST,
+        description="dpo: how strongly the reference holds; dro: how strongly the old log-probs hold",
     )
     kl_coefficient: float = Field(
         0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); the first one, with kl_target"
@@ -143,17 +132,11 @@ class LossSettings(Settings):
     kl_target: float | None = Field(
         None, gt=0, description="adapt the coefficient after each step so that the KL nears this many nats a token"
     )
-    kl_horizon: PositiveInt = Field(10000, description="samples over which it may change by a fifth (kl_target)")
     entropy_coefficient: float = Field(0.0, ge=0, le=LARGEST, description="weight of the entropy bonus")
     old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
         description="where the batch brings none; auto: the current ones if the step has one update, else recompute; "
         "rollout: the engine's",
-    )
-    drop_zero_advantages: bool = Field(
-        True,
-        description="do not compute samples of groups without variance, where neither KL, entropy nor max_kl reads "
-        "them; they stay in the denominators, so this is a matter of speed alone",
     )
     epochs: PositiveInt = Field(1, description="passes over one rollout batch")
     max_kl: float | None = Field(
@@ -179,37 +162,20 @@ class LossSettings(Settings):
     @model_validator(mode="after")
     def check_policy_loss_parameters(self) -> LossSettings:
         clipped = ("ppo", "gspo", "gspo_token", "cispo", "gmpo")
-        sapo = ("sapo",)
         owners = {
-            "clip_low": clipped, "clip_high": clipped, "dual_clip": ("ppo",), "dpo_beta": ("dpo",),
-            "dro_beta": ("dro",),
-            "sapo_temperature_positive": sapo, "sapo_temperature_negative": sapo,
+            "clip_low": clipped, "clip_high": clipped, "dual_clip": ("ppo",), "beta": ("dpo", "dro"),
         }  # fmt: skip
         _refuse_unread(self, "loss", "policy", self.policy, owners)
-        if self.policy == "dro" and self.dro_beta is None:
-            raise BrokenRule(
-                "loss.policy",
-                "loss.policy=dro needs loss.dro_beta, which is not set",
-                "set it",
-            )
         return self
 
     @model_validator(mode="after")
     def check_kl_settings(self) -> LossSettings:
-        given = [
-            name for name in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target", "kl_horizon") if self._is_given(name)
-        ]
+        given = [name for name in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target") if self._is_given(name)]
         if self.kl_coefficient == 0 and given:
             raise BrokenRule(
                 f"loss.{given[0]}",
                 f"loss.{given[0]}={short_text(getattr(self, given[0]))} does nothing with loss.kl_coefficient=0",
                 "remove it, or raise loss.kl_coefficient",
-            )
-        if self.kl_target is None and self._is_given("kl_horizon"):
-            raise BrokenRule(
-                "loss.kl_horizon",
-                f"loss.kl_horizon={self.kl_horizon} does nothing without loss.kl_target",
-                "set that, or remove it",
             )
         if self.kl_unbiased and (self.kl_in == "reward" or self.kl_estimator not in ("k1", "k3", None)):
             other = "kl_in=reward" if self.kl_in == "reward" else f"kl_estimator={self.kl_estimator}"
@@ -293,19 +259,13 @@ CORRECTION_BOUNDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Method -> the bounds that it needs, and those that it reads."""
 
 
-class CriticSettings(Settings):
+class CriticSettings(PlacedSettings):
     """The value model of algorithm=ppo; what is not said here (optimiser, schedule, epochs) is as for the policy."""
 
     path: PathOrIdSetting | None = Field(
         None,
         description="its folder, or id: a causal LM, whose value head starts at 0, or a token classifier of one label; "
         "null: model.path",
-    )
-    placement: Literal["colocated", "group"] = Field(
-        "colocated", description="in the actor's processes, or a worker group of its own"
-    )
-    dp: RankCount | None = Field(
-        None, description="data ranks of its own group (placement: group); default: the actor's mesh"
     )
     offload: Literal["sleep", "none"] = Field(
         "sleep", description="where it is while the policy trains or samples (placement: colocated)"
@@ -323,22 +283,6 @@ class CriticSettings(Settings):
     warmup_steps: int = Field(
         0, ge=0, description="steps after those in which the critic alone is trained, as later on"
     )
-
-    @model_validator(mode="after")
-    def check_critic_placement(self) -> CriticSettings:
-        if self.dp is not None and self.placement != "group":
-            raise BrokenRule(
-                "critic.dp",
-                f"critic.dp={self.dp} is for a group of its own",
-                "set critic.placement=group, or remove it",
-            )
-        if self.placement == "group" and "offload" in self.model_fields_set:
-            raise BrokenRule(
-                "critic.offload",
-                f"critic.offload={self.offload} is for a critic beside the policy",
-                "remove it, or set critic.placement=colocated",
-            )
-        return self
 
 
 def _refuse_unread(

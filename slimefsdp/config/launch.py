@@ -6,7 +6,7 @@ from typing import Any
 
 from slimefsdp.algorithms.registry import GROUPED
 from slimefsdp.config.rollout import SERVERS
-from slimefsdp.config.tree import RunConfig
+from slimefsdp.config.run import RunConfig
 from slimefsdp.errors import ConfigError, short_text
 
 MOST_SAMPLES = 10_000_000

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from slimefsdp.config.earlier import STORED, with_present_names
 from slimefsdp.config.messages import NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.user_files import NoPath, open_plain, path_of
@@ -213,7 +214,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         problem = "is empty" if value is None else f"holds {short_text(value)}, not sections of settings"
         raise ConfigError(f"{name} {problem}", hint="begin with sections such as `model:` and `optim:`")
-    return value
+    return with_present_names(value) if text.startswith(STORED) else value
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -10,12 +10,15 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from slimefsdp.config.earlier import hint_of
 from slimefsdp.errors import ConfigError, short_text
 
 MAX_FINDINGS = 8
 
 Sections = Mapping[str, Mapping[str, Any]]
 """Section ("" for the top level) -> its names -> the pydantic field (`annotation`, `is_required()`)."""
+Kinds = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Section ("" for the top level) -> its kinds ("" where there is one) -> their names -> the pydantic field."""
 
 
 class BrokenRule(ValueError):
@@ -31,6 +34,8 @@ class BrokenRule(ValueError):
         super().__init__(problem)
         self.field, self.problem, self.hint = field, problem, hint
 
+
+UNKNOWN_KIND = "unknown_kind"  # a section whose settings name no kind of it
 
 # pydantic's error type -> the rule and the way out, filled from the error's context
 _RULES = {
@@ -96,7 +101,7 @@ _FOREIGN_NAMES = {
     "optim.betas": ("adam_beta1", "adam_beta2"),
     "optim.eps": ("adam_epsilon", "adam_eps"),
     "optim.schedule": ("lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
-    "optim.warmup_updates": ("warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "num_warmup_steps"),
+    "optim.warmup_updates": ("warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "num_warmup_steps", "warmup_ratio"),
     "optim.max_grad_norm": ("clip_grad", "grad_clip", "gradient_clipping"),
     "data.train": ("prompt_data", "train_files", "datasets", "dataset_name"),
     "data.heldout": ("eval_prompt_data", "val_files"),
@@ -129,7 +134,7 @@ _FOREIGN_NAMES = {
     ),
     "loss.reduction": ("loss_agg_mode", "calculate_per_token_loss"),
     "loss.epochs": ("num_iterations", "ppo_epochs"),
-    "loss.kl_coefficient (of DPO loss.dpo_beta)": ("beta",),
+    "loss.kl_coefficient (of DPO loss.beta)": ("kl_beta",),
     "loss.kl_coefficient": ("kl_loss_coef", "use_kl_loss"),
     "loss.kl_coefficient with loss.kl_in=reward": ("kl_coef", "use_kl_in_reward"),
     "loss.kl_estimator": ("kl_loss_type",),
@@ -172,11 +177,15 @@ RECIPES = {
 """Algorithms that are several settings here -> which ones, as docs/algorithms.md has them."""
 
 
-def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> ConfigError:
+def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigError:
     """All findings as one error: the first in full, the others listed below it."""
+    sections = {
+        section: {name: info for fields in one.values() for name, info in fields.items()}
+        for section, one in kinds.items()
+    }
     # an unknown name is often why another one is missing, so it comes first
     ordered = sorted(findings, key=lambda finding: finding["type"] != "extra_forbidden")
-    first, *others = (_in_words(finding, sections) for finding in ordered[:MAX_FINDINGS])
+    first, *others = (_in_words(finding, sections, kinds) for finding in ordered[:MAX_FINDINGS])
     error = ConfigError(first[1], field=first[0], hint=first[2])
     error.others = tuple(f"{message}; {hint}" for _, message, hint in others)
     if len(ordered) > MAX_FINDINGS:
@@ -184,10 +193,18 @@ def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> C
     return error
 
 
-def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | None, str, str]:
+def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> tuple[str | None, str, str]:
     """The setting, what is wrong with it, and the way out."""
-    field = ".".join(_name(str(part)) for part in finding["loc"])
     kind, value, context = finding["type"], short_text(finding["input"]), finding.get("ctx", {})
+    loc, chosen = tuple(map(str, finding["loc"])), ""
+    if len(loc) > 1 and loc[1] in kinds.get(loc[0], {}):  # pydantic names the kind behind the section
+        chosen, loc = loc[1], (loc[0], *loc[2:])
+    field = ".".join(map(_name, loc))
+    if kind == UNKNOWN_KIND:
+        given, known = str(finding["input"][context["choice"]]), kinds[field]
+        near = difflib.get_close_matches(given.lower(), known, n=2)
+        problem = f"{field}.{context['choice']}={short_text(given)} must be {' or '.join(known)}"
+        return f"{field}.{context['choice']}", problem, f"did you mean {near[0]}?" if near else "choose one of these"
     if kind == "value_error":
         broken: BrokenRule = context["error"]
         return broken.field, broken.problem, broken.hint
@@ -197,7 +214,14 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
         required = [f"{field}.{name}" for name, info in sections.get(field, {}).items() if info.is_required()]
         return field, f"{field} is required and not set", f"add {' and '.join(required) or 'it'}"
     if kind == "extra_forbidden":
-        *section, name = map(str, finding["loc"])
+        *section, name = loc
+        if chosen and name in sections[section[0]]:
+            owners = [one for one, fields in kinds[section[0]].items() if name in fields]
+            return (
+                field,
+                f"{field}={value} is no setting of {section[0]} of the kind {chosen}",
+                (f"remove it, or choose {' or '.join(owners)}"),
+            )
         hint = _elsewhere(".".join(section), name, finding["input"], sections)
         return field, f"{field}={value} is not a setting", hint or _near_names(".".join(section), name, sections)
     if kind == "invalid_key":
@@ -207,7 +231,7 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
     rule, hint = _RULES.get(kind, (finding["msg"], "correct the value"))
     if kind == "literal_error" and isinstance(finding["input"], str):
         written = finding["input"].lower()
-        first, second = (str(part) for part in (*finding["loc"], "")[:2])
+        first, second = (*loc, "")[:2]
         info = sections.get(first, {}).get(second) or sections[""].get(first)
         near = difflib.get_close_matches(written, _choices(getattr(info, "annotation", None)), n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else hint
@@ -232,6 +256,8 @@ def _name(part: str) -> str:
 def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
     """Returns what a name of another trainer, or the names in a section of one, are here; empty where none is known."""
     name, known = name.replace("-", "_"), sections.get(section, {})
+    if hint := hint_of(f"{section}.{name}"):
+        return hint
     ours = {own for names in sections.values() for own in names}
     # misspelt too, unless a name of ours is as near
     near = difflib.get_close_matches(

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from slimefsdp.config.messages import BrokenRule
-from slimefsdp.config.sections import (
+from slimefsdp.config.base import (
     LARGEST,
     PathOrIdSetting,
     PathSetting,
@@ -29,6 +28,7 @@ from slimefsdp.config.sections import (
     path_or_id,
     path_text,
 )
+from slimefsdp.config.messages import BrokenRule
 from slimefsdp.errors import short_text
 
 Transport = Literal["object_store", "broadcast", "disk", "ipc"]
@@ -426,24 +426,23 @@ class RolloutSettings(Settings):
         1,
         ge=0,
         le=4096,
-        description="processes that call the reward function, on any node; 0: the driver calls a plain one itself, "
-        "without a deadline",
+        description="processes that call the reward function, or hold the environment's episodes, on any node; 0: the "
+        "driver calls a plain function itself, without a deadline",
     )
     reward_timeout_s: float = Field(
-        60.0, gt=0, le=LARGEST, description="for the reward of one response; a process that takes longer is replaced"
+        60.0,
+        gt=0,
+        le=LARGEST,
+        description="for the reward of one response, or one answer of an environment; a process that takes longer is "
+        "replaced",
     )
     reward_concurrency: PositiveInt = Field(
-        32, description="calls of an async reward function, or requests to a URL, under way at once in each process"
+        32, description="coroutines, or requests to a URL, under way at once in each process"
     )
     reward_failure: Literal["error", "skip"] = Field(
         "error",
-        description="a reward that raises, does not return in time or returns no number: error ends the run; skip "
-        "leaves out the response's group and counts it in rollout/reward_failures",
-    )
-    max_failed_steps: PositiveInt = Field(
-        3,
-        description="under reward_failure=skip or environment.failure=skip: a run ends after so many steps in a row in "
-        "which every group had a failure",
+        description="a reward or an environment that raises, does not return in time or returns what cannot be used: "
+        "error ends the run; skip leaves out the response's group and counts it in rollout/reward_failures",
     )
     filter: Annotated[str, AfterValidator(_filter_name)] | None = Field(
         None,
@@ -456,19 +455,11 @@ class RolloutSettings(Settings):
     )
     overlong_buffer_tokens: PositiveInt | None = Field(
         None,
-        description="the last so many of max_new_tokens cost reward: nothing where they begin, overlong_penalty where "
-        "the response is cut (soft punishment of DAPO); null: they cost nothing",
+        description="the last so many of max_new_tokens cost reward: nothing where they begin, 1 where the "
+        "response is cut (soft punishment of DAPO); null: they cost nothing",
     )
-    overlong_penalty: float = Field(1.0, gt=0, description="what a response of max_new_tokens loses of its reward")
     mask_truncated: bool = Field(
         False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
-    )
-    show_groups: int = Field(
-        2,
-        ge=0,
-        le=1000,
-        description="groups of each step whose texts and rewards are left in run.dir/samples for people to read; an "
-        "evaluation also prints a sample; 0: none of both",
     )
 
     def limits_at(self, step: int) -> LengthLimits:
@@ -645,12 +636,6 @@ class RolloutSettings(Settings):
 
     @model_validator(mode="after")
     def check_overlong_buffer(self) -> RolloutSettings:
-        if self.overlong_buffer_tokens is None and self.overlong_penalty != 1:
-            raise BrokenRule(
-                "rollout.overlong_penalty",
-                f"rollout.overlong_penalty={self.overlong_penalty} does nothing without rollout.overlong_buffer_tokens",
-                "set that, or remove it",
-            )
         if self.overlong_buffer_tokens is not None and self.overlong_buffer_tokens > self.max_new_tokens:
             raise BrokenRule(
                 "rollout.overlong_buffer_tokens",
@@ -700,16 +685,6 @@ class EnvironmentSettings(Settings):
         description="longest episode with its prompt, responses and observations; one that has no room for more ends; "
         "null: what a pack holds (batch.max_tokens_per_rank x mesh.cp), the model's learned positions and the engines",
     )
-    workers: int = Field(1, ge=1, le=4096, description="processes in which episodes are, on any node")
-    timeout_s: float = Field(
-        60.0, gt=0, le=LARGEST, description="for each answer; a process that takes longer is replaced"
-    )
-    concurrency: PositiveInt = Field(32, description="coroutines under way at once in each process")
-    failure: Literal["error", "skip"] = Field(
-        "error",
-        description="an environment that raises, does not return in time or returns what cannot be used: error ends "
-        "the run; skip leaves out the episode's group and counts the episode in rollout/reward_failures",
-    )
 
 
 class EvaluationSettings(Settings):
@@ -734,12 +709,6 @@ class EvaluationSettings(Settings):
         (),
         description="each k of which eval/pass@k is to be logged, how likely one of k responses solves a prompt, with "
         "the ends of its 95 % interval (_low, _high); also eval/finished and eval/solved_of_finished",
-    )
-    solved_reward: float = Field(
-        1.0, ge=-LARGEST, le=LARGEST, description="a response with this reward or more solves its prompt, under pass_at"
-    )
-    save_samples: bool = Field(
-        True, description="responses of each evaluation are left in run.dir/evaluations, to be read and to be parsed"
     )
 
     @model_validator(mode="after")

@@ -31,7 +31,6 @@ class Parallelism:
     compute_dtype: torch.dtype
     master_dtype: torch.dtype  # dtype of parameters, gradients and optimiser state
     reduce_dtype: torch.dtype | None = None  # dtype in which gradients are summed over ranks; None: master_dtype
-    buffer_dtype: torch.dtype | None = None  # None: unchanged
     keep_parameters: bool = False  # keep parameters gathered from forward to backward; see `gradients_summed_once`
     wrap_layers: Sequence[str] | None = None  # see `choose_units`
     wrap_min_parameters: int | None = None

@@ -7,8 +7,9 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from slimefsdp.batching.cost import ELEMENT_BYTES
-from slimefsdp.config import RunConfig
-from slimefsdp.model_spec import Adapters, ModelSpec
+from slimefsdp.config import TrainerConfig
+from slimefsdp.config.optim import AdamWSettings
+from slimefsdp.model_spec import NEWTON_SCHULZ_STEPS, Adapters, ModelSpec
 
 Sharding = Literal["full", "keep_parameters", "optimizer", "replicate"]
 SHARDINGS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer", "replicate")
@@ -185,7 +186,7 @@ class TrainingSetup:
 
 
 def setup_of(
-    config: RunConfig,
+    config: TrainerConfig,
     model: ModelSpec,
     mesh: MeshShape,
     *,
@@ -215,7 +216,9 @@ def setup_of(
             reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
             optimizer_states=1 if optim.name == "sgd" else 2,
             matrix_states=1 if optim.name == "muon" else None,
-            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[optim.state_dtype],  # includes scales of blocks
+            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[  # includes scales of blocks
+                optim.state_dtype if isinstance(optim, AdamWSettings) else "auto"
+            ],
         ),
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
@@ -224,8 +227,8 @@ def setup_of(
         trained_share=trained if lora.rank is None else 0.0,
         lora_rank=lora.rank,
         lora_targets=tuple(lora.targets),
-        is_optimizer_fused=optim.name != "sgd" and optim.implementation != "foreach",
-        newton_schulz_steps=optim.ns_steps if optim.name == "muon" else 0,
+        is_optimizer_fused=optim.name != "sgd",
+        newton_schulz_steps=NEWTON_SCHULZ_STEPS if optim.name == "muon" else 0,
         entropy_grad=config.loss.entropy_coefficient != 0,
         full_kl=config.kl_estimator == "full",
         on_cpu=on_cpu,

@@ -96,7 +96,7 @@ def load_model(
     (model,) = built
     parallelize(model, mesh, how)
     host = torch.device("cpu")
-    materialise(model, mesh.device, host if how.cpu_offload else None, buffer_dtype=how.buffer_dtype)
+    materialise(model, mesh.device, host if how.cpu_offload else None)
     if random_seed is None:
         read_weights(model, folder, mesh.group, device=mesh.device, read_by=read_by)
     else:
@@ -169,20 +169,14 @@ def materialise(
     model: DecoderModel,
     device: torch.device,
     parameters_on: torch.device | None = None,
-    *,
-    buffer_dtype: torch.dtype | None = None,
 ) -> None:
     """Allocates every (sharded) parameter on `device` and moves buffers there; tied parameters stay tied.
 
     Args:
         parameters_on: another device for the parameters only.
-        buffer_dtype: dtype of floating-point buffers; None: unchanged.
     """
     # to_empty replaces shared tensors by separate ones, so buffers are kept under all their names
-    buffers = {
-        name: buffer.to(device, buffer_dtype if buffer.is_floating_point() else None)
-        for name, buffer in model.named_buffers(remove_duplicate=False)
-    }
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers(remove_duplicate=False)}
     tied = model.has_tied_embeddings
     model.to_empty(device=parameters_on or device)
     for name, buffer in buffers.items():
@@ -258,7 +252,6 @@ def load_for_sampling(
     device: torch.device,
     lora: Lora | None = None,
     *,
-    buffer_dtype: torch.dtype | None = None,
     random_seed: int | None = None,
 ) -> PolicyModel:
     """Loads the whole model of a folder into this process.
@@ -268,7 +261,6 @@ def load_for_sampling(
     Args:
         dtype: dtype of weights and adapters, equal to the trainer's compute dtype.
         lora: adds uninitialised adapters to these modules.
-        buffer_dtype: dtype of floating-point buffers; None: unchanged.
         random_seed: draw the weights at random with this seed; None: read them.
 
     Raises:
@@ -280,7 +272,7 @@ def load_for_sampling(
         check_tensor_names(policy, folder)
     if lora is not None:
         add_adapters(policy, lora, base_dtype=dtype)
-    materialise(policy, device, buffer_dtype=buffer_dtype)
+    materialise(policy, device)
     if random_seed is None:
         read_weights(policy, folder, None, device=device)
     else:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,21 +20,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.model_spec import NEWTON_SCHULZ_STEPS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, with a steep slope at 0 (Jordan et al.)
 NORM_EPS = 1e-7
 ROUND_ELEMENTS = 2**26  # largest number of elements that a rank owns at a time, unless a single matrix is larger
-AdjustLr = Literal["original", "match_rms_adamw"]
-
-
-@dataclass(frozen=True, slots=True)
-class MuonRule:
-    """Holds the options of Muon; the names are those of `torch.optim.Muon`."""
-
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_steps: int = 5
-    adjust_lr_fn: AdjustLr = "match_rms_adamw"
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -53,15 +42,13 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.T if is_tall else x
 
 
-def adjusted_lr(lr: float, shape: Sequence[int], how: AdjustLr) -> float:
+def adjusted_lr(lr: float, shape: Sequence[int]) -> float:
     """Returns the learning rate of a matrix, or of each matrix of a stack.
 
-    original: lr x sqrt(max(1, rows / columns)) (Jordan et al.). match_rms_adamw: lr x 0.2 sqrt(max(rows, columns)),
-    which makes updates as large as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+    It is lr x 0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's, so that rates that suit AdamW suit
+    Muon (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2; `match_rms_adamw` of torch).
     """
     rows, columns = shape[-2:]
-    if how == "original":
-        return lr * math.sqrt(max(1, rows / columns))
     return lr * 0.2 * math.sqrt(max(rows, columns))
 
 
@@ -73,7 +60,7 @@ def update_matrices(
     *,
     lr: float,
     weight_decay: float,
-    rule: MuonRule,
+    momentum: float,
 ) -> None:
     """Collective: updates matrices [rows, columns] and stacks of them [matrices, rows, columns] by one step.
 
@@ -86,20 +73,17 @@ def update_matrices(
     buffers = [local_shard(momentum) for momentum in momenta]
     if not parameters:
         return
-    torch._foreach_lerp_(buffers, updates, 1 - rule.momentum)
-    if rule.nesterov:
-        torch._foreach_lerp_(updates, buffers, rule.momentum)
-    else:
-        torch._foreach_copy_(updates, buffers)
-    _orthogonalize(parameters, updates, group, rule.ns_steps)
+    torch._foreach_lerp_(buffers, updates, 1 - momentum)
+    torch._foreach_lerp_(updates, buffers, momentum)  # Nesterov's: it looks ahead along the momentum
+    _orthogonalize(parameters, updates, group)
     for parameter, update in zip(parameters, updates, strict=True):
         shard = local_shard(parameter)
         shard.mul_(1 - lr * weight_decay)
-        shard.add_(update, alpha=-adjusted_lr(lr, parameter.shape, rule.adjust_lr_fn))
+        shard.add_(update, alpha=-adjusted_lr(lr, parameter.shape))
 
 
 def _orthogonalize(
-    parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor], group: dist.ProcessGroup | None, steps: int
+    parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Replaces each shard of `updates` by its rows of the orthogonalized matrix, in place.
 
@@ -134,7 +118,7 @@ def _orthogonalize(
             dtype=dtype,
         )
         own_rows = gathered[own_copy * shards : (own_copy + 1) * shards]
-        results = [newton_schulz(torch.cat(rows), steps) for rows in zip(*own_rows, strict=True)]
+        results = [newton_schulz(torch.cat(rows), NEWTON_SCHULZ_STEPS) for rows in zip(*own_rows, strict=True)]
         # send the results back, also to the other copies of the model
         returned = _exchange(
             [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.sgd import sgd
 
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.optim.low_bit import QuantizedState, RoundedState, block_of, update_quantized, update_rounded
-from slimefsdp.optim.muon import MuonRule, update_matrices
+from slimefsdp.optim.muon import update_matrices
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
 Rule = Literal["adamw", "adamw_bfloat16", "adamw_8bit", "muon", "sgd"]
@@ -29,9 +29,6 @@ _MOMENTS: dict[Rule, torch.dtype | None] = {
 }
 
 
-_OF_MUON = tuple(field.name for field in fields(MuonRule))
-
-
 class Muon(torch.optim.Optimizer):
     """Updates the first group of parameters by Muon and the others by AdamW; `update_shards` takes its steps."""
 
@@ -41,14 +38,12 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    name: OptimizerName  # sgd uses betas[0] as its momentum
+    name: OptimizerName
     lr: float
-    betas: tuple[float, float]
-    eps: float
     weight_decay: float
-    # kernels of SGD and AdamW. Only AdamW can be fused: torch has no fused SGD for sharded parameters; auto: if it can
-    implementation: Literal["auto", "foreach", "fused"] = "auto"
-    muon: MuonRule = field(default_factory=MuonRule)
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    eps: float = 1e-8  # of AdamW
+    momentum: float = 0.0  # of Muon and SGD
     adamw_lr_ratio: float = 1.0  # under muon: AdamW's learning rate / Muon's
     # dtype of AdamW's moments. bfloat16: rounded stochastically; uint8: 8-bit codes with a scale for each block; None:
     # the parameters' dtype
@@ -92,23 +87,18 @@ def build_optimizer(
     for group in groups:
         if group["rule"] == "adamw_bfloat16":
             group |= {"rounding_seed": options.seed, "places": name_and_offset}
-    implementation = options.implementation
-    if implementation == "auto":
-        implementation = "foreach" if options.name == "sgd" else "fused"
-    # always set, because torch's default loops over the parameters on the host
-    kernel = {implementation: True}
     lr, betas, eps = options.lr, options.betas, options.eps
     # the state, which a first step would otherwise create, is allocated here so that it can always be saved and loaded
     optimizer: torch.optim.Optimizer
     if options.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **kernel)
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=options.momentum, foreach=True)  # no fused one of shards
         _add_momentum(optimizer, [parameter for _, parameter in named])
         return optimizer
     if options.name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **kernel)
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     else:
         adamw_settings = {"lr": lr * options.adamw_lr_ratio, "betas": betas, "eps": eps}
-        adamw_settings |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+        adamw_settings |= {"fused": True, "foreach": False}
         muon_settings = {
             "rule": "muon",
             "weight_decay": options.weight_decay,
@@ -116,13 +106,11 @@ def build_optimizer(
             "lr_ratio": 1.0,
             "lr": lr,
         }
-        muon_settings |= asdict(options.muon)
+        muon_settings["momentum"] = options.momentum
         optimizer = Muon([{"params": orthogonalized, **muon_settings}, *(group | adamw_settings for group in groups)])
         _add_momentum(optimizer, orthogonalized)
-    # The fused kernel reads step counts on the device; they are slices of one allocation. The foreach kernel reads them
-    # on the host: device scalars would cost a synchronisation per parameter.
-    device = everything[0][1].device if implementation == "fused" else torch.device("cpu")
-    _add_moments(optimizer, rules, device)
+    # the fused kernel reads step counts on the device; they are slices of one allocation
+    _add_moments(optimizer, rules, everything[0][1].device)
     return optimizer
 
 
@@ -173,7 +161,7 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                     ranks,
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
-                    rule=MuonRule(**{name: group[name] for name in _OF_MUON}),
+                    momentum=group["momentum"],
                 )
             case "sgd":
                 _update_sgd(trained, states, group)

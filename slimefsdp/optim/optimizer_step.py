@@ -25,6 +25,7 @@ from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
 
+MAX_SKIPPED = 3  # updates in a row; more are no accident of one batch
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # beyond it AdamW's second moment would stay infinite
 
 
@@ -36,7 +37,6 @@ class OptimizerStep:
         named_parameters: the trained parameters, in model order; their gradients are clipped together.
         schedule: maps an update's number, counted from 0, to its learning rate.
         max_grad_norm: the global L2 norm that gradients are scaled down to; 0: no clipping.
-        max_skipped: number of non-finite norms in a row that raises an error.
         loss_scaling: the loss scale for float16; None: losses are not scaled.
         with_layer_norms: report the gradient norm of each layer group in the metrics of an update.
     """
@@ -48,7 +48,6 @@ class OptimizerStep:
         schedule: Callable[[int], float],
         *,
         max_grad_norm: float,
-        max_skipped: int,
         loss_scaling: LossScale | None = None,
         with_layer_norms: bool = False,
     ) -> None:
@@ -62,7 +61,6 @@ class OptimizerStep:
         self._built = [dict(group) for group in optimizer.param_groups]  # includes the settings of the run
         self._is_half_taken = False  # an update failed after some weights had changed
         self._max_grad_norm = max_grad_norm
-        self._max_skipped = max_skipped
         self._loss_scaling = loss_scaling
         self._with_layer_norms = with_layer_norms
 
@@ -107,7 +105,7 @@ class OptimizerStep:
     def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
         """Collective: takes one update with the accumulated gradients, drops them, and returns metrics.
 
-        A skipped update changes no weight and does not advance the schedule. It does not count towards `max_skipped`
+        A skipped update changes no weight and does not advance the schedule. It does not count towards `MAX_SKIPPED`
         while the loss scale can still be lowered, because the scale may be the cause. An error while weights change,
         such as a lack of memory, leaves a half-taken update: see `require_whole`.
 
@@ -199,11 +197,11 @@ class OptimizerStep:
     def _report_skip(self, group: dist.ProcessGroup) -> None:
         assert self.health is not None
         culprit = self.health.first_nonfinite or "their sum"
-        if self.skipped_in_a_row >= self._max_skipped:
+        if self.skipped_in_a_row >= MAX_SKIPPED:
             raise StateError(
                 f"{self.skipped_in_a_row} gradient norms in a row were not finite, at last first in {culprit}",
-                field="optim.max_skipped_updates",
-                hint="lower optim.lr, look at the batch, or raise the limit",
+                field="optim.lr",
+                hint="lower it, or look at the batch",
             )
         if dist.get_rank(group) == 0:
             scaling = "" if self._loss_scaling is None else f"; the loss scale is now {self.loss_scale:g}"
@@ -242,7 +240,7 @@ class LossScale:
         growth_interval: number of finite updates in a row after which the scale doubles.
     """
 
-    def __init__(self, init: float, growth_interval: int) -> None:
+    def __init__(self, init: float, growth_interval: int = 2000) -> None:
         self.scale = float(init)
         self.finite_in_a_row = 0  # finite updates since the scale last changed
         self._init, self._growth_interval = init, growth_interval

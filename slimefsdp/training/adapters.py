@@ -8,13 +8,12 @@ additional rows of A and columns of B that are 0 and stay 0, because their gradi
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import reshard
 from slimefsdp.distributed.memory_manager import StorageOffloader
@@ -109,7 +108,6 @@ class Adapters:
     Args:
         first: the adapter that is in the model now.
         make: collective; makes a new adapter from its name, rank and alpha.
-        resident: number of parked adapters that may stay on the device; the least recently used ones go to the host.
         pin_memory: page-lock host memory.
     """
 
@@ -121,14 +119,13 @@ class Adapters:
         first: Adapter,
         make: Callable[[str, int, float], Adapter],
         *,
-        resident: int,
         pin_memory: bool,
     ) -> None:
         self.current = first
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
-        self._make, self._resident, self._pin_memory = make, resident, pin_memory
+        self._make, self._pin_memory = make, pin_memory
         self._adapters = {first.name: first}
-        self._parked: OrderedDict[str, Parked] = OrderedDict()  # least recently used first
+        self._parked: dict[str, Parked] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
@@ -146,7 +143,7 @@ class Adapters:
             )
         self._park_current()
         try:
-            self._keep_residents()  # may fail for lack of memory, so it runs before anything else changes
+            self.to_host()  # may fail for lack of memory, so it runs before anything else changes
             adapter = self._make(name, rank, alpha)
         except BaseException:
             self._parked.pop(self.current.name).to_device()  # the model still uses its gradient tensors
@@ -173,7 +170,7 @@ class Adapters:
         del self._parked[name]
         self.current = self._adapters[name]
         set_scale(self._model, self.current.scale)
-        self._keep_residents()
+        self.to_host()
 
     def delete(self, name: str) -> None:
         """Collective: removes an adapter, but not its files; the run's own adapter replaces it if it is current.
@@ -237,14 +234,9 @@ class Adapters:
         )
         self._parked[self.current.name] = parked[0]
 
-    def _keep_residents(self) -> None:
-        on_device = [parked for parked in self._parked.values() if not parked.is_on_host]
-        for parked in on_device[: max(0, len(on_device) - self._resident)]:
-            run_together(parked.to_host, self._mesh.group)
-
 
 def make_adapters(
-    config: RunConfig,
+    config: TrainerConfig,
     model: DecoderModel,
     mesh: Mesh,
     updater: OptimizerStep,
@@ -270,7 +262,6 @@ def make_adapters(
         mesh,
         first,
         make,
-        resident=settings.resident_adapters,
         pin_memory=is_host_memory_pinned(config, mesh.device),
     )
 

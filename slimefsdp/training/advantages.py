@@ -22,13 +22,13 @@ from slimefsdp.algorithms.advantages import (
 )
 from slimefsdp.algorithms.advantages import value_targets as gae_targets
 from slimefsdp.algorithms.registry import GROUPED, PER_SEQUENCE
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
 from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, SlimeError
 
 
-def check_functions(config: RunConfig) -> None:
+def check_functions(config: TrainerConfig) -> None:
     """Imports the user's own functions that advantage.estimator and loss.policy name.
 
     Raises:
@@ -39,7 +39,7 @@ def check_functions(config: RunConfig) -> None:
         load_function(config.loss.policy, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
 
 
-def estimator_of(config: RunConfig) -> Estimator:
+def estimator_of(config: TrainerConfig) -> Estimator:
     """Returns the advantage estimator of the settings.
 
     Raises:
@@ -67,7 +67,7 @@ def estimator_of(config: RunConfig) -> Estimator:
     return Estimator(reported, reads=(), compares_groups=getattr(function, "compares_groups", False) is True)
 
 
-def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
+def response_advantages(config: TrainerConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
     """Returns the advantage of every response token, float64 [R]: the batch's own, or those of `advantage.estimator`.
 
     Args:
@@ -90,7 +90,7 @@ def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.n
     return result
 
 
-def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> np.ndarray:
+def has_variance(config: TrainerConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> np.ndarray:
     """Returns False for samples of groups in which every trained token has advantage 0; bool [B].
 
     This holds only for estimators that compare the samples of a group, and for the batch's own advantages. For other
@@ -110,7 +110,7 @@ def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray 
 
 
 def value_targets(
-    config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None, gae_lambda: float | None = None
+    config: TrainerConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None, gae_lambda: float | None = None
 ) -> np.ndarray:
     """Returns a critic's targets, float64 [R]: the batch's `returns`, or lambda-returns.
 
@@ -128,13 +128,13 @@ def value_targets(
     return gae_targets(inputs, options if gae_lambda is None else replace(options, gae_lambda=gae_lambda))
 
 
-def _advantage_options(config: RunConfig) -> AdvantageOptions:
+def _advantage_options(config: TrainerConfig) -> AdvantageOptions:
     settings = config.advantage
     return AdvantageOptions(gamma=settings.gamma, gae_lambda=settings.gae_lambda, pass_k=settings.pass_k or 1)
 
 
 def _advantage_inputs(
-    config: RunConfig, batch: RolloutBatch, reads: Sequence[str], kl_penalty: np.ndarray | None
+    config: TrainerConfig, batch: RolloutBatch, reads: Sequence[str], kl_penalty: np.ndarray | None
 ) -> AdvantageInputs:
     for name in reads:
         if getattr(batch, name) is None and not (name == "rewards" and batch.token_rewards is not None):
@@ -208,7 +208,7 @@ def _float64(values: np.ndarray | None) -> np.ndarray | None:
     return None if values is None else values.astype(np.float64)
 
 
-def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray) -> None:
+def _check_equal_inside_sequences(config: TrainerConfig, batch: RolloutBatch, advantages: np.ndarray) -> None:
     trained = np.flatnonzero(batch.mask)
     samples = batch.sample_ids[trained]
     differs = (advantages[trained][1:] != advantages[trained][:-1]) & (samples[1:] == samples[:-1])
@@ -221,7 +221,7 @@ def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, advant
         )
 
 
-def check_pairs(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> None:
+def check_pairs(config: TrainerConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> None:
     """Checks that a batch holds preference pairs.
 
     A pair is a group of two samples that fit in a pack, one of positive and one of negative advantage.

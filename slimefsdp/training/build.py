@@ -23,7 +23,8 @@ from slimefsdp.attention.select import AttentionShape, check_kernel, choose_stra
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.checkpoint.compatibility import check_info
 from slimefsdp.checkpoint.store import CheckpointStore
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
+from slimefsdp.config.optim import AdamWSettings, MuonSettings, OptimSettings, SgdSettings
 from slimefsdp.distributed.consensus import all_equal, gathered, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
@@ -36,7 +37,6 @@ from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_mod
 from slimefsdp.models.lora import Lora
 from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.muon import MuonRule
 from slimefsdp.optim.optimizer import (
     OptimizerOptions,
     build_optimizer,
@@ -53,17 +53,17 @@ _CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which its products repea
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
-def compute_dtype(config: RunConfig) -> torch.dtype:
+def compute_dtype(config: TrainerConfig) -> torch.dtype:
     """Returns the dtype of forward and backward."""
     return _DTYPES[config.precision.compute_dtype]
 
 
-def master_dtype(config: RunConfig) -> torch.dtype:
+def master_dtype(config: TrainerConfig) -> torch.dtype:
     """Returns the dtype of parameters, gradient sums and optimiser state: at least float32."""
     return torch.promote_types(compute_dtype(config), torch.float32)
 
 
-def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
+def mesh_for(config: TrainerConfig, role: Role, device: torch.device) -> Mesh:
     """Returns the mesh of a role.
 
     Raises:
@@ -79,18 +79,17 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
         device,
         dp_replicate=dp_replicate,
         is_whole_on_every_rank=config.fsdp.sharding == "replicate",
-        timeout_s=config.cluster.call_timeout_s,
+        timeout_s=config.collective_timeout_s,
     )
 
 
-def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
+def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
     """Returns how the model is sharded, stored and computed."""
     fsdp = config.fsdp
     return Parallelism(
         compute_dtype=compute_dtype(config),
         master_dtype=master_dtype(config),
         reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
-        buffer_dtype=_DTYPES.get(config.precision.buffer_dtype),
         keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
         wrap_layers=fsdp.wrap_layers,
         wrap_min_parameters=fsdp.wrap_min_parameters,
@@ -104,7 +103,7 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
     )
 
 
-def lora_of(config: RunConfig) -> Lora | None:
+def lora_of(config: TrainerConfig) -> Lora | None:
     """Returns the settings of an actor's or critic's adapters; None: there are none."""
     settings = config.lora
     if settings.rank is None:
@@ -112,27 +111,27 @@ def lora_of(config: RunConfig) -> Lora | None:
     return Lora(settings.rank, settings.alpha, settings.targets, seed=config.run.seed)
 
 
-def is_host_memory_pinned(config: RunConfig, device: torch.device) -> bool:
+def is_host_memory_pinned(config: TrainerConfig, device: torch.device) -> bool:
     """Returns whether host memory is page-locked, which makes copies to and from CUDA fast."""
-    return config.fsdp.pin_memory and device.type == "cuda"
+    return device.type == "cuda"
 
 
-def set_numerics(config: RunConfig) -> None:
-    """Applies precision.tf32 to this process, and run.deterministic, which cannot be undone."""
-    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+def set_numerics(config: TrainerConfig) -> None:
+    """Applies run.deterministic to this process, which cannot be undone. Products of float32 are never in TF32."""
+    torch.set_float32_matmul_precision("highest")  # whoever wants less asks for bfloat16
     if config.run.deterministic:
         make_deterministic()
 
 
-def host_threads(config: RunConfig, mesh: Mesh) -> int | None:
+def host_threads(config: TrainerConfig, mesh: Mesh) -> int | None:
     """Collective: returns the threads for computation on the host under fsdp.cpu_offload; None: torch's default.
 
     Launchers give a rank one, for which AdamW over a large model is a matter of many seconds.
     """
     if not config.fsdp.cpu_offload:
         return None
-    if config.fsdp.offload_threads is not None or mesh.device.type == "cpu":
-        return config.fsdp.offload_threads
+    if mesh.device.type == "cpu":
+        return None
     hosts = gathered(socket.gethostname(), mesh.group)
     return max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()))
 
@@ -153,12 +152,12 @@ def make_deterministic() -> None:
 class RoleModel(NamedTuple):
     """What the model of a role is built from; every folder is read once."""
 
-    config: RunConfig  # with a local folder for each model, and the rank, alpha and targets of the adapters
+    config: TrainerConfig  # with a local folder for each model, and the rank, alpha and targets of the adapters
     folder: ModelFolder
     adapters: PeftFolder | None  # at lora.path, for an actor to begin with
 
 
-def resolve_model(config: RunConfig, role: Role, group: dist.ProcessGroup) -> RoleModel:
+def resolve_model(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> RoleModel:
     """Collective: finds the models that the settings name, and reads the role's folder and the adapters at lora.path.
 
     For a model named by its id on the Hugging Face hub, rank 0 decides on the commit; the others have it from their own
@@ -166,7 +165,7 @@ def resolve_model(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Ro
 
     Raises:
         ModelError, ResourceError: as `slimefsdp.io.hub.snapshot`, `folder_for` and `read_peft_folder`.
-        ConfigError: as `RunConfig.with_adapters`.
+        ConfigError: as `TrainerConfig.with_adapters`.
     """
     config = _with_local_folders(config, group)
     adapters = _peft_folder_for(config, group)
@@ -175,7 +174,7 @@ def resolve_model(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Ro
     return RoleModel(config, folder_for(config, role, group), adapters if role == "actor" else None)
 
 
-def _with_local_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
+def _with_local_folders(config: TrainerConfig, group: dist.ProcessGroup) -> TrainerConfig:
     # by how they are written: what is on a machine may be on it alone
     asked = {field: path for field, path in config.model_paths.items() if reads_like_id(str(path))}
     if not asked:
@@ -197,7 +196,7 @@ def _with_local_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfi
     return config.with_model_paths({field: folder for field, (_, folder) in chosen.items()})
 
 
-def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
+def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
     """Collective: returns the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
 
     Where rank 0 reads, the others know what is in the folder, and have none of its files.
@@ -223,7 +222,7 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     return found[0] if found else replace(sent[0], extra_files=())
 
 
-def _peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder | None:
+def _peft_folder_for(config: TrainerConfig, group: dist.ProcessGroup) -> PeftFolder | None:
     """Collective: returns the adapters at lora.path, read by the ranks that read models; None if it is not set.
 
     Raises:
@@ -246,7 +245,7 @@ def _peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder 
     return found[0]
 
 
-def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> RunConfig:
+def with_sharding(config: TrainerConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> TrainerConfig:
     """Collective: returns settings in which fsdp.sharding is a level, the same one on every rank.
 
     For `auto`, a resumed run keeps the level of its checkpoint if that is of the same mesh, since another level sums
@@ -274,7 +273,7 @@ def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh
     return config.with_sharding(choose_sharding(setup, config.batch.max_tokens_per_rank, int(free)))
 
 
-def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
+def _recorded_sharding(config: TrainerConfig, role: Role, mesh: Mesh) -> str | None:
     """Returns the level in the checkpoint that this run resumes from, if the mesh is the same; else None."""
     from slimefsdp.estimate.traffic import AUTO_LEVELS
 
@@ -293,7 +292,7 @@ def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
 
 def model_for(
     kind: type[AnyModel],
-    config: RunConfig,
+    config: TrainerConfig,
     role: Role,
     folder: ModelFolder,
     mesh: Mesh,
@@ -335,7 +334,7 @@ def model_for(
     return model.requires_grad_(False) if role == "ref" else model
 
 
-def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
+def cost_for(config: TrainerConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
     """Collective: returns the cost of the model's tokens, the same on every rank, since plans and layouts follow from
     it.
 
@@ -355,7 +354,7 @@ def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -
     return found[0]
 
 
-def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
+def attention_for(config: TrainerConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
     """Returns how a model of this shape computes its attention on the mesh.
 
     Raises:
@@ -371,7 +370,7 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
 
 
 def reference_for(
-    config: RunConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, memory_manager: MemoryManager
+    config: TrainerConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, memory_manager: MemoryManager
 ) -> Reference:
     """Returns the colocated reference of a policy, not loaded yet."""
     if config.reference_is_policy and isinstance(policy, PolicyModel):
@@ -409,7 +408,7 @@ def reference_for(
     return ColocatedReference(load, memory_manager, sleeps=config.reference.offload in ("sleep", "swap"))
 
 
-def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> OptimizerStep:
+def updater_for(config: TrainerConfig, role: Role, model: DecoderModel) -> OptimizerStep:
     """Returns the optimiser with its schedule, at update 0; a critic may have a learning rate of its own.
 
     Raises:
@@ -417,23 +416,12 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
     """
     settings = config.optim
     matrices = matrix_names(model.hf, model.decoder_layers())
-    if role == "actor" and settings.name == "muon":
-        _check_muon(config, {name for name, _ in model.trained_weights()}, matrices)
+    if role == "actor" and isinstance(settings, MuonSettings):
+        _check_muon(config, settings, {name for name, _ in model.trained_weights()}, matrices)
     peak = (config.critic.lr if role == "critic" else None) or settings.lr
     optimizer = build_optimizer(
         model.trained_weights(),
-        OptimizerOptions(
-            settings.name,
-            peak,
-            settings.betas,
-            settings.eps,
-            settings.weight_decay,
-            implementation=settings.implementation,
-            muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
-            adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
-            state_dtype={"auto": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[settings.state_dtype],
-            seed=config.run.seed,
-        ),
+        optimizer_options(settings, peak, seed=config.run.seed),
         undecayed=undecayed_names(model.hf),
         matrices=matrices,
     )
@@ -445,22 +433,41 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         total_updates=config.total_updates or 1,  # none where the rate is constant, which reads none
         min_ratio=settings.min_lr_ratio,
     )
-    precision = config.precision
-    scaling = LossScale(precision.loss_scale_init, precision.loss_scale_growth_interval)
     return OptimizerStep(
         optimizer,
         model.trained_weights(),
         schedule,
         max_grad_norm=settings.max_grad_norm,
-        max_skipped=settings.max_skipped_updates,
-        loss_scaling=scaling if precision.compute_dtype == "float16" else None,
+        loss_scaling=LossScale(config.precision.loss_scale_init)
+        if config.precision.compute_dtype == "float16"
+        else None,
         with_layer_norms=settings.log_layer_norms,
     )
 
 
-def _check_muon(config: RunConfig, trained: Set[str], matrices: Set[str]) -> None:
+def optimizer_options(settings: OptimSettings, peak: float, *, seed: int = 0) -> OptimizerOptions:
+    """Returns the optimiser that the settings name.
+
+    Args:
+        peak: its learning rate.
+        seed: of stochastic rounding.
+    """
+    decay = settings.weight_decay
+    match settings:
+        case AdamWSettings():
+            state = {"auto": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[settings.state_dtype]
+            return OptimizerOptions("adamw", peak, decay, settings.betas, settings.eps, state_dtype=state, seed=seed)
+        case MuonSettings():
+            ratio = 1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr
+            momentum = settings.momentum
+            return OptimizerOptions("muon", peak, decay, settings.betas, settings.eps, momentum, adamw_lr_ratio=ratio)
+        case SgdSettings():
+            return OptimizerOptions("sgd", peak, decay, momentum=settings.momentum)
+
+
+def _check_muon(config: TrainerConfig, settings: MuonSettings, trained: Set[str], matrices: Set[str]) -> None:
     """Checks that Muon has something to update, and AdamW too if it has a learning rate of its own."""
-    settings, lora = config.optim, config.lora
+    lora = config.lora
     which = (
         f"model.frozen={list(config.model.frozen or ())}" if lora.rank is None else f"lora.targets={list(lora.targets)}"
     )
@@ -480,14 +487,14 @@ def _check_muon(config: RunConfig, trained: Set[str], matrices: Set[str]) -> Non
         )
 
 
-def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
+def profiler_for(config: TrainerConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
     """Returns the profiler of a group's updates; a critic's files are in a folder of their own."""
     folder = Path(config.run.dir or ".") / "profile"
     return UpdateProfiler(
         config.profile.updates or (),
         folder / "critic" if role == "critic" else folder,
         mesh,
-        with_memory=config.profile.memory,
-        record_shapes=config.profile.record_shapes,
-        with_stack=config.profile.with_stack,
+        with_memory="memory" in config.profile.details,
+        record_shapes="shapes" in config.profile.details,
+        with_stack="stacks" in config.profile.details,
     )

@@ -38,7 +38,9 @@ from slimefsdp.checkpoint.save_load import (
 )
 from slimefsdp.checkpoint.shards import ShardedTensor
 from slimefsdp.checkpoint.store import PARTS, CheckpointStore
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
+from slimefsdp.config.earlier import with_present_names
+from slimefsdp.config.optim import AdamWSettings
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError
@@ -56,7 +58,7 @@ from slimefsdp.weight_sync.gather import Bucket, full_weights
 EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
 
 # of the optimiser's settings, those that do not belong to the schedule or the update rule
-_NO_SCHEDULE = {"name", "implementation", "log_layer_norms", "max_skipped_updates"}
+_NO_SCHEDULE = {"name", "log_layer_norms"}
 _VERSIONS = {
     "slimefsdp": slimefsdp.__version__,
     "torch": torch.__version__,
@@ -77,7 +79,7 @@ class Checkpoints:
         model: its weights awake, and as they are in that folder.
     """
 
-    def __init__(self, config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh, model: DecoderModel) -> None:
+    def __init__(self, config: TrainerConfig, role: Role, folder: ModelFolder, mesh: Mesh, model: DecoderModel) -> None:
         self.restored: LoadReport | None = None  # of the last load
         self._adapter: str | None = None  # the run's own, or there are none
         self._config = config
@@ -92,7 +94,9 @@ class Checkpoints:
             "optim.name": config.optim.name,
             "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
         }
-        if config.optim.state_dtype != "auto":  # which the first versions had alone
+        if (
+            isinstance(config.optim, AdamWSettings) and config.optim.state_dtype != "auto"
+        ):  # which the first versions had alone
             self._identity["optim.state_dtype"] = config.optim.state_dtype
         path = "critic.path" if role == "critic" else "model.path"
         # other runs have no such entries, as the first versions had none
@@ -107,7 +111,7 @@ class Checkpoints:
             }
         self._background: BackgroundSave | None = None
         if config.checkpoint.async_save and role != "ref":
-            timeout = timedelta(seconds=config.cluster.call_timeout_s)
+            timeout = timedelta(seconds=config.collective_timeout_s)
             self._background = BackgroundSave(
                 dist.new_group(backend="gloo", timeout=timeout), pin_memory=is_host_memory_pinned(config, mesh.device)
             )
@@ -296,11 +300,12 @@ class Checkpoints:
         return info
 
     def _differences(self, info: dict[str, Any]) -> Iterator[str]:
+        saved_settings = with_present_names(info["config"])
         own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
-        if changed := differences(info["config"].get("optim", {}), own):
+        if changed := differences(saved_settings.get("optim", {}), own):
             yield f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}"
         for section in ("advantage", "loss", "correction"):
-            saved = info["config"].get(section, {})
+            saved = saved_settings.get(section, {})
             if changed := differences(saved, self._config.model_dump(mode="json")[section]):
                 yield f"this run's settings hold, not the checkpoint's: {section}.{f', {section}.'.join(changed)}"
         if changed := differences(info["mesh"], self._axes):
@@ -364,7 +369,7 @@ def export_model(
 
 
 def export_adapters(
-    model: DecoderModel, config: RunConfig, target: Path, mesh: Mesh, *, rank: int, alpha: float
+    model: DecoderModel, config: TrainerConfig, target: Path, mesh: Mesh, *, rank: int, alpha: float
 ) -> None:
     """Collective: writes A and B of every adapter as a PEFT folder, in the dtype of the masters; rank 0 writes.
 

@@ -44,7 +44,7 @@ from slimefsdp.monitoring.profiler import phase
 from slimefsdp.training.metrics import MetricSums
 
 if TYPE_CHECKING:  # a train step must be able to run without pydantic
-    from slimefsdp.config import RunConfig
+    from slimefsdp.config import TrainerConfig
 
 TOKENS = "micro_batch_tokens"
 """Attribute of an out-of-memory error: this rank's tokens of the micro-batch that raised it."""
@@ -232,7 +232,7 @@ def tokens_noted_on_out_of_memory(tokens: int) -> Iterator[None]:
 # ---------------------------------------------------------------------- the loss of a micro-batch
 
 
-def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
+def objective_for(config: TrainerConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
     """Returns the function that computes the loss of a micro-batch.
 
     Args:
@@ -248,10 +248,7 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
-        sapo_temperature_positive=settings.sapo_temperature_positive,
-        sapo_temperature_negative=settings.sapo_temperature_negative,
-        dpo_beta=settings.dpo_beta,
-        dro_beta=settings.dro_beta,
+        beta=settings.beta,
     )
     bounds = CorrectionOptions(correction.low, correction.high, correction.veto_below, correction.opsm_threshold)
     return Objective(
@@ -268,7 +265,7 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
     )
 
 
-def check_policy_loss(config: RunConfig) -> None:
+def check_policy_loss(config: TrainerConfig) -> None:
     """Calls the user's own policy loss, if loss.policy names one, without tokens, as on a rank without samples.
 
     Raises:

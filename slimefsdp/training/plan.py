@@ -19,7 +19,7 @@ from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.batching.plan import MIN_GAIN, PackLimits, Plan, PrefixSharing, UpdateCut, plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.estimate.hardware import read_calibration
@@ -31,7 +31,7 @@ from slimefsdp.training.advantages import (
 
 
 def plan_training(
-    config: RunConfig,
+    config: TrainerConfig,
     batch: RolloutBatch,
     cost: CostModel = DEFAULT_COST_MODEL,
     *,
@@ -63,7 +63,7 @@ def plan_training(
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.data),
         trains=trains,
         counts=counts,
-        drop=config.loss.drop_zero_advantages and config.loss.max_kl is None,  # max_kl is measured over all samples
+        drop=config.loss.max_kl is None,  # max_kl is measured over all samples
     )
     data_ranks = math.prod(config.mesh_of("critic" if loss == "value" else "actor"))
     return plan_batch(
@@ -83,7 +83,7 @@ def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
         return None
 
 
-def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> CostModel:
+def cost_model_of(config: TrainerConfig, model_config: Mapping[str, Any] | None) -> CostModel:
     """Returns the cost model of a model under these settings; the default if its sizes are not known.
 
     The estimate only affects the balance of work. But plans and layouts are computed from it, so it must be equal on
@@ -109,7 +109,7 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
 
 
 def plan_everything(
-    config: RunConfig,
+    config: TrainerConfig,
     batch: RolloutBatch,
     cost: CostModel = DEFAULT_COST_MODEL,
     *,
@@ -130,17 +130,17 @@ def plan_everything(
     )
 
 
-def _limits(config: RunConfig, data_ranks: int, cost: CostModel) -> PackLimits:
+def _limits(config: TrainerConfig, data_ranks: int, cost: CostModel) -> PackLimits:
     return PackLimits(data_ranks, config.max_pack_tokens, config.mesh.cp, cost)
 
 
-def may_share(config: RunConfig) -> bool:
+def may_share(config: TrainerConfig) -> bool:
     # the ring_flash_attn package cannot express a sequence that continues another one
     packages_cannot = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
     return config.batch.share_prefixes != "never" and not packages_cannot
 
 
-def _sharing(config: RunConfig, batch: RolloutBatch) -> PrefixSharing | None:
+def _sharing(config: TrainerConfig, batch: RolloutBatch) -> PrefixSharing | None:
     shared = find_prefixes(batch.tokens, batch.lengths) if may_share(config) else None
     if shared is None:
         return None
@@ -151,13 +151,13 @@ def _sharing(config: RunConfig, batch: RolloutBatch) -> PrefixSharing | None:
     )
 
 
-def samples_together(config: RunConfig, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
+def samples_together(config: TrainerConfig, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
     """Returns the pair of each sample, int64 [B], if the loss compares the samples of a pair; else None."""
     return batch.group_ids if loss == "policy" and config.loss.policy in PAIRWISE else None
 
 
 def loss_weights(
-    config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
+    config: TrainerConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
 ) -> np.ndarray:
     """Returns the loss weight of every response token in an update of `samples`; float64 [R], 0 for other samples.
 
@@ -186,7 +186,7 @@ def loss_weights(
 
 
 def batch_metrics(
-    config: RunConfig,
+    config: TrainerConfig,
     plan: Plan,
     batch: RolloutBatch,
     cost: CostModel = DEFAULT_COST_MODEL,

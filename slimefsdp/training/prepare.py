@@ -21,7 +21,7 @@ from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.groups import SampleCosts
 from slimefsdp.batching.plan import Plan
 from slimefsdp.batching.prefix_tree import SharedPrefixes
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.rpc import Role, require_loss
@@ -46,9 +46,9 @@ class PreparedBatch:
     gae_lambda: float | None = None  # for a critic's targets; None: advantage.gae_lambda
     kl_coefficient: float | None = None  # of the KL in a critic's targets; None: the coefficient of the rank's state
     denominator: float | None = None  # divides the loss; None: the denominator of each update's samples
-    loss_settings: dict[str, Any] | None = None  # arguments of `RunConfig.with_loss`; None: the settings' own loss
+    loss_settings: dict[str, Any] | None = None  # arguments of `TrainerConfig.with_loss`; None: the settings' own loss
 
-    def under(self, config: RunConfig) -> RunConfig:
+    def under(self, config: TrainerConfig) -> TrainerConfig:
         return config if self.loss_settings is None else config.with_loss(self.loss_settings)
 
 
@@ -66,7 +66,7 @@ class BatchPlanner:
         cost: the cost model that plans are balanced by; see `slimefsdp.training.plan.cost_model_of`.
     """
 
-    config: RunConfig
+    config: TrainerConfig
     role: Role
     vocab_size: int
     max_sample_tokens: int | None
@@ -103,7 +103,7 @@ class BatchPlanner:
 
         Raises:
             BatchError: the batch does not fit the settings. ConfigError: the role has no such loss, or `settings` are
-                not what `RunConfig.with_loss` takes.
+                not what `TrainerConfig.with_loss` takes.
         """
         require_loss(loss, self.role)
         if settings is not None:
@@ -204,7 +204,7 @@ def require_batch(batch: object) -> None:
 
 
 def checked_advantages(
-    config: RunConfig,
+    config: TrainerConfig,
     batch: RolloutBatch,
     vocab_size: int,
     *,
@@ -243,9 +243,9 @@ def checked_advantages(
             field="lengths",
             hint="drop it, or train a model with rotary positions",
         )
-    if batch.temperature is not None and batch.temperature != config.rollout.temperature:
+    if batch.temperature is not None and batch.temperature != config.temperature:
         raise BatchError(
-            f"temperature={batch.temperature}, but rollout.temperature={config.rollout.temperature}",
+            f"temperature={batch.temperature}, but rollout.temperature={config.temperature}",
             field="temperature",
             hint="sample and train at one temperature",
         )
@@ -257,7 +257,7 @@ def checked_advantages(
     return advantages
 
 
-def _policy_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray | None:
+def _policy_advantages(config: TrainerConfig, batch: RolloutBatch) -> np.ndarray | None:
     lacks_kl = config.has_kl_in_reward and batch.advantages is None
     advantages = None
     if not (lacks_kl and ":" in config.estimator):  # a user's estimator is called once a step, when the KL is known
@@ -272,7 +272,7 @@ def _policy_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray | N
     return None if lacks_kl else advantages
 
 
-def _check_value_inputs(config: RunConfig, batch: RolloutBatch) -> None:
+def _check_value_inputs(config: TrainerConfig, batch: RolloutBatch) -> None:
     require(batch, "values", "a critic's loss is measured from its values before the step", "call compute_values")
     if batch.returns is None and config.has_kl_in_reward:
         for name in ("old_log_probs", "ref_log_probs"):

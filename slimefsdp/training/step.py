@@ -21,7 +21,7 @@ from slimefsdp.algorithms.kl import kl_estimate, next_coefficient
 from slimefsdp.algorithms.objective import TokenInputs
 from slimefsdp.algorithms.registry import LossName
 from slimefsdp.algorithms.value_loss import value_metrics
-from slimefsdp.config import RunConfig
+from slimefsdp.config import TrainerConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise_first, run_together, sendable
 from slimefsdp.distributed.memory_manager import MemoryManager, forget_peak_memory
@@ -48,7 +48,7 @@ from slimefsdp.training.reference_model import Reference
 class RankState:
     """Holds the state of one rank of a group."""
 
-    config: RunConfig
+    config: TrainerConfig
     role: Role
     folder: ModelFolder
     mesh: Mesh
@@ -190,7 +190,7 @@ def forward_backward(
         objective_for(config, loss, state.kl_coefficient),
         state.mesh,
         PassOptions(
-            temperature=config.rollout.temperature,
+            temperature=config.temperature,
             entropy_grad=config.loss.entropy_coefficient != 0,
             reference=_model_of_reference(state) if _reads_hidden_states(config, loss) else None,
             loss_scale=state.updater.loss_scale,
@@ -220,7 +220,7 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
         settings: overrides for this update only.
 
     Raises:
-        StateError: there are no gradients, optim.max_skipped_updates updates in a row were skipped, or an earlier
+        StateError: there are no gradients, too many in a row were skipped, or an earlier
             update failed halfway.
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -267,9 +267,7 @@ def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) 
     settings = state.config.loss
     # a critic uses its actor's coefficient; kl_ref is missing if there was no update
     if settings.kl_target is not None and state.role != "critic" and "kl_ref" in metrics:
-        state.kl_coefficient = next_coefficient(
-            state.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples, settings.kl_horizon
-        )
+        state.kl_coefficient = next_coefficient(state.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples)
 
 
 def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
@@ -288,7 +286,7 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
         RankPacks(work.batch, samples, work.plan.shared),
         state.mesh,
         trained_only=trained_only,
-        temperature=state.config.rollout.temperature,
+        temperature=state.config.temperature,
     )
 
 
@@ -320,7 +318,7 @@ def _model_of_reference(state: RankState) -> DecoderModel | None:
     return state.model if state.config.reference_is_policy else state.reference.model
 
 
-def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
+def _reads_hidden_states(config: TrainerConfig, loss: LossName | None) -> bool:
     return loss == "policy" and config.kl_estimator == "full"
 
 
@@ -383,7 +381,7 @@ def _penalized_advantages(state: RankState, batch: RolloutBatch, penalty: np.nda
     return results[0]
 
 
-def _different_advantages(config: RunConfig) -> StateError:
+def _different_advantages(config: TrainerConfig) -> StateError:
     return StateError(
         f"advantage.estimator={config.estimator} gave ranks different advantages",
         field="advantage.estimator",
@@ -396,7 +394,7 @@ def _digest(values: np.ndarray | None) -> str:
 
 
 def _kl_penalty(
-    config: RunConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
+    config: TrainerConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
 ) -> np.ndarray | None:
     """Returns the KL that is subtracted from each token's reward, float64 [R]; None if it is not part of the reward."""
     if not config.has_kl_in_reward:

@@ -108,7 +108,7 @@ def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFact
             lora=lora or {},
             run={"dir": str(folder / name), "steps": steps, "seed": 5, "export_dir": str(folder / f"{name}_{steps}")},
             batch={"samples_per_update": 8},
-            loss={"kl_coefficient": 0.1, "kl_in": "reward", "kl_target": 0.01, "kl_horizon": 50},
+            loss={"kl_coefficient": 0.1, "kl_in": "reward", "kl_target": 0.01},
             data={"train": str(example / "train.jsonl")},
             rollout={
                 "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,

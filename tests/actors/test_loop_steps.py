@@ -149,7 +149,7 @@ def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) 
         loop = RolloutLoop(config, Group(), Engines())  # type: ignore[arg-type]
         return [loop.before_training(evaluates=True), *(loop.step(step) for step in range(STEPS))], loop
 
-    rows, loop = rows_and_loop(heldout, save_samples=False, samples_per_prompt=2)
+    rows, loop = rows_and_loop(heldout, samples_per_prompt=2)
     evaluated = {name for row in rows for name in row if name.startswith("eval/")}
     assert evaluated == {"eval/odd/reward", "eval/all/reward"}
     assert [("eval/odd/reward" in row, "eval/all/reward" in row) for row in rows] == [
@@ -163,12 +163,12 @@ def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) 
         "eval/all/exact",
     ]
 
-    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), save_samples=False)
+    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"))
     assert "held-out sampled reward 0.000 -> 0.000 (4 prompts x 1 samples) in" in loop.summary(rows)
     assert loop.columns == GRPO_COLUMNS
     unasked = RolloutLoop(make(), Group(), Engines())  # type: ignore[arg-type]
     assert not any(column.metric.startswith("eval/") for column in unasked.columns), "none is ever evaluated"
-    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), save_samples=False, samples_per_prompt=0, greedy=True)
+    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), samples_per_prompt=0, greedy=True)
     assert "held-out greedy reward 0.000 -> 0.000 (4 prompts) in" in loop.summary(rows)
     assert [column.metric for column in loop.columns if column.title == "held-out"] == ["eval/greedy_exact"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slimefsdp.algorithms.policy_losses import PolicyOptions, PolicyTokens, Sequences, dpo_loss
 
-OPTIONS = PolicyOptions(dpo_beta=0.3)
+OPTIONS = PolicyOptions(beta=0.3)
 response_st = st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0)), min_size=1, max_size=5)
 # pairs of (chosen, rejected), each a list of (log-prob, reference log-prob) of its tokens
 pairs_st = st.lists(st.tuples(response_st, response_st), min_size=1, max_size=4)

@@ -23,7 +23,7 @@ from slimefsdp.algorithms.policy_losses import (
 from slimefsdp.algorithms.registry import PER_SEQUENCE
 from tests.support.tiers import examples
 
-OPTIONS = PolicyOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0, dro_beta=0.3)
+OPTIONS = PolicyOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0, beta=0.3)
 RATIO_LOSSES = {name: entry for name, entry in POLICY_LOSSES.items() if name not in ("dpo", "dro")}
 every_ratio_loss = pytest.mark.parametrize("loss", RATIO_LOSSES.values(), ids=RATIO_LOSSES)
 every_loss = pytest.mark.parametrize("entry", POLICY_LOSSES.values(), ids=POLICY_LOSSES)

@@ -174,7 +174,7 @@ SPREADS: dict[str, dict[str, Any]] = {
     "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
     "a part is frozen": {
         "mesh": {"dp": 1, "cp": 2}, "model": {"frozen": ["*.mlp.*"]},
-        "optim": {"implementation": "fused", "total_updates": 10},
+        "optim": {"total_updates": 10},
     },
     "a reference that followed": {"mesh": {"dp": 2}, "loss": {"kl_coefficient": 0.1}},
 }  # fmt: skip

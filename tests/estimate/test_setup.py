@@ -42,8 +42,8 @@ def setup(**sections: Any) -> TrainingSetup:
 def test_a_setup_is_that_of_the_settings() -> None:
     assert setup(precision={"compute_dtype": "bfloat16"}).sizes == ByteSizes(2, 4, 4, 2)
     assert setup(precision={"compute_dtype": "float64"}, optim={"name": "sgd"}).sizes == ByteSizes(8, 8, 8, 1)
-    muon = setup(optim={"name": "muon", "ns_steps": 3})
-    assert muon.sizes == ByteSizes(2, 4, 4, 2, matrix_states=1) and muon.newton_schulz_steps == 3
+    muon = setup(optim={"name": "muon"})
+    assert muon.sizes == ByteSizes(2, 4, 4, 2, matrix_states=1) and muon.newton_schulz_steps == 5
     assert setup(optim={"state_dtype": "bfloat16"}).sizes.state_bytes(10, 5) == 60
     assert setup(optim={"state_dtype": "8bit"}).sizes.state_bytes(0, 256) == 2 * (256 + 4)
     assert setup(precision={"reduce_dtype": "bfloat16"}).sizes.reduce == 2
@@ -54,7 +54,6 @@ def test_a_setup_is_that_of_the_settings() -> None:
             "offload_activations": True,
             "frozen": ["*.mlp.*"],
         },
-        optim={"implementation": "fused"},
         fsdp={"cpu_offload": True},
         loss={"entropy_coefficient": 0.1},
     )

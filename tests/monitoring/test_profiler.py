@@ -138,9 +138,9 @@ def test_ranks_profile_the_updates_that_were_chosen_and_a_resumed_run_counts_on(
 ) -> None:
     half = fresh_batch().num_samples // 2
     runs = {}
-    for name, chosen in (("plain", None), ("profiled", {"updates": [2, 6], "memory": True})):
+    for name, chosen in (("plain", None), ("profiled", {"updates": [2, 6], "details": ["memory"]})):
         sections: dict[str, Any] = {"run": {"dir": str(tmp_path / name)}, "batch": {"samples_per_update": half}}
-        sections["loss"] = {"drop_zero_advantages": False}
+        sections["loss"] = {"max_kl": 1e9}  # so that no sample is left out
         config = settings(folder, mesh={"dp": 2}, **sections, **({"profile": chosen} if chosen else {}))
         runs[name] = ranks.run(2, profiled_run, config, config)
     assert runs["plain"] == runs["profiled"], "what is profiled is what trains otherwise, to the bit"
@@ -207,9 +207,7 @@ def update_that_fails(rank: int, config: RunConfig) -> bool:
 def test_an_update_that_fails_leaves_no_profile_and_no_profiler_at_work(
     ranks: RankPool, folder: Path, tmp_path: Path
 ) -> None:
-    config = settings(
-        folder, run={"dir": str(tmp_path)}, profile={"updates": [1], "with_stack": True, "record_shapes": True}
-    )
+    config = settings(folder, run={"dir": str(tmp_path)}, profile={"updates": [1], "details": ["stacks", "shapes"]})
     assert ranks.run(1, update_that_fails, config) == [True]
     assert len(list((tmp_path / "profile").iterdir())) == 2
     trace = gzip.decompress((tmp_path / "profile" / "update_000001_rank0.json.gz").read_bytes())

@@ -80,7 +80,7 @@ def gradients(update: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for name, s in SHAPES.items()}
 
 
-def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, list[torch.Tensor]]:
+def steps_on_ranks(rank: int, copies: int, bucket: int) -> dict[str, list[torch.Tensor]]:
     """Weights, and both moments as values, after four steps."""
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies))
 
@@ -88,7 +88,7 @@ def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, l
         return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
 
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(torch.float64).items()}
-    optimizer = optimizer_of(named.items(), "adamw", how, state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
+    optimizer = optimizer_of(named.items(), "adamw", state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(low_bit.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
@@ -138,10 +138,10 @@ def by_hand() -> dict[str, list[torch.Tensor]]:
     [(1, 1, 10**6, "fused"), (2, 1, 100, "foreach"), (2, 2, 600, "fused"), (4, 2, 50, "foreach")],
 )
 def test_steps_on_any_ranks_have_the_bits_of_one_and_are_those_of_the_formulas(
-    ranks: RankPool, world: int, copies: int, bucket: int, how: str
+    ranks: RankPool, world: int, copies: int, bucket: int
 ) -> None:
-    plain, alone = by_hand(), ranks.run(1, steps_on_ranks, 1, 10**6, how)[0]
-    for ours in ranks.run(world, steps_on_ranks, copies, bucket, how):
+    plain, alone = by_hand(), ranks.run(1, steps_on_ranks, 1, 10**6)[0]
+    for ours in ranks.run(world, steps_on_ranks, copies, bucket):
         for name in SHAPES:
             # scales are float32
             assert all(

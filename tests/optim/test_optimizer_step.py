@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import StateError
 from slimefsdp.optim.optimizer import learning_rate
-from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
+from slimefsdp.optim.optimizer_step import MAX_SKIPPED, LossScale, OptimizerStep
 from tests.support.optimizers import optimizer_of
 from tests.support.rank_pool import RankPool
 
@@ -40,12 +40,12 @@ class Rank:
         self.named = [
             (name, nn.Parameter(self._sharded(torch.ones(shape, dtype=dtype)))) for name, shape in SHAPES.items()
         ]
-        optimizer = optimizer_of(self.named, "sgd", lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        optimizer = optimizer_of(self.named, "sgd", lr=0.1, momentum=0.9, weight_decay=0.0)
         self.updater = OptimizerStep(
             optimizer,
             self.named,
             lambda update: 0.1 / (update + 1),
-            **{"max_grad_norm": 1.0, "max_skipped": 2, **options},
+            **{"max_grad_norm": 1.0, **options},
         )
 
     def step(self, seed: int, *, spoil: tuple[str, int, float] | None = None) -> dict[str, float]:
@@ -157,12 +157,12 @@ def caught(call: Callable[[], object]) -> StateError | None:
     return None
 
 
-def overflows(rank: int, scale: float | None, spoiled: tuple[str, int, float]) -> dict[str, Any]:
+def overflows(rank: int, scale: float | None, spoiled: tuple[str, int, float], times: int) -> dict[str, Any]:
     scaling = None if scale is None else LossScale(scale, growth_interval=100)
-    one = Rank(loss_scaling=scaling, max_skipped=2)
+    one = Rank(loss_scaling=scaling)
     before = one.weights()
     steps, warned = [], []
-    for _ in range(2):
+    for _ in range(times):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             error = caught(lambda: steps.append(one.step(0, spoil=spoiled)))
@@ -180,7 +180,7 @@ def overflows(rank: int, scale: float | None, spoiled: tuple[str, int, float]) -
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_an_overflow_on_one_rank_alone_is_skipped_by_all_and_blames_the_scale(ranks: RankPool, value: float) -> None:
     name = "model.layers.1.mlp.weight"
-    for rank, result in enumerate(ranks.run(3, overflows, 2.0**16, (name, 1, value))):
+    for rank, result in enumerate(ranks.run(3, overflows, 2.0**16, (name, 1, value), 2)):
         assert result["unchanged"] and result["error"] is None and result["gradients"] == [None] * 3
         assert [step["skipped_update"] for step in result["steps"]] == [1.0, 1.0]
         assert [step["loss_scale"] for step in result["steps"]] == [2.0**16, 2.0**15] and result["scale"] == 2.0**14
@@ -195,10 +195,10 @@ def test_an_overflow_on_one_rank_alone_is_skipped_by_all_and_blames_the_scale(ra
 def test_where_no_scale_is_to_blame_skips_count_and_the_error_names_the_parameter(
     ranks: RankPool, scale: float | None
 ) -> None:
-    for result in ranks.run(2, overflows, scale, ("lm_head.weight", 1, float("nan"))):
-        assert result["unchanged"] and result["counts"] == (0, 2) and len(result["steps"]) == 1
+    for result in ranks.run(2, overflows, scale, ("lm_head.weight", 1, float("nan")), MAX_SKIPPED):
+        assert result["unchanged"] and result["counts"] == (0, MAX_SKIPPED) and len(result["steps"]) == MAX_SKIPPED - 1
         error = result["error"]
-        assert error is not None and error.field == "optim.max_skipped_updates" and "lm_head.weight" in str(error)
+        assert error is not None and error.field == "optim.lr" and "lm_head.weight" in str(error)
         assert result["scale"] == 1.0
 
 

@@ -86,7 +86,7 @@ def gradients(update: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for name, s in SHAPES.items()}
 
 
-def steps_on_ranks(rank: int, copies: int, dtype: torch.dtype, bucket: int, how: str) -> dict[str, list[torch.Tensor]]:
+def steps_on_ranks(rank: int, copies: int, dtype: torch.dtype, bucket: int) -> dict[str, list[torch.Tensor]]:
     """Weights and both moments after four steps."""
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies))
 
@@ -94,7 +94,7 @@ def steps_on_ranks(rank: int, copies: int, dtype: torch.dtype, bucket: int, how:
         return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
 
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(dtype).items()}
-    optimizer = optimizer_of(named.items(), "adamw", how, state_dtype=torch.bfloat16, seed=5, **OPTIONS)  # type: ignore[arg-type]
+    optimizer = optimizer_of(named.items(), "adamw", state_dtype=torch.bfloat16, seed=5, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(low_bit.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
@@ -139,20 +139,18 @@ def by_hand(dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
     ("world", "copies", "bucket", "how"),
     [(1, 1, 10**6, "fused"), (2, 1, 100, "foreach"), (2, 2, 7, "fused"), (4, 2, 50, "foreach")],
 )
-def test_steps_on_any_ranks_are_those_of_the_formulas(
-    ranks: RankPool, world: int, copies: int, bucket: int, how: str
-) -> None:
+def test_steps_on_any_ranks_are_those_of_the_formulas(ranks: RankPool, world: int, copies: int, bucket: int) -> None:
     plain = by_hand(torch.float64)
-    for ours in ranks.run(world, steps_on_ranks, copies, torch.float64, bucket, how):
+    for ours in ranks.run(world, steps_on_ranks, copies, torch.float64, bucket):
         for name in SHAPES:
             assert (ours[name][0] - plain[name][0]).abs().max() <= 1e-12
             assert torch.equal(ours[name][1], plain[name][1]) and torch.equal(ours[name][2], plain[name][2])
 
 
 def test_in_float32_all_ranks_have_the_bits_of_one(ranks: RankPool) -> None:
-    alone = ranks.run(1, steps_on_ranks, 1, torch.float32, 10**6, "fused")[0]
+    alone = ranks.run(1, steps_on_ranks, 1, torch.float32, 10**6)[0]
     for world, bucket in ((2, 10**6), (2, 33), (3, 64)):
-        for ours in ranks.run(world, steps_on_ranks, 1, torch.float32, bucket, "fused"):
+        for ours in ranks.run(world, steps_on_ranks, 1, torch.float32, bucket):
             # a weight may differ in its last bit, by where in a vector of the CPU an element is
             assert all(torch.allclose(ours[name][0], alone[name][0], rtol=1e-6, atol=1e-7) for name in SHAPES)
             same = [torch.equal(ours[name][i], alone[name][i]) for name in SHAPES for i in (1, 2)]
@@ -191,7 +189,7 @@ class WaitsForDevice(TorchDispatchMode):
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
 def test_an_update_has_the_host_wait_for_nothing(state_dtype: torch.dtype) -> None:
     named = [(f"p{i}", nn.Parameter(torch.ones(4, 64))) for i in range(3)]
-    optimizer = optimizer_of(named, "adamw", "fused", state_dtype=state_dtype, **OPTIONS)
+    optimizer = optimizer_of(named, "adamw", state_dtype=state_dtype, **OPTIONS)
     for update in range(2):
         for _, parameter in named:
             parameter.grad = torch.ones_like(parameter)

@@ -13,7 +13,7 @@ import pytest
 
 from actors.engines.pool import SampledResponse
 from actors.loop import RolloutLoop, train
-from actors.rollout.collect import Collector, overlong_penalty
+from actors.rollout.collect import MAX_FAILED_STEPS, SHOWN_GROUPS, Collector, overlong_penalty
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record
@@ -196,17 +196,12 @@ def test_a_step_leaves_the_texts_of_some_groups_also_of_those_that_are_not_train
     make: Any, tmp_path: Path
 ) -> None:
     run = {"seed": 3, "dir": str(tmp_path / "run")}
-    config = make(run=run, rollout={"filter": "mixed_groups", "show_groups": PROMPTS_PER_STEP})
+    config = make(run=run, rollout={"filter": "mixed_groups"})
     collected(config, step=5)
     text = (tmp_path / "run" / "samples" / "step_00000006.txt").read_text()
-    groups = drawn_by_hand(config, [(3, 1, 5)])
+    groups = drawn_by_hand(config, [(3, 1, 5)])[:SHOWN_GROUPS]
     assert all(f"\n  {record['prompt']}\n" in text for record, _ in groups)
     assert text.count("rollout.filter") == len(groups) - sum(map(is_mixed, groups)) > 0
-    for count in (0, 1):
-        collected(make(run=run, rollout={"show_groups": count}), step=count)
-    files = sorted((tmp_path / "run" / "samples").iterdir())
-    assert [file.name for file in files] == ["step_00000002.txt", "step_00000006.txt"]
-    assert files[0].read_text().count("=== ") == 1
 
 
 def test_a_group_that_a_filter_dropped_is_in_no_denominator_and_one_that_trains_nothing_is(make: Any) -> None:
@@ -268,7 +263,7 @@ def test_where_every_group_is_dropped_there_is_no_batch_and_nothing_is_recorded(
     [
         ({}, {"samples_per_prompt": GROUP + 1}),
         ({"rollout": {"filter": "mixed_groups", "max_rounds": 9}}, {"max_rounds": 8}),
-        ({"rollout": {"overlong_buffer_tokens": 4, "mask_truncated": True}}, {"overlong_penalty": 0.5}),
+        ({"rollout": {"overlong_buffer_tokens": 4, "mask_truncated": True}}, {"overlong_buffer_tokens": 3}),
         ({"advantage": {"estimator": "remax"}}, {"filter": "mixed_groups"}),
     ],
 )
@@ -398,7 +393,7 @@ def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: 
 def test_steps_in_which_every_group_failed_train_nothing_and_several_in_a_row_end_the_run(
     make: Any, sections: dict[str, Any]
 ) -> None:
-    rollout = {"reward_failure": "skip", "max_failed_steps": 2} | ({} if "advantage" in sections else sections)
+    rollout = {"reward_failure": "skip"} | ({} if "advantage" in sections else sections)
     config = make(rollout=rollout, **({"advantage": sections["advantage"]} if "advantage" in sections else {}))
     rewards = Failing(config, range(NUM_PROMPTS))
     collector = Collector(config, Engines(), rewards=rewards)  # type: ignore[arg-type]
@@ -411,10 +406,11 @@ def test_steps_in_which_every_group_failed_train_nothing_and_several_in_a_row_en
     rewards.numbers = []
     collector.collect(1, VERSION, {})  # the count begins anew
     rewards.numbers = range(NUM_PROMPTS)
-    assert collected(2)[0] is None
+    for step in range(2, 1 + MAX_FAILED_STEPS):
+        assert collected(step)[0] is None
     with pytest.raises(BatchError) as caught:
-        collected(3)
-    assert caught.value.field == "rollout.reward" and caught.value.call == "step 4"
+        collected(4)
+    assert caught.value.field == "rollout.reward" and caught.value.call == "step 5"
     with pytest.raises(BatchError):  # an evaluation without a single score tells nothing
         Evaluator(config, collector).evaluate(5)
 
@@ -424,17 +420,16 @@ def test_an_overlong_response_loses_reward_as_the_paper_says() -> None:
     for length in (1, 16383, 16384, 16385, 18000, 20479, 20480):
         # equation 13 of arXiv 2503.14476, case by case
         expected = 0.0 if length <= longest - buffer else ((longest - buffer) - length) / buffer
-        assert overlong_penalty(length, longest, buffer, 1.0) == -expected
-        assert overlong_penalty(length, longest, buffer, 0.25) == pytest.approx(-0.25 * expected)
-    assert overlong_penalty(longest, longest, buffer, 1.0) == 1
+        assert overlong_penalty(length, longest, buffer) == -expected
+    assert overlong_penalty(longest, longest, buffer) == 1
 
 
 def test_the_penalty_trains_and_the_metrics_keep_the_reward_as_it_was(make: Any) -> None:
     plain, before = collected(make())
-    batch, metrics = collected(make(rollout={"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}))
+    batch, metrics = collected(make(rollout={"overlong_buffer_tokens": 4}))
     assert batch is not None and plain is not None and batch.rewards is not None and plain.rewards is not None
-    penalties = 0.5 * np.clip((batch.response_lengths - (LONGEST - 4)) / 4, 0, None)
-    assert 0 < penalties.max() == 0.5 and (penalties == 0).any()
+    penalties = np.clip((batch.response_lengths - (LONGEST - 4)) / 4, 0, None)
+    assert 0 < penalties.max() == 1 and (penalties == 0).any()
     np.testing.assert_allclose(batch.rewards, plain.rewards - penalties, atol=1e-7)
     assert metrics.pop("rollout/overlong_penalty") == pytest.approx(penalties.mean())
     assert metrics == before
@@ -452,7 +447,7 @@ def test_truncated_responses_stay_in_their_group_and_out_of_the_loss(make: Any) 
 
 
 def test_remax_compares_with_one_greedy_response_per_prompt_that_trains(make: Any) -> None:
-    overlong = {"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}
+    overlong = {"overlong_buffer_tokens": 4}
     sections = {"advantage": {"estimator": "remax"}, "rollout": {"filter": "mixed_groups", "max_rounds": 9, **overlong}}
     config, engines = make(**sections), Engines()
     batch, metrics = collected(config, engines=engines)
@@ -464,7 +459,7 @@ def test_remax_compares_with_one_greedy_response_per_prompt_that_trains(make: An
     assert_holds(batch, kept)
     assert prompts == [record["prompt"] for record, _ in kept]
     _, likeliest = Engines().generate(prompts, samples_per_prompt=1, seed=(), greedy=True)
-    penalties = [0.5 * max(0, s.response_length - (LONGEST - 4)) / 4 for s in likeliest]
+    penalties = [max(0, s.response_length - (LONGEST - 4)) / 4 for s in likeliest]
     baselines = [float(s.text[0] == "0") - penalty for s, penalty in zip(likeliest, penalties, strict=True)]
     assert len(set(baselines)) > 1
     assert batch is not None and batch.baseline_rewards is not None

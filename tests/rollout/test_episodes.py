@@ -91,10 +91,11 @@ def collector(pool: EnginePool, make_config: Any) -> Iterator[Any]:
         config = make_config(
             rollout={
                 "prompts_per_step": NUM_PROMPTS, "samples_per_prompt": GROUP,
-                "environment" if is_environment else "reward": f"{HERE}:{name}", **(rollout or {}),
+                "environment" if is_environment else "reward": f"{HERE}:{name}",
+                **({"reward_workers": 2} if is_environment else {}), **(rollout or {}),
             },
-            **({"environment": {"workers": 2, **environment}} if is_environment else {}),
-            evaluation={"interval_steps": 1, "save_samples": False},
+            **({"environment": environment} if is_environment else {}),
+            evaluation={"interval_steps": 1},
         )  # fmt: skip
         if is_environment:
             started.append(UserCodeWorkers.launch(config))

@@ -73,5 +73,5 @@ def test_a_step_leaves_each_prompt_once_with_its_responses_rewards_and_ends(tmp_
 
 def test_samples_of_a_step_that_cannot_be_written_are_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match=r"rollout\.show_groups"):
+    with pytest.warns(UserWarning, match="the run goes on"):
         write_step_samples(tmp_path / "file", 1, [])

@@ -117,7 +117,9 @@ def launch(cluster: None, make_config: Any) -> Iterator[Any]:
     started: list[UserCodeWorkers] = []
 
     def workers(name: str = "Counting", **settings: Any) -> UserCodeWorkers:
-        config = make_config(rollout={"environment": f"{HERE}:{name}"}, environment=settings)
+        of_code = {key: value for key, value in settings.items() if key.startswith("reward_")}
+        of_episodes = {key: value for key, value in settings.items() if key not in of_code}
+        config = make_config(rollout={"environment": f"{HERE}:{name}", **of_code}, environment=of_episodes)
         started.append(UserCodeWorkers.launch(config))
         return started[-1]
 
@@ -162,7 +164,7 @@ class Played:
 
 @pytest.mark.parametrize("name", ["Counting", "CountingLater"])
 def test_episodes_are_answered_by_environments_of_their_own(launch: Any, name: str) -> None:
-    played = Played(launch.environment(name, workers=2, arguments={"start": 10}), 9)
+    played = Played(launch.environment(name, reward_workers=2, arguments={"start": 10}), 9)
     assert played.outcomes[0].__class__ is Answer, played.outcomes[0]
     assert [one.prompt for one in played.outcomes] == [f"p {place}" for place in range(9)]
     said = []
@@ -176,7 +178,7 @@ def test_episodes_are_answered_by_environments_of_their_own(launch: Any, name: s
 
 @pytest.mark.default_tier  # what it starts are two processes without torch
 def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as_they_were(launch: Any) -> None:
-    workers = launch.environment(workers=2, timeout_s=1.0)
+    workers = launch.environment(reward_workers=2, reward_timeout_s=1.0)
     before = {one.result.observation for one in Played(workers, 9).say(*["pid"] * 9)}
     told = ["a", "raise", "b", "hang", "c", "exit", "d", "e", "f"]
     played = Played(workers, 9, call=1)
@@ -195,7 +197,7 @@ def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as
 
 
 def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(launch: Any) -> None:
-    workers = launch.environment("Forgetful", timeout_s=2.0)
+    workers = launch.environment("Forgetful", reward_timeout_s=2.0)
     played = Played(workers, 2)
     played.say("x", "x")
     first, second = played.say("exit", "a")
@@ -233,7 +235,7 @@ def test_what_an_episode_must_not_begin_with_is_named(launch: Any, begins: Any, 
 
 
 def test_a_coroutine_has_its_time_and_costs_its_own_episode(launch: Any) -> None:
-    played = Played(launch.environment("CountingLater", timeout_s=1.0), 6)
+    played = Played(launch.environment("CountingLater", reward_timeout_s=1.0), 6)
     outcomes = played.say("a", "wait", "b", "raise", "c", "end")
     assert [isinstance(one, BatchError) for one in outcomes] == [False, True, False, True, False, False]
     assert "1 s" in outcomes[1].message
@@ -291,7 +293,7 @@ def test_processes_that_were_shut_down_say_so(launch: Any) -> None:
     workers = launch.environment()
     pending = workers.pending()
     workers.shutdown()
-    with refused(StateError, "environment.workers", f"{HERE}:Counting"):
+    with refused(StateError, "rollout.reward_workers", f"{HERE}:Counting"):
         pending.add(EpisodeCall((0, 0, 0), _record(0, {}), 0, (), ()))
     workers.forget(0)
 

@@ -80,7 +80,6 @@ def service_config(
     def config(**sections: Any) -> RunConfig:
         service = {
             "port": 0, "api_key_env": "SLIMEFSDP_TEST_KEY", "model_name": "tiny/model", "session_timeout_s": 30.0,
-            "max_body_bytes": 2**20,
         }  # fmt: skip
         made: RunConfig = make_config(
             run={"dir": str(tmp_path_factory.mktemp("service"))},

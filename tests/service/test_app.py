@@ -7,6 +7,7 @@ import errno
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ import actors.service.catalogue
 from actors.service import request_scan, tinker_pb2, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
+from actors.service.limits import ServiceLimits
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.serve import keys_of
 from actors.service.service import Service
@@ -39,11 +41,11 @@ ALL = cast(User, Users(()).of(""))
 
 @pytest.fixture
 def service(untied: Path, tmp_path: Path) -> Service:
-    limits = {"model_name": "tiny/model", "max_sessions": 2, "max_runs": 2, "max_body_bytes": 4096}
-    config = config_from_dict(service_tree(untied, tmp_path, service=limits))
+    config = config_from_dict(service_tree(untied, tmp_path, service={"model_name": "tiny/model"}))
     assert config.run.dir is not None
     config.run.dir.mkdir()
-    return Service(config, cast(Any, Group(config.run.dir)), cast(Any, Engine(2)))
+    limits = ServiceLimits(sessions=2, runs=2, body_bytes=4096)
+    return Service(config, cast(Any, Group(config.run.dir)), cast(Any, Engine(2)), limits)
 
 
 @pytest.fixture
@@ -140,8 +142,7 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
 
 def limited(service: Service, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Any:
     """An application with two users and other limits."""
-    changed = service.config.service.model_copy(update=limits)
-    monkeypatch.setattr(service, "config", service.config.model_copy(update={"service": changed}))
+    monkeypatch.setattr(service, "limits", replace(service.limits, **limits))
     return make_app(service, KEYS)
 
 
@@ -178,7 +179,7 @@ def test_bodies_of_one_user_leave_room_for_others_and_are_no_hindrance_to_small_
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kib = 1024
-    app = limited(service, monkeypatch, max_waiting_bytes=100 * kib, max_body_bytes=512 * kib)
+    app = limited(service, monkeypatch, waiting_bytes=100 * kib, body_bytes=512 * kib)
     sender, session = Sender(app), service.create_session(wire.CreateSession(), cast(User, Users(KEYS).of("tml-b")))
     heartbeat = json.dumps({"session_id": session.id}).encode()
 
@@ -203,9 +204,9 @@ def test_a_body_that_stalls_is_refused_in_time_and_at_once_when_the_server_ends(
     async def stalls() -> None:
         await asyncio.Event().wait()
 
-    sender = Sender(limited(service, monkeypatch, receive_timeout_s=0.01))
+    sender = Sender(limited(service, monkeypatch, receive_s=0.01))
     asyncio.run(sender.post("late", "tml-a", 10, stalls, 10))
-    ending = Sender(limited(service, monkeypatch, receive_timeout_s=3600.0))
+    ending = Sender(limited(service, monkeypatch, receive_s=3600.0))
 
     async def ends() -> None:
         result = service.results.new("", is_needed=True)
@@ -277,7 +278,7 @@ def test_a_length_beside_a_transfer_encoding_is_refused(http: TestClient) -> Non
 def test_a_request_of_more_parts_than_there_may_be_is_refused_before_it_is_parsed(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    http = TestClient(limited(service, monkeypatch, max_body_bytes=2**22), headers={"X-API-Key": "tml-a", **PROTOBUF})
+    http = TestClient(limited(service, monkeypatch, body_bytes=2**22), headers={"X-API-Key": "tml-a", **PROTOBUF})
     empty = b"\x1a\x00" * (2**20 + 1)  # datums
     in_one = b"\x1a\x80\x80\x80\x01" + b"\x0a\x00" * 2**20  # chunks of a datum
     for body in (empty, in_one):
@@ -299,7 +300,7 @@ def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alo
         return parse(data)
 
     monkeypatch.setattr(request_scan, "parse_request", parsing)
-    http = TestClient(limited(service, monkeypatch, max_body_bytes=2**22), headers={"X-API-Key": "tml-a"})
+    http = TestClient(limited(service, monkeypatch, body_bytes=2**22), headers={"X-API-Key": "tml-a"})
     run = new_run(http)
 
     def status(model: str, **inputs: Any) -> int:

@@ -134,16 +134,16 @@ def test_results_go_after_their_time_and_the_oldest_first_for_room() -> None:
 def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_answer() -> None:
     results = Results(60.0, 10**6, most_waiting=6, most_waiting_bytes=100)
     large = results.new("", 10**6)  # it is alone
-    with refused(ResourceError, "service.max_waiting_bytes", 10**6, 1, 100):
+    with refused(ResourceError, None, "bytes of requests", 10**6, 1, 100):
         results.new("", 1)
     needed = results.new("", 1, is_needed=True)
     large.fail(StateError("it failed", field="x"))
     large.fail(StateError("it failed twice", field="x"))
     assert (results.waiting, results.waiting_bytes) == (1, 1)
-    with refused(ResourceError, "service.max_waiting_bytes", 80):  # four fifths are one user's
+    with refused(ResourceError, None, "bytes of requests", 80):  # four fifths are one user's
         results.new("", 80)
     others = [results.new("", size) for size in (79, 0, 0)]
-    with refused(ResourceError, "service.max_waiting", 4, 6):
+    with refused(ResourceError, None, "requests wait", 4, 6):
         results.new("", 0)
     others.append(results.new("another", 9))
     for one in (needed, *others):

@@ -14,12 +14,11 @@ from slimefsdp.optim.optimizer import OptimizerOptions, build_optimizer
 def optimizer_of(
     named: Iterable[tuple[str, nn.Parameter]],
     name: str,
-    implementation: str = "auto",
     *,
     undecayed: Collection[str] = (),
     matrices: Collection[str] = (),
     **options: Any,
 ) -> torch.optim.Optimizer:
     """Returns the optimiser of these parameters; `options` are fields of `OptimizerOptions`."""
-    chosen = OptimizerOptions(name, implementation=implementation, **options)  # type: ignore[arg-type]
+    chosen = OptimizerOptions(name, **options)  # type: ignore[arg-type]
     return build_optimizer(named, chosen, undecayed=undecayed, matrices=matrices)

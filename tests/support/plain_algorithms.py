@@ -232,7 +232,7 @@ def policy_loss(config: RunConfig, sample: Sample) -> Tensor:
         case "cispo":
             return -ratio.clamp(low, high).detach() * advantages * now
         case "sapo":
-            cool, hot = settings.sapo_temperature_positive, settings.sapo_temperature_negative
+            cool, hot = 1.0, 1.05
             tau = torch.where(advantages > 0, torch.full_like(now, cool), torch.full_like(now, hot))
             return -advantages * 4 / tau / (1 + (-tau * (ratio - 1)).exp())
         case "gmpo":
@@ -245,7 +245,7 @@ def policy_loss(config: RunConfig, sample: Sample) -> Tensor:
         case "importance_sampling":
             return -ratio * advantages
         case "dro":
-            return -(advantages * now - settings.dro_beta / 2 * (now - old) ** 2)
+            return -(advantages * now - settings.beta / 2 * (now - old) ** 2)
     raise NotImplementedError(settings.policy)
 
 
@@ -327,7 +327,7 @@ def pair_loss(config: RunConfig, sample: Sample, samples: list[Sample]) -> Tenso
     pair = [other for other in samples if other.fields["group_id"] == sample.fields["group_id"]]
     rejected, chosen = sorted(pair, key=lambda other: other.fields["reward"])
     gains = [(one.log_probs - one.tensor("ref_log_probs")).sum() for one in (chosen, rejected)]
-    return -torch.log(1 / (1 + torch.exp(-config.loss.dpo_beta * (gains[0] - gains[1]))))
+    return -torch.log(1 / (1 + torch.exp(-config.loss.beta * (gains[0] - gains[1]))))
 
 
 def trains(config: RunConfig, sample: Sample, samples: list[Sample]) -> bool:

@@ -73,7 +73,7 @@ class PlainCritic:
             for name, parameter in (adapters or {}).items():
                 self.trained[name].copy_(parameter)
         lr = config.critic.lr or config.optim.lr
-        self.optimizer = torch.optim.SGD(self.trained.values(), lr=lr, momentum=config.optim.betas[0])
+        self.optimizer = torch.optim.SGD(self.trained.values(), lr=lr, momentum=getattr(config.optim, "momentum", 0.9))
         self.max_norm = config.optim.max_grad_norm
 
     def backward(self, batch: RolloutBatch, targets: np.ndarray, chosen: np.ndarray) -> float:

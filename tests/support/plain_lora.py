@@ -92,7 +92,7 @@ class PeftStep(PlainStep):
             self.adapters[ours] = parameter
         trained, optim = list(self.adapters.values()), self.config.optim
         if optim.name == "sgd":
-            self.optimizer = torch.optim.SGD(trained, lr=optim.lr, momentum=optim.betas[0])
+            self.optimizer = torch.optim.SGD(trained, lr=optim.lr, momentum=optim.momentum)
         else:
             self.optimizer = torch.optim.AdamW(trained, optim.lr, optim.betas, optim.eps, weight_decay=0.0)
 

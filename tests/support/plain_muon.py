@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slimefsdp.config.sections import OptimSettings
+from slimefsdp.config.optim import OptimSettings
 
 IN_LAYERS = re.compile(r"\.(layers|h)\.\d+\.")
 
@@ -57,14 +57,12 @@ class PlainMuon:
         for parameter, momentum in zip(self.matrices, self.momenta, strict=True):
             assert parameter.grad is not None
             momentum.mul_(optim.momentum).add_((1 - optim.momentum) * parameter.grad)
-            seen = optim.momentum * momentum + (1 - optim.momentum) * parameter.grad if optim.nesterov else momentum
+            seen = optim.momentum * momentum + (1 - optim.momentum) * parameter.grad
             rows, columns = parameter.shape[-2:]
             scale = 0.2 * max(rows, columns) ** 0.5
-            if optim.adjust_lr_fn == "original":
-                scale = max(1, rows / columns) ** 0.5
             for matrix, update in zip(parameter.view(-1, rows, columns), seen.view(-1, rows, columns), strict=True):
                 matrix.mul_(1 - optim.lr * optim.weight_decay)
-                matrix.sub_(optim.lr * scale * orthogonalized(update, optim.ns_steps))
+                matrix.sub_(optim.lr * scale * orthogonalized(update, 5))
         self.adamw.step()
 
     def zero_grad(self) -> None:

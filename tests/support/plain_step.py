@@ -25,7 +25,7 @@ def settings(path: Path, **sections: Any) -> RunConfig:
         "precision": {"compute_dtype": "float64"},
         "batch": {"max_tokens_per_rank": 64, "samples_per_update": 3},
         "loss": {"clip_low": 0.1, "clip_high": 0.15, "kl_coefficient": 0.3, "entropy_coefficient": 0.05, "epochs": 2},
-        "optim": {"name": "sgd", "lr": 0.05, "betas": [0.9, 0.95], "total_updates": 100, "weight_decay": 0.0},
+        "optim": {"name": "sgd", "lr": 0.05, "total_updates": 100, "weight_decay": 0.0},
         "rollout": {"temperature": TEMPERATURE},
     }
     for name, values in sections.items():
@@ -66,7 +66,7 @@ class PlainStep:
         assert optim.weight_decay == 0 and optim.schedule == "constant", "not written out here"
         self.optimizer: torch.optim.Optimizer
         if optim.name == "sgd":
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=optim.lr, momentum=optim.betas[0])
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=optim.lr, momentum=optim.momentum)
         else:
             parameters = self.model.parameters()
             self.optimizer = torch.optim.AdamW(parameters, optim.lr, optim.betas, optim.eps, weight_decay=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.algorithms.kl import next_coefficient
+from slimefsdp.algorithms.kl import HORIZON, next_coefficient
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError
@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 # ---------------------------------------------------------------------- a coefficient that follows a target
 
-TARGET = {"kl_coefficient": 0.2, "kl_target": 0.01, "kl_horizon": 40}
+TARGET = {"kl_coefficient": 0.2, "kl_target": 0.01}
 
 
 def steered_and_restored(rank: int, config: RunConfig, fixed: dict[str, Any], batch: RolloutBatch) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_the_coefficient_follows_its_target_is_used_and_comes_back_with_a_checkp
         coefficient = 0.2
         for step in steps:
             assert step["kl_coefficient"] == coefficient
-            coefficient = next_coefficient(coefficient, step["kl_ref"], 0.01, batch.num_samples, 40)
+            coefficient = next_coefficient(coefficient, step["kl_ref"], 0.01, batch.num_samples)
         assert len({step["kl_coefficient"] for step in steps}) == 3
         assert found["in step"]
         metrics, weights = found["with"]
@@ -104,7 +104,7 @@ def test_a_checkpoint_with_its_coefficient_loads_and_one_of_a_wrong_kind_does_no
 ) -> None:
     config = settings(pair[0], loss=TARGET, reference={"path": str(pair[1])}, run={"dir": str(tmp_path)})
     moved, *errors = ranks.run(1, loaded_coefficients, config, fresh_batch(), ["its own", None, "0.2", -1.0])[0]
-    assert moved == pytest.approx(0.2 * (1 + 0.2 * 8 / 40))
+    assert moved == pytest.approx(0.2 * (1 + 0.2 * 8 / HORIZON))
     for error in errors:
         assert isinstance(error, CheckpointError) and error.field == "kl_coefficient"
 

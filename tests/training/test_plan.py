@@ -132,7 +132,7 @@ def planned_samples(plan: Any) -> list[int]:
 def test_samples_in_which_nothing_trains_are_left_out() -> None:
     plan = plan_training(settings(), BATCH)
     assert planned_samples(plan) == [0, 1, 4, 5, 8, 9] and plan.num_dropped == 4
-    kept = plan_training(settings(loss={"drop_zero_advantages": False}), BATCH)
+    kept = plan_training(settings(loss={"max_kl": 1e9}), BATCH)
     assert planned_samples(kept) == list(range(10)) and kept.num_dropped == 0
     assert plan.counted_of(0).tolist() == kept.counted_of(0).tolist() == list(range(10))
     masked = BATCH.replace(loss_mask=BATCH.mask & (BATCH.sample_ids != 4))

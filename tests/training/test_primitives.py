@@ -133,9 +133,9 @@ def test_a_loop_of_ones_own_equals_plain_torch_in_float64(folder: Path, ranks: R
 OWN_LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"policy": "cispo", "clip_low": 0.02, "clip_high": 0.03},
     "gspo": {"policy": "gspo", "clip_high": 0.01},
-    "sapo": {"policy": "sapo", "sapo_temperature_negative": 2.0},
+    "sapo": {"policy": "sapo"},
     "importance_sampling": {"policy": "importance_sampling"},
-    "dro": {"policy": "dro", "dro_beta": 0.4},
+    "dro": {"policy": "dro", "beta": 0.4},
     "ppo again": {"policy": "ppo", "dual_clip": 1.5},
     "bounds alone": {"clip_low": 0.9, "clip_high": 50.0},
     "reduction": {"reduction": "constant", "constant_length": 7},

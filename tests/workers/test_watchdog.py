@@ -400,9 +400,10 @@ def faulty_group(cluster: None, make_config: MakeConfig, tmp_path_factory: pytes
     config = make_config(
         run={"dir": str(tmp_path_factory.mktemp("run"))},
         rollout={"engines": 1},
-        cluster={"ping_timeout_s": LIMIT_S, "hang_timeout_s": LIMIT_S},
+        cluster={"ping_timeout_s": LIMIT_S},
     )
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "_HANG", 1.0)
         patch.setattr(worker_group, "TrainWorker", Faulty)
         group = worker_group.WorkerGroup.launch(config)
     yield group
@@ -497,7 +498,7 @@ def test_a_rank_in_a_collective_that_no_other_joins_is_named_with_the_collective
         [first.call.remote(request)], name=request.name, timeout_s=PATIENCE_S, first_only=True, watchdog=guard
     )
     error, _ = hang_of(alone)
-    assert (error.rank, error.call, error.field) == (0, "train_step", "cluster.hang_timeout_s")
+    assert (error.rank, error.call, error.field) == (0, "train_step", "cluster.ping_timeout_s")
     assert error.stack is not None and "all_reduce" in Path(error.stack).read_text()
     assert "torch/distributed" in Path(error.stack).read_text() and "distributed_c10d.py" in error.message
     ray.get(second.call.remote(request), timeout=PATIENCE_S)  # it joins

@@ -1,0 +1,185 @@
+"""The base of all sections of settings, and the types that they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from slimefsdp.config.loader import IN_A_FILE
+from slimefsdp.config.messages import UNKNOWN_KIND
+from slimefsdp.errors import ConfigError
+from slimefsdp.io.hub import reads_like_id
+from slimefsdp.io.user_files import NoPath, path_of, possible
+
+
+def broken_rule(rule: str, hint: str) -> PydanticCustomError:
+    """The error of a rule about one value; the setting and the value are named in front of it."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
+
+
+MOST = 10**12
+"""The largest whole number of any setting: products of a few of them are still exact in 64 bits, or nearly so."""
+LARGEST = 1e30  # float32 holds it
+LONGEST_S = 1e9  # thirty years; system calls take no wait that is much longer
+MOST_RANKS = 100_000
+
+
+def _within_range(value: Any) -> Any:
+    if type(value) is int and abs(value) > MOST:
+        rule, hint = (f"must be at most {MOST:,}", "lower it") if value > 0 else ("must not be so low", "raise it")
+        raise broken_rule(rule, hint)
+    return value
+
+
+def _path_from_text(value: Any) -> Path:
+    try:
+        return possible(value) if isinstance(value, Path) else path_of(value)
+    except NoPath as error:
+        raise broken_rule(error.rule, error.hint) from None
+
+
+def path_or_id(value: Any) -> Path:
+    """A path, or what is written as an id of the Hugging Face hub.
+
+    What is written otherwise (`./owner/name`), but would read like one as a path, becomes absolute.
+    """
+    path = _path_from_text(value)
+    is_written_so = isinstance(value, str) and reads_like_id(_without_selection(value))
+    return path if is_written_so or not reads_like_id(_without_selection(str(path))) else path.absolute()
+
+
+def _without_selection(text: str) -> str:
+    """Removes the configuration and the split from the name of a data set (owner/name:config#split)."""
+    return re.split("[:#]", text, maxsplit=1)[0]
+
+
+_NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def function_name(value: str) -> str:
+    """The value, if it has the form `module:function` or `file.py:function`, whose path becomes absolute.
+
+    Raises the error of `broken_rule` otherwise.
+    """
+    return _named(value, "must be module:function or file.py:function", "actors.rollout.rewards:exact_match")
+
+
+def class_name(value: str) -> str:
+    """Checks the name of a class of the user as `function_name` checks that of a function."""
+    return _named(value, "must be module:Class or file.py:Class", "examples/environments/tools.py:ToolUse")
+
+
+def _named(value: str, rule: str, example: str) -> str:
+    if found := IN_A_FILE.fullmatch(value):
+        return f"{_path_from_text(found['file']).absolute()}:{found['name']}"
+    if not _NAMED.fullmatch(value):
+        raise broken_rule(rule, f"write it like {example}")
+    return value
+
+
+def within_ranks(value: Any) -> Any:
+    if type(value) is int and value > MOST_RANKS:
+        raise broken_rule(f"must be at most {MOST_RANKS:,}", "lower it")
+    return value
+
+
+def path_text(path: Path) -> str:
+    """The path as a YAML file would name it, to be read back as it is."""
+    return str(path).replace("$", "$$")
+
+
+PathSetting = Annotated[
+    Path, BeforeValidator(_path_from_text), PlainSerializer(path_text, return_type=str, when_used="json")
+]
+PathOrIdSetting = Annotated[PathSetting, BeforeValidator(path_or_id)]
+PositiveInt = Annotated[int, Field(ge=1)]
+RankCount = Annotated[PositiveInt, BeforeValidator(within_ranks)]
+
+
+def chosen_by(name: str, *, default: str) -> Discriminator:
+    """Returns how pydantic finds the kind of settings that a section holds: by one of its settings.
+
+    Args:
+        name: the setting that names the kind.
+        default: the kind where that is not given.
+    """
+
+    def kind(section: Any) -> str:
+        given = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+        return default if given is None else str(given)
+
+    return Discriminator(kind, UNKNOWN_KIND, "no such kind", {"choice": name})
+
+
+def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Returns the kinds of a section -> their settings; one kind without a name if there is no choice, none if it is no
+    section.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {"": annotation}
+    found: dict[str, type[BaseModel]] = {}
+    for member in get_args(annotation):
+        model, *marks = get_args(member) or (None,)
+        found |= {mark.tag: model for mark in marks if isinstance(mark, Tag)}
+    return found
+
+
+def _has_own_null(field: FieldInfo) -> bool:
+    return field.default is not None and type(None) in get_args(field.annotation)
+
+
+class Settings(BaseModel):
+    """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    section: ClassVar[str] = ""  # which it is, where the name of the class does not say so
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self._frozen(name)
+
+    def __delattr__(self, name: str) -> None:
+        raise self._frozen(name)
+
+    def _frozen(self, name: str) -> ConfigError:
+        own = type(self).__name__
+        section = self.section or own.removesuffix("Settings").lower()
+        field = f"{section}.{name}" if own.endswith("Settings") else name
+        return ConfigError(
+            f"{field} cannot be changed: settings are read once, and what was launched with them would not know",
+            field=field,
+            hint=f"read them anew with an override: load_config(path, ['{field}=...'])",
+        )
+
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_not_given(cls, value: Any) -> Any:
+        """Null withdraws a setting: it is as if nobody had given it, so that it has its default and no rule sees it.
+
+        A setting whose null means something else than its default keeps it (critic.clip).
+        """
+        if not isinstance(value, Mapping):
+            return value
+        withdrawn = {name for name, info in cls.model_fields.items() if not _has_own_null(info)}
+        return {name: one for name, one in value.items() if one is not None or name not in withdrawn}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def check_integer_range(cls, value: Any) -> Any:
+        return _within_range(value)

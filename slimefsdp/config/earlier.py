@@ -1,0 +1,86 @@
+"""Names of settings that earlier versions had, so that what an earlier run stored can still be read.
+
+What a run stores is the settings.yaml of its folder, and the settings inside its checkpoints and recorded batches. A
+settings file that somebody wrote is not translated: the error says what a name has become.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+STORED = "# Every setting of this run."
+"""How the settings.yaml of a run begins."""
+
+RENAMED: dict[str, str | None] = {
+    "cluster.hang_timeout_s": None,  # ten times cluster.ping_timeout_s
+    "environment.concurrency": "rollout.reward_concurrency",
+    "environment.failure": "rollout.reward_failure",
+    "environment.timeout_s": "rollout.reward_timeout_s",
+    "environment.workers": "rollout.reward_workers",
+    "evaluation.save_samples": None,
+    "evaluation.solved_reward": None,
+    "fsdp.offload_threads": None,
+    "fsdp.pin_memory": None,
+    "lora.resident_adapters": None,
+    "loss.dpo_beta": "loss.beta",
+    "loss.dro_beta": "loss.beta",  # after dpo's: it was null unless the loss was dro
+    "loss.drop_zero_advantages": None,
+    "loss.kl_horizon": None,
+    "loss.sapo_temperature_negative": None,
+    "loss.sapo_temperature_positive": None,
+    "optim.adjust_lr_fn": None,
+    "optim.implementation": None,
+    "optim.max_skipped_updates": None,
+    "optim.nesterov": None,
+    "optim.ns_steps": None,
+    "optim.warmup_ratio": "optim.warmup_updates",
+    "precision.buffer_dtype": None,
+    "precision.loss_scale_growth_interval": None,
+    "precision.tf32": None,
+    "profile.memory": None,
+    "profile.record_shapes": None,
+    "profile.with_stack": None,
+    "rollout.max_failed_steps": None,
+    "rollout.overlong_penalty": None,
+    "rollout.show_groups": None,
+    "run.wandb_group": None,
+    "run.wandb_name": None,
+    "service.max_body_bytes": None,
+    "service.max_result_bytes": None,
+    "service.max_runs": None,
+    "service.max_sessions": None,
+    "service.max_waiting": None,
+    "service.max_waiting_bytes": None,
+    "service.receive_timeout_s": None,
+    "service.result_kept_s": None,
+}
+"""Earlier name -> what the setting is called now; None: it is a constant now, or follows from another setting."""
+
+
+def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an earlier run, sections with their settings, under the names that they have now."""
+    tree: dict[str, Any] = copy.deepcopy(dict(stored))
+    for earlier, present in RENAMED.items():
+        section, _, name = earlier.partition(".")
+        values = tree.get(section)
+        if not isinstance(values, dict) or name not in values:
+            continue
+        value = values.pop(name)
+        if present is not None and value is not None:
+            section, _, name = present.partition(".")
+            tree.setdefault(section, {})[name] = value
+    optim = tree.get("optim")
+    if isinstance(optim, dict) and optim.get("name") == "sgd" and "betas" in optim:
+        optim["momentum"] = optim.pop("betas")[0]
+        optim.pop("eps", None)
+    return tree
+
+
+def hint_of(field: str) -> str:
+    """Returns what became of a setting of an earlier version; empty where there was none of this name."""
+    if field not in RENAMED:
+        return ""
+    present = RENAMED[field]
+    return "remove it: it cannot be chosen any more" if present is None else f"it is called {present} now"

@@ -1,0 +1,426 @@
+"""The settings of a run: those of its Trainer, of data, rollouts, cluster and service; and how they are read."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from slimefsdp.config.cluster import ClusterSettings, ServiceSettings
+from slimefsdp.config.loader import apply_override, find_code_beside, read_settings, with_base
+from slimefsdp.config.messages import BrokenRule
+from slimefsdp.config.rollout import (
+    ENGINES,
+    SERVERS,
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RolloutSettings,
+    Sampling,
+    temperatures_of,
+)
+from slimefsdp.config.sections import RunSettings
+from slimefsdp.config.trainer import TrainerConfig, changed
+from slimefsdp.errors import ConfigError, short_repr, short_text
+
+
+class RunConfig(TrainerConfig):
+    """Everything one run is made of."""
+
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    service: ServiceSettings = ServiceSettings()
+
+    @property
+    def temperature(self) -> float:
+        return self.rollout.temperature
+
+    @property
+    def collective_timeout_s(self) -> float:
+        return self.cluster.call_timeout_s
+
+    def with_ranks(self, ranks: int) -> Self:
+        """As `TrainerConfig.with_ranks`. Raises ConfigError, too, for fewer ranks than there are colocated engines."""
+        made = super().with_ranks(ranks)
+        if problem := made._surplus_engines():
+            raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
+        return made
+
+    def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
+        """As `TrainerConfig.with_adapters`. Raises ConfigError, too, if engines cannot be sent such adapters."""
+        made = super().with_adapters(rank, alpha, targets)
+        if wrong := made._why_no_engine_takes_adapters():
+            raise ConfigError(wrong[0], field="lora.sync", hint=wrong[1])
+        return made
+
+    @model_validator(mode="after")
+    def check_settings_without_rollouts(self) -> Self:
+        if self.has_rollouts:
+            return self
+        read = _READ_WITHOUT_ROLLOUTS[self.algorithm]
+        unread = [
+            f"{section}.{name}"
+            for section in _OF_ROLLOUTS
+            for name in sorted(getattr(self, section).model_fields_set)
+            if f"{section}.{name}" not in read and f"{section}.*" not in read
+        ]
+        if unread:
+            verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
+            shown = [f"{field}={short_text(self.value_of(field))}" for field in unread]
+            raise BrokenRule(
+                unread[0],
+                f"{', '.join(shown)} {verb} not read under algorithm={self.algorithm}",
+                f"remove {what} or set {what} to null, or set algorithm=grpo",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_environment(self) -> Self:
+        rollout = self.rollout
+        if rollout.environment is None:
+            for name in changed(self.environment, type(self.environment).model_fields):
+                field = f"environment.{name}"
+                raise BrokenRule(
+                    field,
+                    f"{field}={short_text(self.value_of(field))} is of rollout.environment, which is not set",
+                    "set it, or remove this",
+                )
+            return self
+        for name in changed(rollout, ("reward", "overlong_buffer_tokens")):
+            raise BrokenRule(
+                f"rollout.{name}",
+                f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
+                f"rollout.environment={rollout.environment} gives the rewards",
+                f"remove rollout.{name}, or give it to the environment under environment.arguments",
+            )
+        if rollout.reward_workers == 0:
+            raise BrokenRule(
+                "rollout.reward_workers",
+                f"rollout.reward_workers=0 leaves the episodes of "
+                f"rollout.environment={rollout.environment} without a process",
+                "set it to 1 or more",
+            )
+        most = self.environment.max_tokens
+        if most is not None and not rollout.max_new_tokens < most <= self.max_pack_tokens:
+            raise BrokenRule(
+                "environment.max_tokens",
+                f"environment.max_tokens={most} must be more than "
+                f"rollout.max_new_tokens={rollout.max_new_tokens} and at most {self.max_pack_tokens}, which a pack "
+                "holds (batch.max_tokens_per_rank x mesh.cp)",
+                "set it so",
+            )
+        return self
+
+    def sampling(self, *, evaluates: bool) -> Sampling:
+        """Returns how responses are sampled, for training or in evaluations, which say what is different about them."""
+        rollout, own = self.rollout, self.evaluation
+        training = Sampling(
+            rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
+            length_setting="rollout.max_new_tokens",
+        )  # fmt: skip
+        if not evaluates:
+            return training
+        changed: dict[str, Any] = {
+            "temperature": own.temperature, "max_new_tokens": own.max_new_tokens, "top_p": own.top_p,
+            "top_k": own.top_k, "min_p": own.min_p,
+            "length_setting": None if own.max_new_tokens is None else "evaluation.max_new_tokens",
+        }  # fmt: skip
+        return replace(training, **{name: value for name, value in changed.items() if value is not None})
+
+    @model_validator(mode="after")
+    def check_evaluation_temperature(self) -> Self:
+        engine, value = self.rollout.engine, self.evaluation.temperature
+        low, high = temperatures_of(engine)
+        if value is not None and not low <= value <= high:
+            raise BrokenRule(
+                "evaluation.temperature",
+                f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}",
+                "set one of these, or rollout.engine=embedded",
+            )
+        return self
+
+    @property
+    def skips_failures(self) -> bool:
+        """Whether a response that cannot be rewarded leaves its group out, and does not end the run."""
+        return self.rollout.reward_failure == "skip"
+
+    @property
+    def rewards_by(self) -> str:
+        """The setting that says what rewards."""
+        return "rollout.reward" if self.rollout.environment is None else "rollout.environment"
+
+    @model_validator(mode="after")
+    def check_engines_take_adapters(self) -> Self:
+        if found := self._why_no_engine_takes_adapters():
+            raise BrokenRule("lora.sync", *found)
+        return self
+
+    def _why_no_engine_takes_adapters(self) -> tuple[str, str] | None:
+        """Returns what is wrong with lora.sync=adapters, and the way out."""
+        lora, rollout = self.lora, self.rollout
+        others = "or set lora.sync=merged"
+        if lora.sync == "merged":
+            return None
+        if rollout.engine not in ENGINES:
+            known = ", ".join(ENGINES)
+            return (
+                f"lora.sync=adapters is for engines {known}, not rollout.engine={rollout.engine}",
+                f"use one, {others}",
+            )
+        if rollout.engine == "embedded":
+            given = "lora.sync=adapters, and embedded engines take adapters by no rollout.weight_transport=disk"
+            return (given, f"set another, {others}") if rollout.transport == "disk" else None
+        server = SERVERS[rollout.engine]
+        if rollout.transport not in server.adapter_transports:
+            return (
+                f"lora.sync=adapters, and {rollout.engine} takes adapters by {' or '.join(server.adapter_transports)}, "
+                f"not by rollout.weight_transport={rollout.transport}",
+                f"set {server.adapter_transports[0]}, {others}",
+            )
+        if experts := [target for target in lora.targets if "experts" in target.split(".")]:
+            return (
+                f"lora.sync=adapters sends rollout.engine={rollout.engine} no adapters of experts, and "
+                f"lora.targets has {experts[0]}",
+                f"leave experts out, {others}",
+            )
+        ranks = server.adapter_ranks
+        if ranks is not None and lora.rank is not None and lora.rank > ranks[-1]:
+            return (
+                f"lora.sync=adapters, and {rollout.engine} takes adapters of rank {ranks[-1]} at most, not lora.rank="
+                f"{lora.rank}",
+                f"lower it, {others}",
+            )
+        return None
+
+    @model_validator(mode="after")
+    def check_disk_transport_has_a_folder(self) -> Self:
+        if self.rollout.transport == "disk" and self.run.dir is None:
+            raise BrokenRule(
+                "rollout.weight_transport",
+                "rollout.weight_transport=disk writes below run.dir, which is not set",
+                "set it, or use broadcast",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_gpus_of_engines(self) -> Self:
+        if self.rollout.gpus_per_engine > 1 and self.mesh.device == "cpu":
+            raise BrokenRule(
+                "rollout.gpus_per_engine",
+                f"rollout.gpus_per_engine={self.rollout.gpus_per_engine} does nothing under mesh.device=cpu",
+                "remove it",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_colocated_engine_count(self) -> Self:
+        if self.mesh.dp != "auto" and (problem := self._surplus_engines()):
+            raise BrokenRule("rollout.engines", *problem)
+        return self
+
+    def _surplus_engines(self) -> tuple[str, str] | None:
+        """Why there are more colocated engines than ranks, once mesh.dp is a number, and the way out."""
+        if self.rollout.placement != "colocated" or self.rollout.engines <= self.ranks:
+            return None
+        return (
+            f"rollout.engines={self.rollout.engines} are more than the {self.ranks} ranks whose places they take under "
+            "rollout.placement=colocated",
+            f"set it to at most {self.ranks}, or use more ranks",
+        )
+
+    @model_validator(mode="after")
+    def check_demonstration_settings(self) -> Self:
+        if self.algorithm == "sft":
+            return self
+        of_files = [f"data.{name}" for name in changed(self.data, ("max_tokens",))]
+        of_files += ["run.epochs"] if self.run.epochs is not None else []
+        fields = [f"data.{name}" for name in changed(self.data, ("train_on",))]
+        if self.data.overlong_prompts in ("truncate", "split"):
+            fields.append("data.overlong_prompts")
+        for field in fields + (of_files if self.has_rollouts else []):
+            readers = "algorithm=sft or dpo" if field in of_files else "algorithm=sft"
+            raise BrokenRule(
+                field,
+                f"{field}={short_text(self.value_of(field))} is of {readers}, and algorithm={self.algorithm}",
+                f"remove it, or set {readers}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_prompt_template(self) -> Self:
+        if self.data.prompt_template is not None and self.data.prompt_column != "prompt":
+            raise BrokenRule(
+                "data.prompt_column",
+                f"data.prompt_column={short_text(self.data.prompt_column)} and data.prompt_template both say where "
+                "prompts come from",
+                "remove one of them",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_schedule_end(self) -> Self:
+        has_end = self.total_updates is not None or self.run.epochs is not None
+        warmup = self.optim.warmup_updates
+        is_share = 0 < warmup < 1
+        if (self.optim.schedule != "constant" or is_share) and not has_end:
+            given = f"optim.warmup_updates={warmup:g}" if is_share else f"optim.schedule={self.optim.schedule}"
+            raise BrokenRule(
+                given.partition("=")[0],
+                f"{given} is of a schedule that ends nowhere",
+                "set optim.total_updates, run.steps or, under sft, run.epochs",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_warmup_of_steps(self) -> Self:
+        total, own = self.total_updates, self.optim.total_updates
+        if total is not None and self.warmup_updates >= total:
+            of = f"the {total} of run.steps={self.run.steps}" if own is None else f"optim.total_updates={own}"
+            raise BrokenRule(
+                "optim.warmup_updates",
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}",
+                "lower the first or raise the second",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_schedule_length(self) -> Self:
+        needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
+        if needed is not None and self.optim.total_updates is not None and self.optim.total_updates < needed:
+            per_update, steps = self.batch.samples_per_update, f"run.steps={self.run.steps}"
+            ways = f"set optim.total_updates={needed}"
+            if self.updates_per_step > 1 and per_update is not None and self.algorithm != "sft":
+                ways += (
+                    f", or raise batch.samples_per_update={per_update}, of {self.samples_per_step} samples in a step"
+                )
+            raise BrokenRule(
+                "optim.total_updates",
+                f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates ({steps} x "
+                f"{self.updates_per_step} updates each)",
+                ways,
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_profiled_updates(self) -> Self:
+        chosen = self.profile.updates
+        total = self.total_updates
+        if chosen is not None and total is not None and max(chosen) > total:
+            named = "the updates of run.steps" if self.optim.total_updates is None else "optim.total_updates"
+            raise BrokenRule(
+                "profile.updates",
+                f"profile.updates={list(chosen)} goes beyond {named}={total}",
+                "choose earlier ones",
+            )
+        if chosen is not None and self.run.dir is None:
+            raise BrokenRule(
+                "profile.updates",
+                f"profile.updates={list(chosen)} has no folder to be written to",
+                "set run.dir",
+            )
+        return self
+
+    @property
+    def algorithm_title(self) -> str:
+        """The algorithm by its name, where it has one, else by its estimator and loss."""
+        if not self.has_rollouts or (self.estimator, self.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
+            return self.algorithm.upper()
+        return f"{self.estimator} with {self.loss.policy} loss"
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one step of the loop: prompts x responses, or one update's under sft and dpo (two of a pair)."""
+        if not self.has_rollouts:
+            return self.batch.samples_per_update or 1
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser updates that one full rollout batch leads to."""
+        per_update = self.batch.samples_per_update or self.samples_per_step
+        return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
+
+    @property
+    def total_updates(self) -> int | None:
+        """The update at which the learning rate's schedule ends; None while it and the number of steps are unknown."""
+        if self.optim.total_updates is not None or self.run.steps is None:
+            return self.optim.total_updates
+        return self.run.steps * self.updates_per_step
+
+    def with_steps_of(self, num_records: int, *, step: int = 0, passed: int = 0) -> Self:
+        """These settings for so many demonstrations: where run.epochs is set, run.steps becomes a number.
+
+        Args:
+            step: where the run begins: 0, or the step of the checkpoint that it resumes from.
+            passed: how many demonstrations of its epochs are behind it by then.
+
+        Raises:
+            ConfigError: optim.total_updates, optim.warmup_updates or profile.updates do not fit so many steps.
+        """
+        if self.run.epochs is None:
+            return self
+        steps = step + math.ceil(max(0, self.run.epochs * num_records - passed) / self.samples_per_step)
+        steps = min(steps, self.run.steps or steps)
+        tree = self.model_dump(exclude_unset=True)
+        self.checked({**tree, "run": {**tree.get("run", {}), "steps": steps}})  # for the rules about steps
+        # not among the settings that were given: a run that goes on with more epochs has more steps
+        run = RunSettings.model_construct(self.run.model_fields_set, **{**dict(self.run), "steps": steps})
+        return self.model_copy(update={"run": run})
+
+
+_OF_ROLLOUTS = (
+    "rollout", "environment", "evaluation", "reference", "advantage", "loss", "correction", "critic", "data",
+)  # fmt: skip
+_OF_RECORDS = frozenset(
+    ("evaluation.interval_steps", *(f"data.{name}" for name in DataSettings.model_fields if name != "answer_column"))
+)
+_READ_WITHOUT_ROLLOUTS: dict[str, frozenset[str]] = {
+    "sft": _OF_RECORDS | {"data.answer_column", "loss.reduction", "loss.constant_length", "loss.entropy_coefficient"},
+    "dpo": _OF_RECORDS | {"loss.policy", "loss.reduction", "loss.beta", "reference.*"},
+}
+"""Algorithm -> the settings of these sections that it reads."""
+
+
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked settings of one YAML file with dotted overrides (`optim.lr=1e-6`) on top.
+
+    Args:
+        path: the file, which may build on another (`base: FILE`), or a nested dictionary of what it would hold.
+
+    Raises:
+        ConfigError: naming the setting, its value, the rule and the way out.
+    """
+    is_path = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
+    if not is_path and not isinstance(path, Mapping):
+        hint = "name a YAML file, or give a dictionary of settings"
+        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint=hint)
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
+    if not is_list or not all(isinstance(override, str) for override in overrides):
+        problem = f"overrides={short_repr(overrides)} is not a list of texts"
+        raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
+    # overrides must not change what the caller gave, and the base of a dictionary begins at the present folder
+    tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
+    for override in overrides:
+        apply_override(tree, override)
+    find_code_beside(tree, Path())
+    if not isinstance(path, Mapping):
+        find_code_beside(tree, Path(path).parent)
+    return config_from_dict(tree)
+
+
+def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:
+    """Returns the checked settings of a nested dict (what a YAML file holds).
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    return RunConfig.checked(tree)

@@ -1,0 +1,426 @@
+"""The settings that a Trainer reads, and the rules between them.
+
+They know of models, meshes, optimisers and losses, and of no engine, service or cluster, which `RunConfig` (run.py)
+adds. They are read once, checked once and frozen. Importing this file costs pydantic and PyYAML, never torch, so that a
+bad setting is answered at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
+from slimefsdp.config.algorithm import AlgorithmSettings
+from slimefsdp.config.base import kinds_of
+from slimefsdp.config.messages import BrokenRule, Kinds, config_error
+from slimefsdp.config.optim import AdamWSettings, MuonSettings, OptimChoice
+from slimefsdp.config.sections import (
+    AttentionSettings,
+    BatchSettings,
+    CheckpointSettings,
+    FsdpSettings,
+    LoraSettings,
+    MeshSettings,
+    ModelSettings,
+    PrecisionSettings,
+    ProfileSettings,
+    ReferenceSettings,
+    RunSettings,
+)
+from slimefsdp.errors import ConfigError, short_repr, short_text
+from slimefsdp.rpc import Role
+
+
+class TrainerConfig(AlgorithmSettings):
+    """Everything that a Trainer reads."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    lora: LoraSettings = LoraSettings()
+    reference: ReferenceSettings = ReferenceSettings()
+    mesh: MeshSettings = MeshSettings()
+    attention: AttentionSettings = AttentionSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    fsdp: FsdpSettings = FsdpSettings()
+    batch: BatchSettings = BatchSettings()
+    optim: OptimChoice = AdamWSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    profile: ProfileSettings = ProfileSettings()
+
+    def __repr__(self) -> str:
+        """Short: the choices that a run is known by, and how many settings were given; `model_dump` has them all."""
+        mesh = f"mesh={self.mesh.dp_replicate} x {self.mesh.dp} x {self.mesh.cp}"
+        known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
+        shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
+        sections = [getattr(self, name) for name in self.model_fields_set]
+        given = sum(len(one.model_fields_set) if isinstance(one, BaseModel) else 1 for one in sections)
+        return f"{type(self).__name__}({self.algorithm}, {', '.join([*shown, mesh])}; {given} settings given)"
+
+    __str__ = __repr__
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which log-probs are taken: that of sampling."""
+        return 1.0
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """How long a collective may wait for the other ranks."""
+        return 3600.0
+
+    @property
+    def total_updates(self) -> int | None:
+        """The update at which the learning rate's schedule ends; None while that is unknown."""
+        return self.optim.total_updates
+
+    @classmethod
+    def checked(cls, tree: Mapping[str, Any]) -> Self:
+        """Returns the checked settings of a nested dict (what a YAML file holds).
+
+        Raises:
+            ConfigError: naming the setting, its value, the rule and the way out.
+        """
+        try:
+            return cls.model_validate(tree)
+        except ValidationError as error:
+            findings = error.errors(include_url=False)
+        raise config_error(findings, cls._known_settings())
+
+    @classmethod
+    def _known_settings(cls) -> Kinds:
+        """Returns section ("" for the top level) -> its kinds ("" where there is one) -> their settings."""
+        sections: dict[str, dict[str, Any]] = {"": {"": cls.model_fields}}
+        for name, info in cls.model_fields.items():
+            sections[name] = {kind: model.model_fields for kind, model in kinds_of(info.annotation).items()}
+        return {name: kinds for name, kinds in sections.items() if kinds}
+
+    @model_validator(mode="after")
+    def check_lora_support(self) -> Self:
+        if not self.lora.are_trained:
+            return self
+        given = "rank" if self.lora.path is None else "path"
+        setting = f"lora.{given}={getattr(self.lora, given)}"
+        if self.model.frozen:
+            raise BrokenRule(
+                "model.frozen",
+                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of "
+                f"{setting} freeze whole",
+                "remove one of them",
+            )
+        for name in changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
+            raise BrokenRule(
+                f"reference.{name}",
+                f"reference.{name}={getattr(self.reference, name)} is for a reference with weights of its own, and "
+                f"with {setting} it is the policy without its adapters",
+                "remove it, or set reference.path",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_muon_with_adapters(self) -> Self:
+        """Refuses Muon where lora.targets leaves it no matrix. Patterns are checked when the model is built."""
+        targets, optim = self.lora.targets, self.optim
+        # a critic has a head of its own, and the same settings
+        if not isinstance(optim, MuonSettings) or self.lora.rank is None or self.algorithm == "ppo":
+            return self
+        if set(targets) <= {"head", "lm_head"}:
+            raise BrokenRule(
+                "optim.name",
+                f"optim.name=muon updates matrices of the decoder layers, and lora.targets={list(targets)} has "
+                "adapters on none",
+                "set optim.name=adamw, or add others to lora.targets",
+            )
+        if optim.adamw_lr is not None and set(targets) <= {"attention", "mlp", "all-linear", "experts"}:
+            raise BrokenRule(
+                "optim.adamw_lr",
+                f"optim.adamw_lr={optim.adamw_lr} is for what AdamW updates beside Muon, and adapters of "
+                f"lora.targets={list(targets)} are matrices of the decoder layers, which Muon updates",
+                "remove it",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_dpo_update_size(self) -> Self:
+        per_update = self.batch.samples_per_update
+        if self.loss.policy == "dpo" and per_update is not None and per_update % 2:
+            raise BrokenRule(
+                "batch.samples_per_update",
+                f"batch.samples_per_update={per_update} is odd, and loss.policy=dpo keeps the two samples of a pair "
+                "in one update",
+                "make it even",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_attention_kernel(self) -> Self:
+        is_ring_package = self.attention.strategy == "ring_flash_attn" and self.mesh.cp > 1
+        if self.attention.kernel == "flash_attn_3" and is_ring_package:
+            raise BrokenRule(
+                "attention.kernel",
+                f"attention.kernel=flash_attn_3 and mesh.cp={self.mesh.cp} with attention.strategy=ring_flash_attn, "
+                "which computes by the flash-attn package whatever the kernel",
+                "set attention.strategy=auto, or remove attention.kernel",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_full_kl_reference(self) -> Self:
+        if self.loss.kl_estimator == "full" and self.reference.placement == "group":
+            raise BrokenRule(
+                "loss.kl_estimator",
+                "loss.kl_estimator=full reads the hidden states of the reference, and reference.placement=group "
+                "keeps them elsewhere",
+                "set reference.placement=colocated, or choose k3",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_reference_update_is_read(self) -> Self:
+        if self.reference.update_interval_steps is not None and not self.needs_reference:
+            raise BrokenRule(
+                "reference.update_interval_steps",
+                f"reference.update_interval_steps={self.reference.update_interval_steps} updates a model that "
+                "loss.kl_coefficient=0 never asks",
+                "remove it, or raise loss.kl_coefficient",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_cpu_offload_reference(self) -> Self:
+        if self.fsdp.cpu_offload and self.reference.offload == "none":
+            raise BrokenRule(
+                "reference.offload",
+                "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host",
+                "remove one",
+            )
+        if self.fsdp.cpu_offload and self.reference.offload == "swap":
+            raise BrokenRule(
+                "reference.offload",
+                "reference.offload=swap moves to the host what fsdp.cpu_offload=true keeps there",
+                "remove one",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_swapped_reference(self) -> Self:
+        if self.reference.offload == "swap" and self.kl_estimator == "full":
+            raise BrokenRule(
+                "reference.offload",
+                "reference.offload=swap takes the policy off the device while the reference computes, and "
+                "loss.kl_estimator=full needs both at once",
+                "set reference.offload=sleep, or another loss.kl_estimator",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_auto_dp_with_groups(self) -> Self:
+        for name, group in (("reference", self.reference), ("critic", self.critic)):
+            if self.mesh.dp == "auto" and group.placement == "group" and group.dp is None:
+                raise BrokenRule(
+                    "mesh.dp",
+                    f"mesh.dp=auto cannot share the cluster with {name}.placement=group of the same size",
+                    f"set {name}.dp, or mesh.dp",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def check_learning_rates(self) -> Self:
+        """Steps of AdamW and Muon have about the length of the rate; those of SGD have the gradient's."""
+        adamw_lr = self.optim.adamw_lr if isinstance(self.optim, MuonSettings) else None
+        rates = {"optim.lr": self.optim.lr, "optim.adamw_lr": adamw_lr, "critic.lr": self.critic.lr}
+        for field, rate in rates.items():
+            if rate is not None and rate > 1 and self.optim.name != "sgd":
+                raise BrokenRule(
+                    field,
+                    f"{field}={rate:g} is more than 1, and each update of optim.name={self.optim.name} moves every "
+                    "parameter by about that",
+                    "lower it to a rate such as 1e-6, or set optim.name=sgd",
+                )
+        return self
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the colocated reference is the policy with its adapters off, and no model of its own."""
+        reference = self.reference
+        return self.lora.are_trained and reference.placement == "colocated" and reference.path is None
+
+    @property
+    def actor_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of the actor group. Raises ConfigError while mesh.dp is auto: see `with_ranks`."""
+        if self.mesh.dp == "auto":
+            raise ConfigError(
+                "mesh.dp=auto is not a number yet", field="mesh.dp", hint="use with_ranks(ranks), or set mesh.dp"
+            )
+        return self.mesh.dp_replicate, self.mesh.dp
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch of the actor group is cut into: dp_replicate x dp."""
+        dp_replicate, dp = self.actor_mesh
+        return dp_replicate * dp
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the actor group; as `data_ranks`, not known while mesh.dp is auto."""
+        return self.data_ranks * self.mesh.cp
+
+    @property
+    def reference_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of a reference group of its own; its cp is the actor's."""
+        return self.actor_mesh if self.reference.dp is None else (1, self.reference.dp)
+
+    @property
+    def reference_ranks(self) -> int:
+        """Processes of a reference group of its own."""
+        dp_replicate, dp = self.reference_mesh
+        return dp_replicate * dp * self.mesh.cp
+
+    def with_ranks(self, ranks: int) -> Self:
+        """These settings for an actor group of `ranks` processes: where mesh.dp is auto, it becomes a number.
+
+        Raises:
+            ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp.
+        """
+        if self.mesh.dp != "auto":
+            return self
+        copies = self.mesh.dp_replicate * self.mesh.cp
+        if ranks < 1 or ranks % copies:
+            raise ConfigError(
+                f"mesh.dp=auto: {ranks} ranks are no multiple of mesh.dp_replicate={self.mesh.dp_replicate} x "
+                f"mesh.cp={self.mesh.cp}",
+                field="mesh.dp",
+                hint=f"start {max(1, round(ranks / copies)) * copies} ranks, or change mesh.cp or mesh.dp_replicate",
+            )
+        mesh = self.mesh.model_copy(update={"dp": ranks // copies})
+        return self.model_copy(update={"mesh": mesh})
+
+    def with_sharding(self, level: str) -> Self:
+        """These settings with fsdp.sharding at a level that `auto` has become."""
+        if level == self.fsdp.sharding:
+            return self
+        return self.model_copy(update={"fsdp": self.fsdp.model_copy(update={"sharding": level})})
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Hard cap on the tokens of one pack, which the cp ranks share."""
+        return self.batch.max_tokens_per_rank * self.mesh.cp
+
+    @property
+    def critic_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of the critic; its cp is the actor's."""
+        return self.actor_mesh if self.critic.dp is None else (1, self.critic.dp)
+
+    @property
+    def critic_ranks(self) -> int:
+        """Processes of a critic group of its own."""
+        dp_replicate, dp = self.critic_mesh
+        return dp_replicate * dp * self.mesh.cp
+
+    def mesh_of(self, role: Role) -> tuple[int, int]:
+        """(dp_replicate, dp) of a role."""
+        if role == "actor":
+            return self.actor_mesh
+        return self.reference_mesh if role == "ref" else self.critic_mesh
+
+    @property
+    def model_paths(self) -> dict[str, Path]:
+        """Every setting that names a model, or adapters of one -> the path, where it is set."""
+        fields = ("model.path", "reference.path", "critic.path", "lora.path")
+        found = {field: self.value_of(field) for field in fields}
+        return {field: path for field, path in found.items() if path is not None}
+
+    def with_loss(self, settings: Mapping[str, Any]) -> Self:
+        """These settings with another loss, as one call of `forward_backward` may have it.
+
+        With a policy loss its parameters are those given beside it, or their defaults.
+
+        Args:
+            settings: names of `loss` that say how each token counts, and none that a step, a plan or a reference
+                model follows from.
+
+        Raises:
+            ConfigError: another name, or a value that the settings would not take.
+        """
+        if not isinstance(settings, Mapping):
+            problem = f"settings={short_repr(settings)} are not names of loss and their values"
+            raise ConfigError(problem, field="settings", hint='write them like {"policy": "cispo", "clip_high": 0.3}')
+        for name in settings:
+            if name not in _LOSS_OF_A_CALL:
+                problem = f"settings has {short_repr(name)}, which is not what one call can choose"
+                raise ConfigError(problem, field="settings", hint=f"choose of {', '.join(_LOSS_OF_A_CALL)}")
+        policy = settings.get("policy", self.loss.policy)
+        choices = [name for name in POLICY_LOSSES if name not in PAIRWISE]
+        if policy not in (*choices, self.loss.policy):
+            problem = f"policy={short_repr(policy)} is not what one call can choose"
+            raise ConfigError(
+                problem, field="settings", hint=f"use {', '.join(choices)}, or set loss.policy for the whole run"
+            )
+        tree = self.model_dump(exclude_unset=True)
+        kept = tree.get("loss", {})
+        if "policy" in settings:
+            kept = {name: value for name, value in kept.items() if name not in _OF_POLICY}
+        return self.checked({**tree, "loss": {**kept, **settings}})
+
+    def with_model_paths(self, paths: Mapping[str, Path]) -> Self:
+        """These settings with other models, named as in `model_paths`."""
+        changed: dict[str, Any] = {}
+        for field, path in paths.items():
+            section = field.removesuffix(".path")
+            changed[section] = getattr(self, section).model_copy(update={"path": path})
+        return self.model_copy(update=changed)
+
+    def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
+        """These settings with what the folder at lora.path says of its adapters.
+
+        Args:
+            targets: names of modules. Where lora.targets is set it stays, and the model tells whether it names these.
+
+        Raises:
+            ConfigError: lora.rank or lora.alpha is set, and another.
+        """
+        found: dict[str, Any] = {"rank": rank, "alpha": alpha}
+        for name, value in found.items():
+            own = getattr(self.lora, name)
+            if name in self.lora.model_fields_set and own not in (None, value):
+                raise ConfigError(
+                    f"lora.{name}={own}, and it is {value} in lora.path={self.lora.path}",
+                    field=f"lora.{name}",
+                    hint=f"remove lora.{name}: it is that of the folder",
+                )
+        if "targets" not in self.lora.model_fields_set:
+            found["targets"] = tuple(targets)
+        return self.model_copy(update={"lora": self.lora.model_copy(update=found)})
+
+    def folder_of(self, role: Role) -> tuple[Path, str]:
+        """The model folder of a role, and the setting that names it."""
+        path = {"actor": None, "ref": self.reference.path, "critic": self.critic.path}[role]
+        if path is None:
+            return self.model.path, "model.path"
+        return path, "reference.path" if role == "ref" else "critic.path"
+
+    @property
+    def warmup_updates(self) -> int:
+        """Updates in which the rate rises, however they are given; of a share, once `total_updates` is known."""
+        warmup = self.optim.warmup_updates
+        if isinstance(warmup, int):
+            return warmup
+        total = self.total_updates or 0
+        updates = math.ceil(round(warmup * total, 6))  # 0.07 x 100 is 7, and a bit more in floats
+        return min(updates, max(total - 1, 0))  # a trial run of one update takes it at the full rate
+
+
+_OF_POLICY = (
+    "clip_low", "clip_high", "dual_clip", "beta",
+)  # fmt: skip
+_LOSS_OF_A_CALL = ("policy", *_OF_POLICY, "reduction", "constant_length", "entropy_coefficient")
+
+
+def changed(section: BaseModel, names: Iterable[str]) -> list[str]:
+    """Returns which of these settings are not at their defaults."""
+    fields = type(section).model_fields
+    return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
