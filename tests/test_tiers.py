@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,19 +46,3 @@ def test_the_default_tier_touches_every_module(default_tier: list[pytest.Item]) 
     for _ in range(2):
         touched = touched | {name for module in touched & paths.keys() for name in imports_of(paths[module])}
     assert sorted(paths.keys() - touched) == sorted(ELSEWHERE)
-
-
-class Item:
-    """A test with these fixtures and parameters."""
-
-    def __init__(
-        self, fixtures: list[str], marks: list[str], parameters: dict[str, Any], function: str = "test_x"
-    ) -> None:
-        self.fixturenames, self.marks = fixtures, marks
-        self.nodeid = f"{function}[{parameters}]"
-        self.callspec = types.SimpleNamespace(params=parameters)
-        self._fixtureinfo = types.SimpleNamespace(name2fixturedefs={})
-        self.obj = lambda: None
-
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name in self.marks else None

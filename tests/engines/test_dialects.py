@@ -116,7 +116,7 @@ def test_a_server_of_no_use_is_refused(kind: Kind, server: Any, make_config: Any
     for faults, named in USELESS[kind.name]:
         server.faults = faults
         with refused(EngineError, "rollout.engine_urls", *named):
-            kind.engine(kind.config(make_config, server.url), 0).info()
+            ServedEngine(kind.config(make_config, server.url), 0).info()
 
 
 def test_an_answer_that_is_not_what_was_asked_for_is_refused(
@@ -148,7 +148,7 @@ def test_weights_come_as_a_folder_as_they_do_by_broadcast(
 ) -> None:
     config = kind.config(make_config, server.url)
     rollout = config.rollout.model_copy(update={"weight_transport": "disk"})
-    engine = kind.engine(config.model_copy(update={"rollout": rollout}), 0)
+    engine = ServedEngine(config.model_copy(update={"rollout": rollout}), 0)
     try:
         sender.change(2)
         source = read_model_folder(config.model.path)
@@ -203,7 +203,7 @@ def test_weights_come_in_shared_memory_and_an_altered_bucket_is_not_committed(
 @of_sglang
 def test_each_worker_of_a_server_is_a_member_of_the_group(server: SglangServer, make_config: Any) -> None:
     server.faults = Sglang(server_info={"tp_size": 4, "version": "0.5.31.post1"})
-    info = SGLANG.engine(SGLANG.config(make_config, server.url), 0).info()
+    info = ServedEngine(SGLANG.config(make_config, server.url), 0).info()
     assert (info.processes, info.group, info.name) == (4, "torch", "sglang 0.5.31.post1")
 
 

@@ -19,6 +19,7 @@ from actors.workers.object_store_update import ObjectStoreUpdate, pack_bucket, u
 from actors.workers.watchdog import remote_class
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
+from slimefsdp.weight_sync.broadcast import Rendezvous
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S
 
@@ -119,8 +120,8 @@ class Unwilling:
     def info(self) -> EngineInfo:
         return EngineInfo("unwilling", 320, "float32", None, ("broadcast",))
 
-    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        raise RuntimeError(f"asked for {backend}")
+    def join(self, meeting: Rendezvous) -> None:
+        raise RuntimeError(f"asked for {meeting.backend}")
 
 
 @pytest.mark.parametrize(("is_shared", "backend"), [(True, "gloo"), (False, "nccl")])
