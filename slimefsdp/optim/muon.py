@@ -70,11 +70,11 @@ def update_matrices(
         group: all ranks; None: a single process.
     """
     updates = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    buffers = [local_shard(momentum) for momentum in momenta]
+    buffers = [local_shard(buffer) for buffer in momenta]
     if not parameters:
         return
     torch._foreach_lerp_(buffers, updates, 1 - momentum)
-    torch._foreach_lerp_(updates, buffers, momentum)  # Nesterov's: it looks ahead along the momentum
+    torch._foreach_lerp_(updates, buffers, momentum)  # Nesterov momentum
     _orthogonalize(parameters, updates, group)
     for parameter, update in zip(parameters, updates, strict=True):
         shard = local_shard(parameter)

@@ -91,7 +91,8 @@ def build_optimizer(
     # the state, which a first step would otherwise create, is allocated here so that it can always be saved and loaded
     optimizer: torch.optim.Optimizer
     if options.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=lr, momentum=options.momentum, foreach=True)  # no fused one of shards
+        # torch has no fused SGD for sharded parameters
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=options.momentum, foreach=True)
         _add_momentum(optimizer, [parameter for _, parameter in named])
         return optimizer
     if options.name == "adamw":

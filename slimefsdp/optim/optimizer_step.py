@@ -25,7 +25,7 @@ from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
 
-MAX_SKIPPED = 3  # updates in a row; more are no accident of one batch
+MAX_SKIPPED = 3  # updates skipped in a row that raise an error, because a single bad batch cannot be the cause
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # beyond it AdamW's second moment would stay infinite
 
 
