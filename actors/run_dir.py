@@ -160,9 +160,9 @@ def settings_text(config: RunConfig) -> str:
         if not isinstance(value, dict):
             lines.append(_line(name, value, is_given=name in config.model_fields_set))
             continue
-        given = getattr(config, name).model_fields_set
-        lines.append(f"{'' if given else '# '}{name}:")
-        lines += [_line(f"  {key}", item, is_given=key in given) for key, item in value.items()]
+        names_given = getattr(config, name).model_fields_set
+        lines.append(f"{'' if names_given else '# '}{name}:")
+        lines += [_line(f"  {key}", item, is_given=key in names_given) for key, item in value.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -240,9 +240,9 @@ def algorithm_jobs() -> Iterator[Job]:
         yield job(f"estimator/{name}", advantage, batches="all fields", is_quick=True)
         yield job(f"estimator/{name} dp2 cp2", advantage, mesh="dp2 cp2", batches="all fields")
     for whiten in (None, True):
-        given = {"loss": KL, "advantage": {"whiten": whiten}}
-        yield job(f"callers/whiten {whiten}", given, batches="callers", is_quick=True)
-        yield job(f"callers/whiten {whiten} dp2 cp2", given, mesh="dp2 cp2", batches="callers")
+        tree = {"loss": KL, "advantage": {"whiten": whiten}}
+        yield job(f"callers/whiten {whiten}", tree, batches="callers", is_quick=True)
+        yield job(f"callers/whiten {whiten} dp2 cp2", tree, mesh="dp2 cp2", batches="callers")
     for name, options in CORRECTIONS.items():
         correction = {"correction": {"method": name, **options}}
         yield job(f"correction/{name}", correction, batches="engine", is_quick=True)
@@ -252,12 +252,12 @@ def algorithm_jobs() -> Iterator[Job]:
     yield job("old log-probs/rollout", {"loss": {"old_log_probs": "rollout"}}, batches="engine")
     yield job("old log-probs/recompute", {"loss": {"old_log_probs": "recompute"}, "batch": {"samples_per_update": 16}})
     for name in ("k1", "k2", "k3", "abs", "full"):
-        for place in ("loss", "reward"):
-            if (name, place) == ("full", "reward"):
+        for kl_in in ("loss", "reward"):
+            if (name, kl_in) == ("full", "reward"):
                 continue
-            loss = {"loss": {**KL, "kl_estimator": name, "kl_in": place}}
-            yield job(f"kl/{name} in {place}", loss, is_quick=place == "loss")
-            yield job(f"kl/{name} in {place} dp2 cp2", loss, mesh="dp2 cp2")
+            loss = {"loss": {**KL, "kl_estimator": name, "kl_in": kl_in}}
+            yield job(f"kl/{name} in {kl_in}", loss, is_quick=kl_in == "loss")
+            yield job(f"kl/{name} in {kl_in} dp2 cp2", loss, mesh="dp2 cp2")
     yield job("kl/unbiased", {"loss": {**KL, "kl_unbiased": True}}, is_quick=True)
     yield job("kl/target", {"loss": {**KL, "kl_target": 0.05}}, calls=("train",) * 3, is_quick=True)
     for name, options in REDUCTIONS.items():
@@ -399,8 +399,8 @@ def mixed_jobs(count: int = 120) -> Iterator[Job]:
         policy = rng.choice([*POLICIES, "dpo"])
         estimator, correction = rng.choice(list(ESTIMATORS)), rng.choice(list(CORRECTIONS))
         reduction, mesh = rng.choice(list(REDUCTIONS)), rng.choice(list(MESHES))
-        place = rng.choice([None, "loss", "reward"])
-        kl = {} if place is None else {**KL, "kl_in": place, "kl_estimator": rng.choice(["k1", "k2", "k3", "abs"])}
+        kl_in = rng.choice([None, "loss", "reward"])
+        kl = {} if kl_in is None else {**KL, "kl_in": kl_in, "kl_estimator": rng.choice(["k1", "k2", "k3", "abs"])}
         tree = {
             "loss": {"policy": policy, **POLICIES.get(policy, {}), "reduction": reduction, **REDUCTIONS[reduction],
                      "entropy_coefficient": rng.choice([0.0, 0.01]), "epochs": rng.choice([1, 2]), **kl},

@@ -83,14 +83,14 @@ class _Episode:
 
     def sample(self) -> SampledResponse:
         """Returns the whole episode as one response to its prompt."""
-        _, place, number = self.key
+        _, record_index, number = self.key
         mask = None if all(self.loss_mask) else self.loss_mask
         parts = self.transcript
         if len(parts) > 1:  # indent, so that no line of a text looks like the beginning of another turn
             parts = [part.replace("\n", "\n  ") for part in parts]
         text, is_whole = "\n".join(parts), self.end == "done" and self.responses[-1][1]
         return SampledResponse(
-            place, number, self.tokens, len(self.log_probs), self.log_probs, text, is_whole,
+            record_index, number, self.tokens, len(self.log_probs), self.log_probs, text, is_whole,
             tuple(self.versions), mask, len(self.responses),
         )  # fmt: skip
 
@@ -126,11 +126,11 @@ class EpisodeRunner:
 
     def progress(self, before: Progress) -> str:
         """Returns a text that says how far the episodes are that were started since the counts `before`."""
-        asked, ended = self.counts.asked - before.asked, self.counts.ended - before.ended
+        started, ended = self.counts.asked - before.asked, self.counts.ended - before.ended
         responses = self.counts.responses - before.responses
         if not self._code.is_reward:
-            return f"{ended} of {asked} episodes have ended, {responses} responses drawn"
-        return f"{responses} of {asked} responses" + (", and rewards are awaited" if responses >= asked > 0 else "")
+            return f"{ended} of {started} episodes have ended, {responses} responses drawn"
+        return f"{responses} of {started} responses" + (", and rewards are awaited" if responses >= started > 0 else "")
 
     def run(
         self,
@@ -167,8 +167,8 @@ class EpisodeRunner:
         while True:
             number = next(self._calls)
             episodes = [
-                _Episode((number, place, index), record, environment_seed)
-                for place, (record, environment_seed) in enumerate(zip(records, environment_seeds, strict=True))
+                _Episode((number, record_index, index), record, environment_seed)
+                for record_index, (record, environment_seed) in enumerate(zip(records, environment_seeds, strict=True))
                 for index in range(per_prompt)
             ]
             try:
@@ -219,13 +219,13 @@ class EpisodeRunner:
                 break
             requests, owners = self._requests(going, seed, sampling)
             pending = self._workers.pending()
-            places: dict[int, int] = {}  # episode id -> index of its last call: a response may be drawn twice
+            call_of: dict[int, int] = {}  # episode id -> index of its last call: a response may be drawn twice
 
             def ask(
-                sample: SampledResponse, owners: Any = owners, pending: Any = pending, places: dict[int, int] = places
+                sample: SampledResponse, owners: Any = owners, pending: Any = pending, call_of: dict[int, int] = call_of
             ) -> None:
                 episode = owners[sample.prompt, sample.number]
-                places[id(episode)] = len(pending.calls)
+                call_of[id(episode)] = len(pending.calls)
                 self._count(responses=1)
                 pending.add(episode.call([*episode.responses, (sample.text, sample.finished)], self._max_turns))
 
@@ -239,7 +239,7 @@ class EpisodeRunner:
             for sample in samples:
                 owners[sample.prompt, sample.number].add_response(sample)
                 versions.update(span.version for span in sample.versions)
-            self._answer(going, [outcomes[places[id(episode)]] for episode in going])
+            self._answer(going, [outcomes[call_of[id(episode)]] for episode in going])
             self._count(ended=sum(not episode.goes_on for episode in going))
             _add(seconds, "generate", drawn - began)
             _add(seconds, "reward", time.perf_counter() - drawn)

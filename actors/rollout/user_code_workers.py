@@ -66,7 +66,7 @@ class _Worker:
     index: int
     actor: Any
     ref: Any  # the process's start or its running calls; None if it is idle
-    places: list[int] = field(default_factory=list)  # the indices of the calls that it runs
+    indices: list[int] = field(default_factory=list)  # the indices of the calls that it runs
     pending: Any = None  # the `PendingCalls` that these indices belong to
     began: float = field(default_factory=time.monotonic)
 
@@ -142,14 +142,14 @@ class UserCodeWorkers:
 
     def _home(self, call: EpisodeCall) -> int | None:
         """Returns the index of the process that has the episode; None: any process can run the call."""
-        _, place, number = call.key
-        return None if self.code.is_reward else (place + number) % len(self._workers)
+        _, index, number = call.key
+        return None if self.code.is_reward else (index + number) % len(self._workers)
 
     def _allowed_s(self, worker: _Worker) -> float:
         """Returns the seconds within which a process has to start, or to answer its calls."""
-        if not worker.places:
+        if not worker.indices:
             return self._launch_timeout_s
-        runs = max(self._most_runs(worker, worker.pending.calls[place]) for place in worker.places)
+        runs = max(self._most_runs(worker, worker.pending.calls[index]) for index in worker.indices)
         return self.code.timeout_s * runs + self._more_s
 
     def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
@@ -157,12 +157,12 @@ class UserCodeWorkers:
         is_one = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
         return 1 if is_one else call.turn + 2
 
-    def _lost(self, call: EpisodeCall, how: str | None) -> SlimeError:
+    def _lost(self, call: EpisodeCall, reason: str | None) -> SlimeError:
         """Returns the outcome of a call whose process was lost; `how` says how it ended, None if it hung."""
-        if how is None:
+        if reason is None:
             return self.code.overdue(call, call.turn, "" if self.code.is_reward else ", or its close(),")
         hint = f"{self.code.correct_it}, or look at the memory of its node"
-        return self.code.failure(f"{self.code.name} {how}", call, call.turn, hint)
+        return self.code.failure(f"{self.code.name} {reason}", call, call.turn, hint)
 
     def _started(self) -> tuple[Any, Any]:
         """Starts a process; returns its actor, and a reference that becomes ready once the process has started."""
@@ -174,7 +174,7 @@ class UserCodeWorkers:
     def _replace(self, worker: _Worker) -> None:
         end_processes([worker.actor])
         worker.actor, worker.ref = self._started()
-        worker.places, worker.began = [], time.monotonic()
+        worker.indices, worker.began = [], time.monotonic()
 
     def _wait_until_up(self, worker: _Worker) -> None:
         deadline = worker.began + self._launch_timeout_s
@@ -189,9 +189,9 @@ class UserCodeWorkers:
             raise self._did_not_come_up(f"({_reason_of(error)})") from error
         worker.ref = None
 
-    def _did_not_come_up(self, how: str) -> ResourceError:
+    def _did_not_come_up(self, reason: str) -> ResourceError:
         return ResourceError(
-            f"a process that calls {self.code.name} did not come up {how}",
+            f"a process that calls {self.code.name} did not come up {reason}",
             field="rollout.reward_workers",
             hint="look at its log; module, data and packages must be there on every node",
         )
@@ -223,7 +223,7 @@ class PendingCalls:
         while len(self._outcomes) < len(self.calls):
             self._require_workers()
             self._advance(SLICE_S)
-        return [self._outcomes[place] for place in range(len(self.calls))]
+        return [self._outcomes[index] for index in range(len(self.calls))]
 
     def _require_workers(self) -> None:
         if not self._all._workers:
@@ -244,8 +244,8 @@ class PendingCalls:
         with self._all._lock:
             for worker in workers:
                 if worker.ref is None and (self._of_worker[worker.index] or self._of_any):
-                    worker.places, worker.began, worker.pending = self._next_places(worker), time.monotonic(), self
-                    worker.ref = worker.actor.run.remote([self.calls[place] for place in worker.places])
+                    worker.indices, worker.began, worker.pending = self._next_indices(worker), time.monotonic(), self
+                    worker.ref = worker.actor.run.remote([self.calls[index] for index in worker.indices])
             busy = [worker.ref for worker in workers if worker.ref is not None]
         done = ray.wait(busy, num_returns=1, timeout=wait_s)[0] if busy else []
         with self._all._lock:
@@ -255,39 +255,39 @@ class PendingCalls:
             for worker in workers:
                 if worker.ref is None or time.monotonic() - worker.began <= self._all._allowed_s(worker):
                     continue
-                if not worker.places:
+                if not worker.indices:
                     raise self._all._did_not_come_up(f"within {self._all._launch_timeout_s:g} s")
-                places = worker.places
+                indices = worker.indices
                 self._all._replace(worker)
-                worker.pending._are_lost(places, None)
+                worker.pending._are_lost(indices, None)
 
     def _take(self, worker: _Worker) -> None:
         """Collects what a process returned; replaces the process if it ended instead."""
-        ref, places = worker.ref, worker.places
-        worker.ref, worker.places = None, []
+        ref, indices = worker.ref, worker.indices
+        worker.ref, worker.indices = None, []
         try:
             outcomes = ray.get(ref, timeout=_GET_S)
         except RayError as error:
             require_cluster()
-            if not places:
+            if not indices:
                 raise self._all._did_not_come_up(f"({_reason_of(error)})") from error
             self._all._replace(worker)
             is_of_memory = isinstance(error, OutOfMemoryError)  # another process may have used the memory
             ended = "lost its process, which Ray ended for want of memory on its machine,"
-            worker.pending._are_lost(places, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
+            worker.pending._are_lost(indices, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
             return
-        if places:
-            for place, outcome in zip(places, outcomes, strict=False):
-                worker.pending._outcomes[place] = outcome
+        if indices:
+            for index, outcome in zip(indices, outcomes, strict=False):
+                worker.pending._outcomes[index] = outcome
                 if not self._all.code.is_reward:
-                    self._all._kept_by[worker.pending.calls[place].key] = worker.actor
-            worker.pending._give_back(places[len(outcomes) :])
+                    self._all._kept_by[worker.pending.calls[index].key] = worker.actor
+            worker.pending._give_back(indices[len(outcomes) :])
 
-    def _give_back(self, places: Sequence[int]) -> None:
-        for place in reversed(places):
-            self._queue_of(self.calls[place]).appendleft(place)
+    def _give_back(self, indices: Sequence[int]) -> None:
+        for index in reversed(indices):
+            self._queue_of(self.calls[index]).appendleft(index)
 
-    def _next_places(self, worker: _Worker) -> list[int]:
+    def _next_indices(self, worker: _Worker) -> list[int]:
         """Returns the calls for a process to run; fewer towards the end, so that all processes stay busy."""
         own, shared = self._of_worker[worker.index], self._of_any
         queue = own or shared
@@ -298,22 +298,22 @@ class PendingCalls:
             share = min(share, self._all._calls_at_once)
         elif self._is_complete and queue is shared:
             share = -(-share // 2)
-        places = [queue.popleft()]
-        while len(places) < share and queue[0] not in self._alone:
-            places.append(queue.popleft())
-        return places
+        indices = [queue.popleft()]
+        while len(indices) < share and queue[0] not in self._alone:
+            indices.append(queue.popleft())
+        return indices
 
-    def _are_lost(self, places: list[int], how: str | None) -> None:
+    def _are_lost(self, indices: list[int], reason: str | None) -> None:
         """Handles calls that a process did not return; if there are several, they are run again one by one.
 
         Args:
             how: how the process ended; None: it did not return in time.
         """
-        if len(places) > 1:
-            self._give_back(places)
-            self._alone.update(places)
+        if len(indices) > 1:
+            self._give_back(indices)
+            self._alone.update(indices)
             return
-        self._outcomes[places[0]] = self._all._lost(self.calls[places[0]], how)
+        self._outcomes[indices[0]] = self._all._lost(self.calls[indices[0]], reason)
 
 
 def _reason_of(error: RayError) -> str:

@@ -288,16 +288,18 @@ class Catalogue:
         names = [None, *(folder.name for folder in folders if not is_copy(folder.name))]
         checkpoints = []
         for name in names:
-            one = store if name is None else store.named(name)
-            for step in one.steps():
+            source = store if name is None else store.named(name)
+            for step in source.steps():
                 try:
-                    state = one.manifest_of(one.path_of(step)).info["loop_state"]
+                    state = source.manifest_of(source.path_of(step)).info["loop_state"]
                 except CheckpointError:
                     continue  # incomplete or damaged; treated as missing
                 if state.get("run") == run:
                     checkpoints.append(Checkpoint(Progress(**state), name and name.removeprefix(prefix), step))
         return sorted(
-            checkpoints, key=lambda one: (one.progress.next_number, one.name is None, one.name or ""), reverse=True
+            checkpoints,
+            key=lambda found: (found.progress.next_number, found.name is None, found.name or ""),
+            reverse=True,
         )
 
     def _record(self, run: str) -> Path:

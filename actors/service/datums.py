@@ -164,19 +164,19 @@ def _config_of(message: Any, name: str) -> dict[str, float]:
         if name == "stable_reinforce":
             hint += "; or set service.stable_reinforce of the server to the one that is to stand for it"
         _refuse("loss_fn", f"loss_fn={short_repr(name)} is not supported", hint)
-    given: dict[str, float] = dict(message.loss_fn_config)
+    numbers: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
             _refuse(f"loss_fn_config.{key}", f"{key} of {name} is no number", "give one")
-        given[key] = value.number
+        numbers[key] = value.number
     known = _CONFIG.get(name, {})
-    for key in given:
+    for key in numbers:
         if key not in known:
             hint = f"{name} has {', '.join(known) or 'none'}"
             _refuse(f"loss_fn_config.{key}", f"{message.loss_fn} has no {short_repr(key)} here", hint)
     config: dict[str, float] = {}
     for key, default in known.items():
-        value = given.get(key, default)
+        value = numbers.get(key, default)
         if value is None:
             _refuse(f"loss_fn_config.{key}", f"{name} needs {key}", "give it in loss_fn_config")
         config[key] = value

@@ -194,8 +194,8 @@ class RequestGuard:
         Raises:
             Refused: the bodies of all users, or of this one, would exceed their limit.
         """
-        held = request.state.held
-        before, more = _counted(held), _counted(held + size) - _counted(held)
+        size_before = request.state.held
+        before, more = _counted(size_before), _counted(size_before + size) - _counted(size_before)
         user = user_of(request).id
         if more and self._bodies.taken > before and not self._bodies.has_room(user, more):
             problem = f"bodies of {self._bodies.taken} bytes are on their way"

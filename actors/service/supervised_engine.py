@@ -58,14 +58,14 @@ class SupervisedEngine:
         self._restarts = Restarts(config.cluster.max_restarts, "sampling engines")
         self._loss: SlimeError | None = None  # why an engine is being replaced, or could not be
         self._replacing: asyncio.Task[None] | None = None  # stays set if it failed: there is no engine any more
-        self._asking: asyncio.Task[None] | None = None  # a pending request for the engine's stats
-        self._asked = 0.0  # when that began, by time.monotonic
+        self._query: asyncio.Task[None] | None = None  # a pending request for the stats of the engine
+        self._query_began = 0.0  # when that began, by time.monotonic
         self._is_ended = False
         self.replacements = 0
         self._use(start())
 
     def _use(self, engine: Any) -> None:
-        self._engine, self._began, self._said = engine, time.monotonic(), _NOTHING
+        self._engine, self._began, self._last_stats = engine, time.monotonic(), _NOTHING
         self._watchdog = Watchdog([engine], self._limits, kind="sampling engine")
         self.versions: dict[str, float] = {}
         """The versions that the engine was told to load, and when each was last used; `Samplers` maintains it."""
@@ -75,7 +75,7 @@ class SupervisedEngine:
         """Returns what is wrong with the engine; None if no problem is known."""
         if self._loss is not None:
             return self._loss.message
-        silent_s = time.monotonic() - self._asked if self._asking is not None and not self._asking.done() else 0.0
+        silent_s = time.monotonic() - self._query_began if self._query is not None and not self._query.done() else 0.0
         return f"the sampling engine has not answered for {silent_s:.0f} s" if silent_s > _SLOW_S else None
 
     @property
@@ -113,7 +113,7 @@ class SupervisedEngine:
         """Returns the engine's stats; the last known ones if it does not answer at once."""
         if self._replacing is None:
             await asyncio.wait([self._question()], timeout=_ANSWER_S)
-        return self._said
+        return self._last_stats
 
     async def watch(self) -> None:
         """Checks whether the engine hangs or has ended; it is to be called about once a second."""
@@ -162,18 +162,18 @@ class SupervisedEngine:
         raise EngineReplaced(loss)
 
     def _question(self) -> asyncio.Task[None]:
-        if self._asking is None or self._asking.done():
-            self._asking, self._asked = asyncio.create_task(self._ask()), time.monotonic()
-        return self._asking
+        if self._query is None or self._query.done():
+            self._query, self._query_began = asyncio.create_task(self._ask()), time.monotonic()
+        return self._query
 
     async def _ask(self) -> None:
         with suppress(EngineReplaced, SlimeError):
-            self._said = await self._call("stats")
+            self._last_stats = await self._call("stats")
 
     def _lost(self, engine: Any, error: SlimeError) -> None:
         """Starts the replacement of an engine, unless it was started already."""
         if self._engine is engine and self._replacing is None:
-            self._loss, self._said = error, _NOTHING
+            self._loss, self._last_stats = error, _NOTHING
             self._replacing = asyncio.create_task(self._replace(error))
             self._replacing.add_done_callback(lambda task: task.cancelled() or task.exception())
 

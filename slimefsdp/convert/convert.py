@@ -104,7 +104,7 @@ def dcp_to_hugging_face(
         name: stored_parts(like.model_type, name, parameter.shape, stored) for name, parameter in policy.named_weights()
     }
     embedding = _embedding_name(policy)
-    wanted = {part.name: part.shape for held in parts.values() for part in held}
+    wanted = {part.name: part.shape for pieces in parts.values() for part in pieces}
     if embedding is not None and TIED_HEAD in stored:
         wanted[TIED_HEAD] = parts[embedding][0].shape
     _check_tensors(folder, prefix, stored, wanted, like.model_type)
@@ -166,8 +166,8 @@ def checkpoint_to_hugging_face(
     policy, saved = build_policy(model, torch.float32), SavedShards(folder)
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}
     saved_specs = _weight_specs(saved)
-    held = {name: spec.shape for name, spec in saved_specs.items()}
-    _check_names(folder, wanted, held, surplus=held.keys() - wanted.keys())
+    saved_shapes = {name: spec.shape for name, spec in saved_specs.items()}
+    _check_names(folder, wanted, saved_shapes, surplus=saved_shapes.keys() - wanted.keys())
     specs = [saved_specs[name] for name in wanted]
     write_model_folder(target, specs, _weights(saved, specs, note), model, dtype=dtype)
     return specs
@@ -294,9 +294,9 @@ def _check_tensors(
     model_type: str,
 ) -> None:
     """Checks that the folder has the wanted weights in a valid dtype, and nothing else of a model under the prefix."""
-    held = {name: saved.shape for name, saved in stored.items() if not _TRAINING_STATE.fullmatch(name)}
-    surplus = {name for name in held if name not in wanted and not is_no_weight(model_type, name)}
-    _check_names(folder.path, wanted, held, surplus, prefix)
+    shapes = {name: saved.shape for name, saved in stored.items() if not _TRAINING_STATE.fullmatch(name)}
+    surplus = {name for name in shapes if name not in wanted and not is_no_weight(model_type, name)}
+    _check_names(folder.path, wanted, shapes, surplus, prefix)
     for name in wanted:
         if stored[name].dtype not in EXPORT_DTYPES.values():
             problem = f"{folder.path}: tensor {prefix + name!r} is {stored[name].dtype}"
@@ -306,20 +306,20 @@ def _check_tensors(
 def _check_names(
     path: Path,
     wanted: dict[str, tuple[int, ...]],
-    held: dict[str, tuple[int, ...]],
+    shapes: dict[str, tuple[int, ...]],
     surplus: set[str],
     prefix: str = "",
 ) -> None:
-    missing = [name for name in wanted if name not in held]
+    missing = [name for name in wanted if name not in shapes]
     problems = [
         f"{what} {prefix + names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         for what, names in (("lacks", missing), ("has, beyond the model,", sorted(surplus)))
         if names
     ]
     for name, shape in wanted.items():
-        if name in held and held[name] != shape:
+        if name in shapes and shapes[name] != shape:
             problems.append(
-                f"has {prefix + name!r} of shape {list(held[name])}, where config.json implies {list(shape)}"
+                f"has {prefix + name!r} of shape {list(shapes[name])}, where config.json implies {list(shape)}"
             )
             break
     if problems:

@@ -194,14 +194,16 @@ def _unpickled(file: Path, stream: BinaryIO) -> Any:
         raise _damaged(file, f"cannot be read: {type(error).__name__}: {short_repr(str(error))}") from error
 
 
-def _tensor(file: Path, name: str, entry: _Entry, places: dict[_Index, _Place]) -> SavedTensor:
+def _tensor(file: Path, name: str, entry: _Entry, locations: dict[_Index, _Place]) -> SavedTensor:
     chunks = []
     for box in entry.chunks:
         if math.prod(box.sizes):
-            place = places.get(_Index(fqn=name, offset=box.offsets)) or places.get(_Index(fqn=name))
-            if place is None:
+            location = locations.get(_Index(fqn=name, offset=box.offsets)) or locations.get(_Index(fqn=name))
+            if location is None:
                 raise _damaged(file, f"does not say where a chunk of tensor {name!r:.200} lies")
-            chunks.append(Chunk(box.offsets, box.sizes, file.parent / place.relative_path, place.offset, place.length))
+            chunks.append(
+                Chunk(box.offsets, box.sizes, file.parent / location.relative_path, location.offset, location.length)
+            )
     if not _fill(entry.size, chunks):
         shape = list(entry.size)
         raise _damaged(file, f"has chunks of tensor {name!r:.200} that do not make up its shape {shape}")

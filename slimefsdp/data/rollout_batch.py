@@ -330,8 +330,8 @@ class RolloutBatch:
         """Returns whether `other` is a batch with the same present fields and equal values."""
         if not isinstance(other, RolloutBatch):
             return False
-        own, theirs = self._present(), other._present()
-        return own.keys() == theirs.keys() and all(np.array_equal(own[name], theirs[name]) for name in own)
+        own, others = self._present(), other._present()
+        return own.keys() == others.keys() and all(np.array_equal(own[name], others[name]) for name in own)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the batch as one safetensors file, atomically.

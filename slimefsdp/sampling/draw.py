@@ -48,8 +48,8 @@ def draw(
     limited = [row for row, (k, p, least) in enumerate(limits) if k is not None or p < 1.0 or least > 0.0]
     if limited:
         rows = torch.tensor(limited, device=logits.device)
-        of_all = log_probs[rows]
-        log_probs[rows] = _only_likeliest(of_all, [limits[row] for row in limited])
+        all_log_probs = log_probs[rows]
+        log_probs[rows] = _only_likeliest(all_log_probs, [limits[row] for row in limited])
     if all(number < 0 for number in numbers):
         chosen = log_probs.argmax(-1)
     else:
@@ -64,7 +64,7 @@ def draw(
     if limited and renormalized is not None:
         for index, row in enumerate(limited):
             if not renormalized[row]:
-                of_chosen[row] = of_all[index, chosen[row]]
+                of_chosen[row] = all_log_probs[index, chosen[row]]
     is_other = [value != 1.0 for value in temperature]
     for row in limited:
         is_other[row] = True
