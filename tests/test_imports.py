@@ -37,11 +37,18 @@ assert {'train', 'replay', 'plan', 'check', 'convert dcp-to-hf', 'groups list'} 
 PARTS: dict[str, tuple[str, set[str]]] = {
     "the settings of a Trainer": (
         "from slimefsdp.config.trainer import TrainerConfig; TrainerConfig.checked({'model': {'path': 'm'}})",
-        {*RAY, "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.cluster"},
+        {*RAY, "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.data", "slimefsdp.config.cluster"},
     ),
     "a Trainer": (
         "import slimefsdp.trainer",
-        {"ray", "actors", "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.cluster"},
+        {
+            "ray",
+            "actors",
+            "slimefsdp.config.run",
+            "slimefsdp.config.rollout",
+            "slimefsdp.config.data",
+            "slimefsdp.config.cluster",
+        },
     ),
     "batches": ("import slimefsdp.data.rollout_batch", RAY),
     "judging a batch": ("import slimefsdp.training.advantages", RAY),

@@ -19,8 +19,8 @@ from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig
+from slimefsdp.config.data import heldout_field
 from slimefsdp.config.loader import apply_override, read_settings
-from slimefsdp.config.rollout import heldout_field
 from slimefsdp.config.run import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.atomic_dir import require_free_folder

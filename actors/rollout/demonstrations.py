@@ -33,7 +33,7 @@ from actors.rollout.prompts import (
     place_of,
 )
 from actors.rollout.tokenizer import answer_of_process, end_with_parent, error_of_process, stream_of_answer
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, ModelError, SlimeError
 

@@ -22,7 +22,7 @@ from actors.rollout.tokenizer import count_tokens
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.config import RunConfig
-from slimefsdp.config.rollout import heldout_field
+from slimefsdp.config.data import heldout_field
 from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.io.hub import HubId, is_out_of_reach
 from slimefsdp.models.hf_folder import read_model_folder

@@ -21,7 +21,7 @@ from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
 from slimefsdp.models.named_shapes import made_by
 
 if TYPE_CHECKING:
-    from slimefsdp.config.rollout import DataSettings
+    from slimefsdp.config.data import DataSettings
 
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # levels of brackets in a record; deeper ones could exceed the recursion limit when they are written
@@ -148,7 +148,7 @@ def prompt_of_template(template: str, row: Mapping[str, Any], place: str, field:
         ConfigError: the row lacks a column of the template, or its value is neither text nor number.
     """
     values: dict[str, str] = {}
-    from slimefsdp.config.rollout import template_columns  # here, so that loading a reward does not import pydantic
+    from slimefsdp.config.data import template_columns  # here, so that loading a reward does not import pydantic
 
     for column in template_columns(template):
         value = row.get(column)

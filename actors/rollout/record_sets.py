@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.rollout.prompts import Record, place_of
-from slimefsdp.config.rollout import DataSettings, heldout_field
+from slimefsdp.config.data import DataSettings, heldout_field
 
 _Prompt = str | tuple[str]
 

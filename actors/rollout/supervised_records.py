@@ -28,7 +28,7 @@ from actors.rollout.prompts import (
     read_data,
     text_fault,
 )
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import ConfigError, short_repr, short_text
 
 # columns that may hold chat messages or tools, in which Arrow leaves nulls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +98,16 @@ def within_ranks(value: Any) -> Any:
     if type(value) is int and value > MOST_RANKS:
         raise broken_rule(f"must be at most {MOST_RANKS:,}", "lower it")
     return value
+
+
+def keyword_arguments(value: Any) -> dict[str, Any]:
+    try:
+        is_plain = isinstance(value, dict) and json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):  # of dates, say, which YAML has
+        is_plain = False
+    if not is_plain or not all(name.isidentifier() for name in value):
+        raise broken_rule("must be names with plain values", "write it like {level: 3, operators: ['+', '-']}")
+    return value  # type: ignore[no-any-return]
 
 
 def path_text(path: Path) -> str:

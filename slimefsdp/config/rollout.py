@@ -1,23 +1,17 @@
-"""The sections of the settings tree that make rollouts: prompts, sampling, evaluation; with their rules."""
+"""The section of rollouts: how responses are sampled, by which engines, and how they are rewarded."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
-import string
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimefsdp.config.base import (
     LARGEST,
-    PathOrIdSetting,
     PathSetting,
     PositiveInt,
     RankCount,
@@ -25,8 +19,6 @@ from slimefsdp.config.base import (
     broken_rule,
     class_name,
     function_name,
-    path_or_id,
-    path_text,
 )
 from slimefsdp.config.messages import BrokenRule
 from slimefsdp.errors import short_text
@@ -75,7 +67,6 @@ SERVERS = {
 }
 """The rollout servers that `rollout.engine` may name. A new one is a row here and the class that it names."""
 ENGINES = ("embedded", *SERVERS)
-_SET_NAME = "[A-Za-z0-9_-]{1,64}"
 _SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parallel-size")
 
 
@@ -113,29 +104,6 @@ def _stop_texts(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _keyword_arguments(value: Any) -> dict[str, Any]:
-    try:
-        is_plain = isinstance(value, dict) and json.loads(json.dumps(value, allow_nan=False)) == value
-    except (TypeError, ValueError, RecursionError):  # of dates, say, which YAML has
-        is_plain = False
-    if not is_plain or not all(name.isidentifier() for name in value):
-        raise broken_rule("must be names with plain values", "write it like {level: 3, operators: ['+', '-']}")
-    return value  # type: ignore[no-any-return]
-
-
-def _template_arguments(value: Any) -> dict[str, Any]:
-    if "tools" in _keyword_arguments(value):
-        hint = "have an environment return them with its prompts, as examples/environments/tools.py:ToolUse does"
-        raise broken_rule("must not have tools, which belong to a prompt", hint)
-    return value  # type: ignore[no-any-return]
-
-
-def _whole_numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-        raise broken_rule("must be a list of whole numbers", "write it like [1, 8]")
-    return tuple(sorted(set(value)))
-
-
 def _stages(value: Any) -> tuple[Any, ...]:
     is_list = isinstance(value, list | tuple)
     if not is_list or not all(isinstance(item, dict | CurriculumStage) for item in value):
@@ -154,148 +122,7 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def temperatures_of(engine: str) -> tuple[float, float]:
     """Returns the lowest and the highest temperature that an engine samples at."""
-    server = SERVERS.get(engine)
-    return (0.0, math.inf) if server is None else server.temperatures
-
-
-def heldout_field(name: str) -> str:
-    """The setting that says where a held-out set is; of one without a name it is data.heldout itself."""
-    return f"data.heldout.{name}" if name else "data.heldout"
-
-
-def _one_or_named(value: Any) -> Path | dict[str, Path]:
-    """A path or id, or several under names; a fault of one of them is told with its name."""
-    example = "write it like {math: math.jsonl, code: code.jsonl}"
-    if isinstance(value, list | tuple):
-        raise broken_rule("is a list, and several held-out sets have names", example)
-    if not isinstance(value, Mapping):
-        return path_or_id(value)
-    if not value:
-        raise broken_rule("names no held-out set", f"{example}, or remove it")
-    kept = {name: path for name, path in value.items() if path is not None}  # null withdraws one of several
-    found = {}
-    for name, path in (kept or value).items():
-        # metrics and folders are called by it
-        if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
-            rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
-            raise broken_rule(rule, "rename it, for its metrics are eval/NAME/..")
-        try:
-            found[name] = path_or_id(path)
-        except PydanticCustomError as error:
-            context = error.context or {}
-            rule = f"has {short_text(path)} under {name}, which {context['rule']}"
-            raise broken_rule(rule, context["hint"]) from None
-    return found
-
-
-HeldoutSetting = Annotated[
-    Path | dict[str, Path],
-    BeforeValidator(_one_or_named),
-    PlainSerializer(
-        lambda one: path_text(one) if isinstance(one, Path) else {name: path_text(path) for name, path in one.items()},
-        return_type=str | dict[str, str],
-        when_used="json",
-    ),
-]
-
-
-def template_columns(template: str) -> list[str]:
-    """The columns that a template like `{instruction}: {input}` names; ValueError where it is not such a text."""
-    columns = []
-    for _, name, form, conversion in string.Formatter().parse(template):
-        if name is None:
-            continue
-        if not name or form or conversion:
-            raise ValueError(f"{{{name}}} names no column alone")
-        columns.append(name)
-    return columns
-
-
-def _prompt_template(value: str) -> str:
-    hint = "write columns in braces, like '{instruction}\\n\\n{input}', and braces themselves twice"
-    try:
-        columns = template_columns(value)
-    except ValueError as error:
-        raise broken_rule(f"is no template: {error}", hint) from None
-    if not columns:
-        raise broken_rule("names no column", hint)
-    return value
-
-
-class DataSettings(Settings):
-    """Files and data sets of records."""
-
-    train: PathOrIdSetting | None = Field(
-        None,
-        description="records with `prompt` (under sft demonstrations: docs/sft.md; under dpo pairs: docs/dpo.md), "
-        "needed by `train`: a JSONL or Parquet file, a folder of such files or of `save_to_disk`, or an id of the "
-        "Hugging Face hub like `openai/gsm8k:main#train` (docs/rollouts.md); `#[:1000]` at the end, as in "
-        "`train.jsonl#[:1000]` or `owner/name#train[:1000]`, takes these records alone",
-    )
-    heldout: HeldoutSetting | None = Field(
-        None,
-        description="records for evaluation, never trained on; written as data.train, or several sets by name, "
-        "`{math: math.jsonl, code: owner/name#test}`, whose metrics are eval/NAME/.. (docs/evaluation.md)",
-    )
-    prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
-    answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
-    prompt_template: Annotated[str, AfterValidator(_prompt_template)] | None = Field(
-        None,
-        description="makes the prompts of several columns, in place of prompt_column: a text with their names in "
-        "braces, like '{instruction}\\n\\n{input}'; space at the end of a prompt is removed",
-    )
-    train_on: Literal["all_turns", "last_turn"] = Field(
-        "all_turns",
-        description="under sft, of records with `messages`: the loss is on every turn of the assistant, or on the last "
-        "message alone (docs/sft.md)",
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
-        {},
-        description="more that the tokenizer's chat template is given for each prompt, such as {enable_thinking: "
-        "false}; a name that the template does not read is refused, and tools are: an environment brings them",
-    )
-    max_prompt_tokens: PositiveInt | None = Field(
-        None,
-        description="longest prompt, chat template included; null: what leaves room for a response in a pack "
-        "(batch.max_tokens_per_rank x mesh.cp, rollout.max_new_tokens) and in the model's learned positions",
-    )
-    max_tokens: int | None = Field(
-        None,
-        ge=2,
-        description="under sft and dpo: longest sample, prompt and answer together; null: what a pack holds "
-        "(batch.max_tokens_per_rank x mesh.cp), and the model's learned positions",
-    )
-    overlong_prompts: Literal["error", "skip", "truncate", "split"] = Field(
-        "error",
-        description="records that are too long: error ends the run before it starts, naming the first; skip leaves "
-        "them out and lists them in run.dir/skipped_prompts.jsonl; under sft also truncate, which cuts off their ends, "
-        "and split, which cuts plain texts into pieces",
-    )
-    allow_changed: bool = Field(
-        False,
-        description="a resumed run takes other records in data.train than it began with, from the next epoch on",
-    )
-
-    @property
-    def heldout_sets(self) -> dict[str, Path]:
-        """Name of each held-out set -> its path or id; the name of the only one of data.heldout=PATH is empty."""
-        if self.heldout is None:
-            return {}
-        return {"": self.heldout} if isinstance(self.heldout, Path) else self.heldout
-
-    @property
-    def sources(self) -> dict[str, Path]:
-        """Every setting that names records, such as data.heldout.math -> the path or id, where it is set."""
-        train = {} if self.train is None else {"data.train": self.train}
-        return train | {heldout_field(name): path for name, path in self.heldout_sets.items()}
-
-    def with_sources(self, paths: Mapping[str, Path]) -> DataSettings:
-        """These settings with other paths or ids, named as in `sources`."""
-        changed: dict[str, Any] = {"train": paths["data.train"]} if "data.train" in paths else {}
-        sets = {name: paths.get(heldout_field(name), path) for name, path in self.heldout_sets.items()}
-        if sets:
-            changed["heldout"] = sets.get("", sets)
-        return self.model_copy(update=changed)
+    return SERVERS[engine].temperatures if engine in SERVERS else (0.0, math.inf)
 
 
 class CurriculumStage(Settings):
@@ -670,74 +497,4 @@ class RolloutSettings(Settings):
                     f"than rollout.overlong_buffer_tokens={self.overlong_buffer_tokens}",
                     "raise it, or lower that",
                 )
-        return self
-
-
-class EnvironmentSettings(Settings):
-    """Episodes with `rollout.environment`."""
-
-    arguments: Annotated[dict[str, Any], BeforeValidator(_keyword_arguments)] = Field(
-        {}, description="keyword arguments of the class, for each episode"
-    )
-    max_turns: PositiveInt = Field(8, description="responses in an episode; one that is not done then ends there")
-    max_tokens: PositiveInt | None = Field(
-        None,
-        description="longest episode with its prompt, responses and observations; one that has no room for more ends; "
-        "null: what a pack holds (batch.max_tokens_per_rank x mesh.cp), the model's learned positions and the engines",
-    )
-
-
-class EvaluationSettings(Settings):
-    """Held-out evaluation by sampling; how is said here, or else by `rollout`."""
-
-    interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
-    samples_per_prompt: int = Field(
-        1, ge=0, description="responses sampled per held-out prompt; 0, with evaluation.greedy: none but the likeliest"
-    )
-    temperature: float | None = Field(None, ge=1e-30, le=LARGEST, description="of sampling; null: rollout.temperature")
-    max_new_tokens: PositiveInt | None = Field(
-        None, description="longest response, of greedy ones too; null: rollout.max_new_tokens"
-    )
-    top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p, which null stands for")
-    top_k: PositiveInt | None = Field(None, description="as rollout.top_k, which null stands for")
-    min_p: float | None = Field(None, ge=0, lt=1, description="as rollout.min_p, which null stands for")
-    greedy: bool = Field(
-        False,
-        description="also one response of the likeliest tokens to each prompt; its metrics begin with eval/greedy_",
-    )
-    pass_at: Annotated[tuple[PositiveInt, ...], BeforeValidator(_whole_numbers)] = Field(
-        (),
-        description="each k of which eval/pass@k is to be logged, how likely one of k responses solves a prompt, with "
-        "the ends of its 95 % interval (_low, _high); also eval/finished and eval/solved_of_finished",
-    )
-
-    @model_validator(mode="after")
-    def check_draws_responses(self) -> EvaluationSettings:
-        if not self.samples_per_prompt and not self.greedy:
-            raise BrokenRule(
-                "evaluation.samples_per_prompt",
-                "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true",
-                "set that, or sample at least 1",
-            )
-        for name in ("temperature", "top_p", "top_k", "min_p"):
-            value = getattr(self, name)
-            if not self.samples_per_prompt and value is not None:
-                raise BrokenRule(
-                    f"evaluation.{name}",
-                    f"evaluation.{name}={value:g} says nothing about greedy responses, and "
-                    "evaluation.samples_per_prompt=0 draws no others",
-                    "remove it, or sample at least 1",
-                )
-        return self
-
-    @model_validator(mode="after")
-    def check_pass_at(self) -> EvaluationSettings:
-        most = max(self.pass_at, default=0)
-        if most > (self.samples_per_prompt or 1):  # of greedy responses alone there is one
-            raise BrokenRule(
-                "evaluation.pass_at",
-                f"evaluation.pass_at={list(self.pass_at)} needs {most} responses to each prompt, and "
-                f"evaluation.samples_per_prompt is {self.samples_per_prompt}",
-                f"set evaluation.samples_per_prompt={most} or more, or lower evaluation.pass_at",
-            )
         return self

@@ -13,14 +13,13 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from slimefsdp.config.cluster import ClusterSettings, ServiceSettings
+from slimefsdp.config.data import DataSettings
+from slimefsdp.config.evaluation import EnvironmentSettings, EvaluationSettings
 from slimefsdp.config.loader import apply_override, find_code_beside, read_settings, with_base
 from slimefsdp.config.messages import BrokenRule
 from slimefsdp.config.rollout import (
     ENGINES,
     SERVERS,
-    DataSettings,
-    EnvironmentSettings,
-    EvaluationSettings,
     RolloutSettings,
     Sampling,
     temperatures_of,

@@ -15,7 +15,7 @@ from actors.rollout.prompts import PromptStream, Record, digest_of, place_of, re
 from actors.rollout.supervised_records import read_demonstrations, read_pairs
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import ConfigError
 from slimefsdp.io import hub
 from tests.support.hub import COMMITS, files_of, lay_out, use_cache

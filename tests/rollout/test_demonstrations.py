@@ -22,7 +22,7 @@ from actors.rollout.demonstrations import (
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.supervised_records import read_demonstrations
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import ConfigError
 from tests.support.tiny_models import SIZES
 

@@ -14,7 +14,7 @@ from actors.rollout import prompt_files
 from actors.rollout.demonstrations import Demonstration, encode_demonstration
 from actors.rollout.supervised_records import demonstrations, read_pairs
 from slimefsdp.config import config_from_dict
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 

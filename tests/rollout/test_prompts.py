@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.rollout import data_sets
 from actors.rollout.prompts import PromptStream, read_jsonl, read_records
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.refusals import refused
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.rollout.prompts import Record
 from actors.rollout.record_sets import Shared, record_sets
-from slimefsdp.config.rollout import DataSettings
+from slimefsdp.config.data import DataSettings
 
 SETTINGS = DataSettings.model_validate({"train": "t.jsonl", "heldout": {"math": "m.jsonl", "code": "c.jsonl"}})
 

@@ -1,0 +1,172 @@
+"""The section of data: files and data sets of records."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic_core import PydanticCustomError
+
+from slimefsdp.config.base import (
+    PathOrIdSetting,
+    PositiveInt,
+    Settings,
+    broken_rule,
+    keyword_arguments,
+    path_or_id,
+    path_text,
+)
+from slimefsdp.errors import short_text
+
+_SET_NAME = "[A-Za-z0-9_-]{1,64}"
+
+
+def _template_arguments(value: Any) -> dict[str, Any]:
+    if "tools" in keyword_arguments(value):
+        hint = "have an environment return them with its prompts, as examples/environments/tools.py:ToolUse does"
+        raise broken_rule("must not have tools, which belong to a prompt", hint)
+    return value  # type: ignore[no-any-return]
+
+
+def heldout_field(name: str) -> str:
+    """The setting that says where a held-out set is; of one without a name it is data.heldout itself."""
+    return f"data.heldout.{name}" if name else "data.heldout"
+
+
+def _one_or_named(value: Any) -> Path | dict[str, Path]:
+    """A path or id, or several under names; a fault of one of them is told with its name."""
+    example = "write it like {math: math.jsonl, code: code.jsonl}"
+    if isinstance(value, list | tuple):
+        raise broken_rule("is a list, and several held-out sets have names", example)
+    if not isinstance(value, Mapping):
+        return path_or_id(value)
+    if not value:
+        raise broken_rule("names no held-out set", f"{example}, or remove it")
+    kept = {name: path for name, path in value.items() if path is not None}  # null withdraws one of several
+    found = {}
+    for name, path in (kept or value).items():
+        # metrics and folders are called by it
+        if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
+            rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
+            raise broken_rule(rule, "rename it, for its metrics are eval/NAME/..")
+        try:
+            found[name] = path_or_id(path)
+        except PydanticCustomError as error:
+            context = error.context or {}
+            rule = f"has {short_text(path)} under {name}, which {context['rule']}"
+            raise broken_rule(rule, context["hint"]) from None
+    return found
+
+
+HeldoutSetting = Annotated[
+    Path | dict[str, Path],
+    BeforeValidator(_one_or_named),
+    PlainSerializer(
+        lambda one: path_text(one) if isinstance(one, Path) else {name: path_text(path) for name, path in one.items()},
+        return_type=str | dict[str, str],
+        when_used="json",
+    ),
+]
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns that a template like `{instruction}: {input}` names; ValueError where it is not such a text."""
+    columns = []
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or form or conversion:
+            raise ValueError(f"{{{name}}} names no column alone")
+        columns.append(name)
+    return columns
+
+
+def _prompt_template(value: str) -> str:
+    hint = "write columns in braces, like '{instruction}\\n\\n{input}', and braces themselves twice"
+    try:
+        columns = template_columns(value)
+    except ValueError as error:
+        raise broken_rule(f"is no template: {error}", hint) from None
+    if not columns:
+        raise broken_rule("names no column", hint)
+    return value
+
+
+class DataSettings(Settings):
+    """Files and data sets of records."""
+
+    train: PathOrIdSetting | None = Field(
+        None,
+        description="records with `prompt` (under sft demonstrations: docs/sft.md; under dpo pairs: docs/dpo.md), "
+        "needed by `train`: a JSONL or Parquet file, a folder of such files or of `save_to_disk`, or an id of the "
+        "Hugging Face hub like `openai/gsm8k:main#train` (docs/rollouts.md); `#[:1000]` at the end, as in "
+        "`train.jsonl#[:1000]` or `owner/name#train[:1000]`, takes these records alone",
+    )
+    heldout: HeldoutSetting | None = Field(
+        None,
+        description="records for evaluation, never trained on; written as data.train, or several sets by name, "
+        "`{math: math.jsonl, code: owner/name#test}`, whose metrics are eval/NAME/.. (docs/evaluation.md)",
+    )
+    prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
+    answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
+    prompt_template: Annotated[str, AfterValidator(_prompt_template)] | None = Field(
+        None,
+        description="makes the prompts of several columns, in place of prompt_column: a text with their names in "
+        "braces, like '{instruction}\\n\\n{input}'; space at the end of a prompt is removed",
+    )
+    train_on: Literal["all_turns", "last_turn"] = Field(
+        "all_turns",
+        description="under sft, of records with `messages`: the loss is on every turn of the assistant, or on the last "
+        "message alone (docs/sft.md)",
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
+        {},
+        description="more that the tokenizer's chat template is given for each prompt, such as {enable_thinking: "
+        "false}; a name that the template does not read is refused, and tools are: an environment brings them",
+    )
+    max_prompt_tokens: PositiveInt | None = Field(
+        None,
+        description="longest prompt, chat template included; null: what leaves room for a response in a pack "
+        "(batch.max_tokens_per_rank x mesh.cp, rollout.max_new_tokens) and in the model's learned positions",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="under sft and dpo: longest sample, prompt and answer together; null: what a pack holds "
+        "(batch.max_tokens_per_rank x mesh.cp), and the model's learned positions",
+    )
+    overlong_prompts: Literal["error", "skip", "truncate", "split"] = Field(
+        "error",
+        description="records that are too long: error ends the run before it starts, naming the first; skip leaves "
+        "them out and lists them in run.dir/skipped_prompts.jsonl; under sft also truncate, which cuts off their ends, "
+        "and split, which cuts plain texts into pieces",
+    )
+    allow_changed: bool = Field(
+        False,
+        description="a resumed run takes other records in data.train than it began with, from the next epoch on",
+    )
+
+    @property
+    def heldout_sets(self) -> dict[str, Path]:
+        """Name of each held-out set -> its path or id; the name of the only one of data.heldout=PATH is empty."""
+        if self.heldout is None:
+            return {}
+        return {"": self.heldout} if isinstance(self.heldout, Path) else self.heldout
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """Every setting that names records, such as data.heldout.math -> the path or id, where it is set."""
+        train = {} if self.train is None else {"data.train": self.train}
+        return train | {heldout_field(name): path for name, path in self.heldout_sets.items()}
+
+    def with_sources(self, paths: Mapping[str, Path]) -> DataSettings:
+        """These settings with other paths or ids, named as in `sources`."""
+        changed: dict[str, Any] = {"train": paths["data.train"]} if "data.train" in paths else {}
+        sets = {name: paths.get(heldout_field(name), path) for name, path in self.heldout_sets.items()}
+        if sets:
+            changed["heldout"] = sets.get("", sets)
+        return self.model_copy(update=changed)
