@@ -129,10 +129,8 @@ class Checkpoints:
         step: int,
         named: Named,
         updater: OptimizerStep | None,
+        facts: dict[str, Any],
         *,
-        reference_follows: bool,
-        kl_coefficient: float,
-        loop_state: dict[str, Any] | None,
         name: str | None = None,
         overwrite: bool = False,
         job: JobCheckpoint | None = None,
@@ -141,8 +139,8 @@ class Checkpoints:
 
         Args:
             named: the parameters it holds.
-            reference_follows: whether those of the reference are among them.
-            kl_coefficient: of the next step.
+            facts: entries of the manifest that `check_info` demands: `reference_follows` says whether parameters of the
+                reference are among `named`, `kl_coefficient` is the next step's, `loop_state` the caller's.
             name: keeps it apart from the numbered ones, under this name.
             overwrite: in place of one that has the name already.
             job: of which this is the checkpoint, or of a critic or a reference the part.
@@ -163,9 +161,7 @@ class Checkpoints:
         info = {
             **progress,
             "weight_version": progress["updates_taken"],
-            "reference_follows": reference_follows,
-            "kl_coefficient": kl_coefficient,
-            "loop_state": loop_state or {},
+            **facts,
             "config": self._config.model_dump(mode="json"),
             "identity": self._identity,
             "mesh": self._axes,
