@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollout.collect import Metrics
 from actors.rollout.demonstrations import Demonstration
 from actors.rollout.evaluation import metric_prefix
+from actors.rollout.scored_groups import Metrics
 from actors.sft import SftLoop
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.monitoring.progress_table import DPO_COLUMNS, Column, with_held_out

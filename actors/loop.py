@@ -19,11 +19,12 @@ from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
-from actors.rollout.collect import Collector, Metrics, timed
+from actors.rollout.collect import Collector, timed
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, with_steps_left, without_overlong
 from actors.rollout.prompts import PromptStream
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
+from actors.rollout.scored_groups import Metrics
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import RecordedBatches, RunFolder
 from actors.sft import SftLoop

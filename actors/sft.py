@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollout.collect import Metrics, timed
+from actors.rollout.collect import timed
 from actors.rollout.demonstrations import Demonstration, batch_of
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import PromptStream, digest_of
+from actors.rollout.scored_groups import Metrics
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column

@@ -30,7 +30,7 @@ from slimefsdp.models.hf_folder import check_tokenizer
 from slimefsdp.replay import json_text
 
 if TYPE_CHECKING:
-    from actors.rollout.collect import Metrics
+    from actors.rollout.scored_groups import Metrics
 
 METRICS = "metrics.json"
 _CHECKED_PROMPTS = 4  # whose samples are looked at, of engines of another code

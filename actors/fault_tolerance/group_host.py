@@ -1,4 +1,4 @@
-"""The process in which a named group lives: a detached Ray actor with a `SupervisedGroup`, and who may change it."""
+"""The process in which a named group lives: a detached Ray actor with a `Supervisor`, and who may change it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import ray
 
 from actors.cluster.connect import connect, require_lasting_cluster
-from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.fault_tolerance.supervisor import Supervisor
 from actors.model_folders import with_model_folders
 from actors.startup import stage
 from actors.workers.group_calls import RankRequest
@@ -90,7 +90,7 @@ class GroupHost:
 
     def __init__(self, name: str, config: RunConfig) -> None:
         self._name, self._config = name, config
-        self._group: SupervisedGroup | None = None
+        self._job: Supervisor | None = None
         self._launch_failure: Exception | None = None
         self._launched = time.time()
         self._lock = threading.Lock()
@@ -106,11 +106,11 @@ class GroupHost:
     def launch(self) -> None:
         """Starts the ranks."""
         try:
-            self._group = SupervisedGroup.launch(self._config)
+            self._job = Supervisor(self._config)
         except Exception as error:
             self._launch_failure = error  # also for whoever asks when the program that launched it is gone
             raise portable(error) from None
-        self._config = self._group.config
+        self._config = self._job.config_of("actor")
 
     def begin(self, client: str, role: Role, request: RankRequest) -> int:
         """Queues a call behind earlier ones; returns the ticket that `result` takes.
@@ -119,12 +119,12 @@ class GroupHost:
             StateError: it would change the group, and the client is not the writer; or the group is being ended.
             SlimeError: the call is wrong, and no rank has seen it.
         """
-        group = self._of_role(role)
+        job = self._ready()
         with self._lock:
             self._require_going_on()
             if request.call.changes_state and client != self._writer:
                 raise self._not_the_writer(request.name)
-        call, ticket = group._start(request), next(self._tickets)
+        call, ticket = job.submit(role, request), next(self._tickets)
         # also where nobody asks for it: ranks that are lost meanwhile are replaced
         self._taken[ticket] = _Taken(request.name, client, self._waiters.submit(self._answer, request, call))
         return ticket
@@ -157,9 +157,9 @@ class GroupHost:
         Raises:
             StateError: it wants to write, and another one does; or the group is not there yet, or not any more.
         """
-        group = self._of_role("actor")
-        if group.failure is not None:
-            raise self._ended(group.failure)
+        job = self._ready()
+        if job.failure is not None:
+            raise self._ended(job.failure)
         with self._lock:
             self._require_going_on()
             writer = self._present_writer()
@@ -173,8 +173,7 @@ class GroupHost:
                     )
                 self._writer = client.id
             self._clients[client.id] = client, time.monotonic()
-        roles: tuple[Role, ...] = ("actor", "critic") if group.critic is not None else ("actor",)
-        return self._config, roles if group.reference_group is None else (*roles, "ref")
+        return self._config, job.roles
 
     @ray.method(concurrency_group="control")
     def renew(self, client: Client) -> None:
@@ -195,24 +194,24 @@ class GroupHost:
     @ray.method(concurrency_group="control")
     def receivers(self, role: Role) -> list[Any]:
         """Returns the receivers of a role's ranks."""
-        return self._of_role(role).receivers
+        return self._ready().receivers(role)
 
     @ray.method(concurrency_group="control")
     def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
         """Asks the ranks of a role for their health."""
-        return self._of_role(role).health(timeout_s)
+        return self._ready().health(role, timeout_s)
 
     @ray.method(concurrency_group="control")
     def status(self) -> GroupStatus:
         """Returns what is known of the group; asks its ranks for a sign of life, and nothing more."""
         first = None
-        failure = self._launch_failure if self._group is None else self._group.failure
-        if self._group is not None and failure is None and not self._is_stopping:
-            first = self._group.health(timeout_s=2.0)[0]
+        failure = self._launch_failure if self._job is None else self._job.failure
+        if self._job is not None and failure is None and not self._is_stopping:
+            first = self._job.health("actor", timeout_s=2.0)[0]
         with self._lock:
             writer = self._present_writer()
             readers = [client.program for client in self._present() if client is not writer]
-        state = "launching" if self._group is None else "ending" if self._is_stopping else "ready"
+        state = "launching" if self._job is None else "ending" if self._is_stopping else "ready"
         if failure is not None:
             state = f"ended by {type(failure).__name__}: {failure}"
         return GroupStatus(
@@ -224,7 +223,7 @@ class GroupHost:
             None if self._config.run.dir is None else str(self._config.run.dir),
             first.updates_taken if isinstance(first, Health) else None,
             self._saved_step,
-            0 if self._group is None else len(self._group.recoveries),
+            0 if self._job is None else len(self._job.recoveries),
             tuple(taken.name for taken in list(self._taken.values()) if not taken.answer.done()),
             None if writer is None else writer.program,
             tuple(readers),
@@ -248,19 +247,16 @@ class GroupHost:
                     hint="end that program first, or give --force",
                 )
             self._is_stopping = True
-        if self._group is not None:
-            self._group.shutdown()
+        if self._job is not None:
+            self._job.shutdown()
 
-    def _of_role(self, role: Role) -> SupervisedGroup:
-        group = self._group
+    def _ready(self) -> Supervisor:
         if self._launch_failure is not None:
             raise self._ended(self._launch_failure)
-        if group is None:
+        if self._job is None:
             problem = f"the group {self._name} is being launched"
             raise StateError(problem, field="name", hint="try again when `slimefsdp groups list` says that it is ready")
-        found = {"actor": group, "critic": group.critic, "ref": group.reference_group}[role]
-        assert found is not None
-        return found
+        return self._job
 
     def _ended(self, failure: Exception) -> StateError:
         return StateError(

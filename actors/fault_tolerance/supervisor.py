@@ -21,7 +21,7 @@ from actors.cluster.ray_errors import store
 from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch
 from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
 from actors.workers.futures import Awaitable, Dispatcher, QueuedCall
-from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
+from actors.workers.group_calls import JobGroup, RankRequest
 from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import (
@@ -57,12 +57,10 @@ class SupervisedCall(Awaitable):
         return self._call.is_done or running is None or running.has_ended()
 
 
-class SupervisedGroup(EndsWithBlock, GroupCalls):
+class SupervisedGroup(JobGroup):
     """The methods of `WorkerGroup`, on ranks that are replaced when they are lost. Make one with `launch`."""
 
-    def __init__(self, supervisor: Supervisor, role: Role) -> None:
-        self.role = role
-        self._supervisor = supervisor
+    _job: Supervisor
 
     @classmethod
     def launch(cls, config: RunConfig) -> SupervisedGroup:
@@ -76,63 +74,32 @@ class SupervisedGroup(EndsWithBlock, GroupCalls):
         return cls(Supervisor(config), "actor")
 
     @property
-    def config(self) -> RunConfig:
-        """The settings, with mesh.dp as a number."""
-        return self._group.config
-
-    @property
-    def critic(self) -> SupervisedGroup | None:
-        """The critic's handle, of an actor under algorithm=ppo."""
-        return None if self._group.critic is None else SupervisedGroup(self._supervisor, "critic")
-
-    @property
-    def reference_group(self) -> SupervisedGroup | None:
-        """The reference's handle, of an actor with reference.placement=group."""
-        return None if self._group.reference_group is None else SupervisedGroup(self._supervisor, "ref")
-
-    @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """Every time that ranks of the job were replaced, in order."""
-        return tuple(self._supervisor.recoveries)
+        return tuple(self._job.recoveries)
 
     @property
     def failure(self) -> Exception | None:
         """The error that has ended the job, which every call raises; None while the job goes on."""
-        return self._supervisor.failure
+        return self._job.failure
 
     @property
     def places(self) -> PlacementGroups:
         """The placement groups of the processes; they are kept when ranks are replaced."""
-        return self._group.places
+        return self._job.group(self.role).places
 
     def before_relaunch(self, action: Callable[[], None]) -> None:
         """Runs an action whenever ranks were lost, before others start: to clear what else is on their devices."""
-        self._supervisor.before_relaunch.append(action)
-
-    @property
-    def receivers(self) -> list[Any]:
-        """Returns what `update_weights` of another group can send to; it changes when ranks are replaced."""
-        return self._group.receivers
-
-    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """Returns each rank's answer, or the error that stands for it."""
-        return self._group.health(timeout_s)
+        self._job.before_relaunch.append(action)
 
     def shutdown(self) -> None:
         """Ends all processes of the job, after saves in the background; idempotent."""
         if self.role == "actor":
-            self._supervisor.shutdown()
-
-    @property
-    def _group(self) -> WorkerGroup:
-        return self._supervisor.group(self.role)
-
-    def _start(self, request: RankRequest) -> QueuedCall:
-        return self._supervisor.submit(self.role, request)
+            self._job.shutdown()
 
 
 class Supervisor:
-    """Owns the groups of a job and the log of their calls; replaces lost ranks and repeats the logged calls."""
+    """A `Job` that owns its groups and the log of their calls; it replaces lost ranks and repeats the logged calls."""
 
     def __init__(self, config: RunConfig) -> None:
         self.recoveries: list[Recovery] = []
@@ -165,6 +132,21 @@ class Supervisor:
         found = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
         assert found is not None
         return found
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        assert self._actor is not None
+        others: dict[Role, WorkerGroup | None] = {"critic": self._actor.critic, "ref": self._actor.reference_group}
+        return ("actor", *(role for role, group in others.items() if group is not None))
+
+    def config_of(self, role: Role) -> RunConfig:
+        return self.group(role).config
+
+    def receivers(self, role: Role) -> list[Any]:
+        return self.group(role).receivers
+
+    def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
+        return self.group(role).health(timeout_s)
 
     @property
     def failure(self) -> Exception | None:

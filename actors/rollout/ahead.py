@@ -7,7 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from actors.rollout.collect import Collector, Metrics
+from actors.rollout.collect import Collector
+from actors.rollout.scored_groups import Metrics
 from slimefsdp.data.rollout_batch import RolloutBatch
 
 _LOOK_S = 1.0  # how long a wait blocks at most, so that the program handles signals in between

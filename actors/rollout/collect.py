@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,16 @@ from actors.engines.pool import EnginePool
 from actors.rollout.episodes import EpisodeRunner, Progress
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
-from actors.rollout.prompts import PromptStream, Record, place_of
+from actors.rollout.prompts import PromptStream, Record
 from actors.rollout.sample_files import write_step_samples
+from actors.rollout.scored_groups import Group, Metrics, batch_of, length_penalty, metrics_of
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import SAMPLES, RecordedBatches
 from slimefsdp.checkpoint.compatibility import differences
 from slimefsdp.config import RunConfig
 from slimefsdp.config.earlier import with_present_names
-from slimefsdp.config.rollout import LengthLimits
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError, SlimeError
-
-Metrics = dict[str, float]
 
 # comes after run.seed in the seed of a draw, so that draws for different purposes never share a seed
 _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
@@ -52,14 +49,6 @@ _NOT_DECIDING = {
 MAX_FAILED_STEPS = 3  # in a row, of nothing but failures: then the reward is broken, and no accident
 SHOWN_GROUPS = 2  # of a step, whose texts and rewards are left in run.dir/samples
 _LOOK_S = 1.0  # how long a wait for engines blocks at most, so that the program handles signals in between
-
-
-@dataclass(slots=True)
-class _Group:
-    record: Record
-    samples: list[ScoredSample]
-    environment_seed: int
-    failures: int = 0  # number of failed rewards; a group with any is neither trained on nor measured
 
 
 class Collector:
@@ -235,8 +224,8 @@ class Collector:
         """Draws in rounds until enough groups pass the filter, and drops the surplus of the last round."""
         settings = self._config.rollout
         limits = settings.limits_at(step + 1)
-        drawn: list[_Group] = []
-        kept: list[_Group] = []
+        drawn: list[Group] = []
+        kept: list[Group] = []
         rounds = version = 0
         failures: list[SlimeError] = []
         while rounds < settings.max_rounds and len(kept) < settings.prompts_per_step:
@@ -257,7 +246,7 @@ class Collector:
         self._failed_steps = 0 if whole else self._failed_steps + 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise failures[0]
-        metrics = self._metrics(drawn, limits)
+        metrics = metrics_of(self._config, drawn, limits)
         if not whole:
             return None, metrics
         if self._filter is not None:
@@ -265,7 +254,7 @@ class Collector:
             metrics["rollout/rounds"] = float(rounds)
         kept = kept[: settings.prompts_per_step]
         self._show(step, drawn, kept)
-        if not _trains(kept, settings.mask_truncated):
+        if not any(group.trains(settings.mask_truncated) for group in kept):
             return None, metrics
         baselines: list[float] | None = None
         if self._config.estimator == "remax":
@@ -273,9 +262,9 @@ class Collector:
             if not kept:
                 return None, metrics
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
-        return self._batch(kept, baselines, version), metrics
+        return batch_of(self._config, kept, baselines, version), metrics
 
-    def _show(self, step: int, drawn: Sequence[_Group], kept: Sequence[_Group]) -> None:
+    def _show(self, step: int, drawn: Sequence[Group], kept: Sequence[Group]) -> None:
         """Writes the texts of the first groups of a step into run.dir, for people to read."""
         run_dir = self._config.run.dir
         if run_dir is None:
@@ -297,7 +286,7 @@ class Collector:
         environment_seeds: Sequence[int] | None = None,
         most: int | None = None,
         failures: list[SlimeError] | None = None,
-    ) -> tuple[int, list[_Group]]:
+    ) -> tuple[int, list[Group]]:
         """Draws and scores `per_prompt` responses to each record; returns the weight version and one group per record.
 
         Args:
@@ -324,7 +313,7 @@ class Collector:
             may_mix=self._config.rollout.max_staleness > 0,
         )
         groups = [
-            _Group(record, [], environment_seed)
+            Group(record, [], environment_seed)
             for record, environment_seed in zip(records, environment_seeds, strict=True)
         ]
         needs_whole = failures is None
@@ -336,7 +325,7 @@ class Collector:
                 group.failures += 1
                 continue
             sample, scores = outcome
-            reward = scores["reward"] - self._overlong_penalty(sample.response_length, most)
+            reward = scores["reward"] - length_penalty(self._config, sample.response_length, most)
             group.samples.append(ScoredSample(sample, scores, reward))
         if errors:
             if not self._config.skips_failures or (needs_whole and all(group.failures for group in groups)):
@@ -355,8 +344,8 @@ class Collector:
         return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
     def _with_greedy_rewards(
-        self, step: int, kept: Sequence[_Group], most: int, seconds: Metrics
-    ) -> tuple[list[_Group], list[float]]:
+        self, step: int, kept: Sequence[Group], most: int, seconds: Metrics
+    ) -> tuple[list[Group], list[float]]:
         """Returns the groups with the reward of a greedy response to each prompt, which is the baseline of ReMax.
 
         A group whose greedy response could not be rewarded is left out.
@@ -369,101 +358,6 @@ class Collector:
         ]
         return [sampled for sampled, _ in pairs], [reward for _, reward in pairs]
 
-    def _overlong_penalty(self, response_length: int, max_new_tokens: int) -> float:
-        settings = self._config.rollout
-        if settings.overlong_buffer_tokens is None:
-            return 0.0
-        return overlong_penalty(response_length, max_new_tokens, settings.overlong_buffer_tokens)
-
-    def _metrics(self, groups: Sequence[_Group], limits: LengthLimits) -> Metrics:
-        """Returns metrics of all groups that were drawn, trained or not; rewards are without the overlong penalty."""
-        scored = _scored(groups)
-        lengths = [scored_sample.sample.response_length for scored_sample in scored]
-        metrics = self.mean_scores(groups, "rollout/")
-        if not scored:  # every group had a failure
-            return metrics
-        metrics["rollout/response_length"] = sum(lengths) / len(lengths)
-        metrics["rollout/response_length_max"] = float(max(lengths))
-        metrics["rollout/truncated"] = sum(not scored_sample.sample.finished for scored_sample in scored) / len(scored)
-        if self._config.rollout.overlong_buffer_tokens is not None:
-            penalties = [self._overlong_penalty(length, limits.new_tokens) for length in lengths]
-            metrics["rollout/overlong_penalty"] = sum(penalties) / len(penalties)
-        if self._config.rollout.curriculum:
-            prompts = [
-                len(scored_sample.sample.tokens) - scored_sample.sample.response_length for scored_sample in scored
-            ]
-            metrics["rollout/stage"] = float(limits.stage)
-            metrics["rollout/prompt_length"] = sum(prompts) / len(prompts)
-            metrics["rollout/prompt_length_max"] = float(max(prompts))
-        return metrics
-
-    def mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
-        """Returns mean scores of the groups without failures; under skip, also the share of responses that failed.
-
-        A score that only some episodes have is averaged over these, since an episode may end before a score is given.
-        """
-        scored = [(group.record, sample.scores) for group in groups if not group.failures for sample in group.samples]
-        scores = [score for _, score in scored]
-        for record, score in scored:
-            if self._config.rollout.environment is None and score.keys() != scores[0].keys():
-                raise BatchError(
-                    f"{self._config.value_of(self._config.rewards_by)} gave scores with the names {sorted(score)} for "
-                    f"{place_of(record)}, and {sorted(scores[0])} before",
-                    field=self._config.rewards_by,
-                    hint="give the same names to every response",
-                )
-        values_of: dict[str, list[float]] = {}
-        for score in scores:
-            for key, value in score.items():
-                values_of.setdefault(key, []).append(value)
-        metrics = {f"{prefix}{key}": sum(values) / len(values) for key, values in values_of.items()}
-        if self._config.skips_failures:
-            failures = sum(group.failures for group in groups)
-            metrics[f"{prefix}reward_failures"] = failures / (failures + sum(len(group.samples) for group in groups))
-        return metrics
-
-    def _batch(self, groups: Sequence[_Group], baselines: Sequence[float] | None, version: int) -> RolloutBatch:
-        settings = self._config.rollout
-        samples = []
-        spans = [scored_sample.sample.versions for group in groups for scored_sample in group.samples]
-        is_masked = settings.mask_truncated or any(
-            scored_sample.sample.loss_mask is not None for group in groups for scored_sample in group.samples
-        )
-        is_mixed = len({span.version for sample_spans in spans for span in sample_spans}) > 1
-        # the version of the trained samples, which may differ from that of all drawn samples
-        version = min((span.version for sample_spans in spans for span in sample_spans), default=version)
-        for group_id, group in enumerate(groups):
-            for scored in group.samples:
-                sampled = scored.sample
-                fields: dict[str, Any] = {
-                    "tokens": sampled.tokens,
-                    "response_length": sampled.response_length,
-                    "rollout_log_probs": sampled.log_probs,
-                    "reward": scored.reward,
-                    "group_id": group_id,
-                }
-                if is_mixed:
-                    fields["weight_versions"] = [
-                        span.version for span in sampled.versions for _ in range(span.start, span.end)
-                    ]
-                if is_masked:
-                    mask = sampled.loss_mask or [True] * sampled.response_length
-                    is_left_out = settings.mask_truncated and not sampled.finished
-                    fields["loss_mask"] = [False] * sampled.response_length if is_left_out else mask
-                if baselines is not None:
-                    fields["baseline_reward"] = baselines[group_id]
-                samples.append(fields)
-        return RolloutBatch.from_samples(samples, temperature=settings.temperature, weight_version=version)
-
-
-def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int) -> float:
-    """Returns the penalty on a response for its length: 0 up to the buffer at the end of the limit, then linear.
-
-    A response cut at `max_new_tokens` gets a penalty of 1. This is the soft overlong punishment of DAPO (arXiv
-    2503.14476, equation 13), for rewards from 0 or -1 to 1.
-    """
-    return max(0, response_length - (max_new_tokens - buffer_tokens)) / buffer_tokens
-
 
 @contextmanager
 def timed(seconds: Metrics, name: str) -> Iterator[None]:
@@ -471,11 +365,3 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
-    return any(scored.sample.finished or not masks_truncated for group in groups for scored in group.samples)
-
-
-def _scored(groups: Sequence[_Group]) -> list[ScoredSample]:
-    return [scored for group in groups if not group.failures for scored in group.samples]

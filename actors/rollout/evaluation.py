@@ -9,10 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.rollout.collect import EVALUATION, Collector, Metrics
+from actors.rollout.collect import EVALUATION, Collector
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
 from actors.rollout.sample_files import example_line, write_samples
+from actors.rollout.scored_groups import Metrics, mean_scores
 from actors.run_dir import EVALUATIONS
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
@@ -76,7 +77,7 @@ class Evaluator:
             if kind and ks:  # a prompt has one greedy response
                 ks = (1,)
             for more in (
-                collector.mean_scores(groups, prefix),
+                mean_scores(self._config, groups, prefix),
                 solved_metrics(whole, ks, prefix),
             ):
                 self._require_own_names(metrics, more, metric_prefix(heldout_set))

@@ -20,7 +20,7 @@ from slimefsdp.calls.training import TrainingCalls
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, SlimeError
-from slimefsdp.results import Description, Memory, MemoryReport
+from slimefsdp.results import Description, Health, Memory, MemoryReport
 from slimefsdp.rpc import CALLS, DEFAULT_ADAPTER, Arguments, Call, Role, require_name
 
 Result = TypeVar("Result")
@@ -121,6 +121,73 @@ class GroupCalls(
                 ranks = dp_replicate * dp * config.mesh.cp
                 parts += [f"{ranks} rank{'s' * (ranks != 1)}", str(config.folder_of(self.role)[0])]
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+class Job(Protocol):
+    """A job whose groups are told apart by role: a supervisor in this process, or one in a process of its own."""
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Returns the roles that the job has groups of."""
+        ...
+
+    def config_of(self, role: Role) -> RunConfig:
+        """Returns the settings of a role's group, with mesh.dp as a number."""
+        ...
+
+    def submit(self, role: Role, request: RankRequest) -> Future[Any]:
+        """Takes a call, which begins when those before it have begun.
+
+        Raises:
+            SlimeError: its arguments are wrong, and no rank has seen them; or the job has ended with this error.
+        """
+        ...
+
+    def receivers(self, role: Role) -> list[Any]:
+        """Returns what `update_weights` of another group can send to; it changes when lost ranks are replaced."""
+        ...
+
+    def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
+        """Returns each rank's answer, or the error that stands for it."""
+        ...
+
+
+class JobGroup(EndsWithBlock, GroupCalls):
+    """A handle on the group of one role of a job, whose lost ranks are replaced."""
+
+    def __init__(self, job: Job, role: Role) -> None:
+        self.role = role
+        self._job = job
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings, with mesh.dp as a number."""
+        return self._job.config_of(self.role)
+
+    @property
+    def critic(self) -> Self | None:
+        """The critic's handle, of an actor under algorithm=ppo."""
+        return self._other("critic")
+
+    @property
+    def reference_group(self) -> Self | None:
+        """The reference's handle, of an actor with reference.placement=group."""
+        return self._other("ref")
+
+    def _other(self, role: Role) -> Self | None:
+        return type(self)(self._job, role) if self.role == "actor" and role in self._job.roles else None
+
+    @property
+    def receivers(self) -> list[Any]:
+        """Returns what `update_weights` of another group can send to; it changes when lost ranks are replaced."""
+        return self._job.receivers(self.role)
+
+    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
+        """Returns each rank's answer, or the error that stands for it."""
+        return self._job.health(self.role, timeout_s)
+
+    def _start(self, request: RankRequest) -> Future[Any]:
+        return self._job.submit(self.role, request)
 
 
 def submit(call: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:

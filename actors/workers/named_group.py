@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from actors.cluster.connect import join
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
 from actors.workers.futures import Awaitable
-from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
+from actors.workers.group_calls import JobGroup, RankRequest
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied
 from slimefsdp.results import Health
@@ -89,15 +89,13 @@ class HostCall(Awaitable):
         return _answer_of(self._reference, self._group, self._call)
 
 
-class NamedGroup(EndsWithBlock, GroupCalls):
-    """A handle on a `SupervisedGroup` that lives on when this program ends.
+class NamedGroup(JobGroup):
+    """A handle on a group that lives on when this program ends.
 
     Had from `actors.launch_named` and `WorkerGroup.attach`. As a context it is left at the end of the block.
     """
 
-    def __init__(self, membership: Membership, role: Role) -> None:
-        self.role = role
-        self._membership = membership
+    _job: Membership
 
     @classmethod
     def attach(
@@ -138,42 +136,16 @@ class NamedGroup(EndsWithBlock, GroupCalls):
     @property
     def name(self) -> str:
         """The name by which other programs attach."""
-        return self._membership.name
-
-    @property
-    def config(self) -> RunConfig:
-        """The settings that it was launched with, with mesh.dp as a number."""
-        return self._membership.config
-
-    @property
-    def critic(self) -> NamedGroup | None:
-        """The critic's handle, of an actor under algorithm=ppo."""
-        return NamedGroup(self._membership, "critic") if "critic" in self._membership.roles else None
-
-    @property
-    def reference_group(self) -> NamedGroup | None:
-        """The reference's handle, of an actor with reference.placement=group."""
-        return NamedGroup(self._membership, "ref") if "ref" in self._membership.roles else None
-
-    @property
-    def receivers(self) -> list[Any]:
-        """Returns what `update_weights` of another group can send to; it changes when lost ranks are replaced."""
-        found: list[Any] = self._membership.ask("receivers", self.role)
-        return found
-
-    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """Returns each rank's answer, or the error that stands for it."""
-        found: list[Health | SlimeError] = self._membership.ask("health", self.role, timeout_s, within_s=None)
-        return found
+        return self._job.name
 
     def status(self) -> GroupStatus:
         """Returns what `slimefsdp groups list` shows of the group."""
-        found: GroupStatus = self._membership.ask("status")
+        found: GroupStatus = self._job.ask("status")
         return found
 
     def detach(self) -> None:
         """Leaves the group as it is, with its critic and reference; idempotent. Calls that were made are finished."""
-        self._membership.leave()
+        self._job.leave()
 
     def shutdown(self) -> None:
         """Ends the group for everybody, after saves in the background; idempotent.
@@ -181,23 +153,16 @@ class NamedGroup(EndsWithBlock, GroupCalls):
         Raises:
             StateError: this program is not its writer.
         """
-        if self.role == "actor" and not self._membership.has_left:
-            end_host(self._membership.host, self.name, self._membership.client.id)
-            self._membership.forget()
-
-    def _start(self, request: RankRequest) -> HostCall:
-        member = self._membership
-        if request.name in ("export_hf", "export_adapter"):  # in this program's folder, which ranks do not share
-            request = request.having(path=Path(request.arguments["path"]).absolute())
-        ticket = member.ask("begin", member.client.id, self.role, request, within_s=None)
-        return HostCall(member.name, request.name, member.host.result.remote(ticket))
+        if self.role == "actor" and not self._job.has_left:
+            end_host(self._job.host, self.name, self._job.client.id)
+            self._job.forget()
 
     def __exit__(self, *_: object) -> None:
         self.detach()
 
 
 class Membership:
-    """Keeps this program attached to a group until it leaves, ends, or drops this object."""
+    """The `Job` of a named group; this program is attached to it until it leaves, ends, or drops this object."""
 
     def __init__(self, name: str, host: Any, client: Client, config: RunConfig, roles: tuple[Role, ...]) -> None:
         self.name, self.host, self.client, self.config, self.roles = name, host, client, config, roles
@@ -208,6 +173,23 @@ class Membership:
     @property
     def has_left(self) -> bool:
         return self._over.is_set()
+
+    def config_of(self, role: Role) -> RunConfig:
+        return self.config
+
+    def submit(self, role: Role, request: RankRequest) -> HostCall:
+        if request.name in ("export_hf", "export_adapter"):  # in this program's folder, which ranks do not share
+            request = request.having(path=Path(request.arguments["path"]).absolute())
+        ticket = self.ask("begin", self.client.id, role, request, within_s=None)
+        return HostCall(self.name, request.name, self.host.result.remote(ticket))
+
+    def receivers(self, role: Role) -> list[Any]:
+        found: list[Any] = self.ask("receivers", role)
+        return found
+
+    def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
+        found: list[Health | SlimeError] = self.ask("health", role, timeout_s, within_s=None)
+        return found
 
     def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
         """Asks the group's process, as the function `ask`; raises StateError after `leave`."""

@@ -30,22 +30,23 @@ from tests.support.waiting import is_alive, wait_until
 
 
 class Calls:
-    """A group whose calls end when they are told to, or with what they are given."""
+    """A job whose calls end at once."""
 
-    critic = reference_group = failure = None
+    failure = None
     recoveries = ()
+    roles = ("actor",)
 
     def __init__(self) -> None:
         self.started: list[str] = []
 
-    def _start(self, request: Any) -> Any:
+    def submit(self, role: str, request: Any) -> Any:
         self.started.append(request.name)
         return self
 
     def result(self) -> str:
         return "done"
 
-    def health(self, timeout_s: float) -> list[Any]:
+    def health(self, role: str, timeout_s: float) -> list[Any]:
         return [Health(0, 17, 5)]
 
     def shutdown(self) -> None:
@@ -74,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def host(clock: Clock) -> GroupHost:
     found = GroupHost("policy", settings())
-    found._group = Calls()  # type: ignore[assignment]
+    found._job = Calls()  # type: ignore[assignment]
     return found
 
 
@@ -100,7 +101,7 @@ def test_one_program_writes_and_others_read(host: GroupHost) -> None:
     ):
         with refused(StateError, "write", name, "one:1"):
             host.begin("c", "actor", request(name))
-    assert host._group.started == []  # type: ignore[union-attr]
+    assert host._job.started == []  # type: ignore[union-attr]
     for client, name in (("c", "compute_log_probs"), ("a", "train_step"), ("c", "export_hf")):
         assert host.result(host.begin(client, "actor", request(name))) == "done"
     status = host.status()
@@ -141,7 +142,7 @@ def test_answers_of_a_program_that_is_gone_are_forgotten_and_its_calls_are_done(
     assert len(host._taken) == 3  # it may come back
     clock.now += group_host._KEPT_S
     host.attach(Client("c", "three:3", False))
-    assert not host._taken and host._group.started == ["train_step"] * 3  # type: ignore[union-attr]
+    assert not host._taken and host._job.started == ["train_step"] * 3  # type: ignore[union-attr]
     with refused(StateError, "name", "policy"):
         host.result(0)
 
@@ -153,7 +154,7 @@ def test_a_group_ends_by_its_writer_or_where_nobody_writes(host: GroupHost) -> N
         with refused(StateError, field, "one:1"):
             host.stop(other)
     host.stop("a")
-    assert host._group.started == ["shutdown"]  # type: ignore[union-attr]
+    assert host._job.started == ["shutdown"]  # type: ignore[union-attr]
     with refused(StateError, "name", "policy"):
         host.begin("a", "actor", request("train_step"))
     with refused(StateError, "name", "policy"):
@@ -171,10 +172,10 @@ def test_a_group_that_is_not_there_yet_or_not_any_more_lets_nobody_in_and_says_w
     def fails(_: RunConfig) -> Any:
         raise ResourceError("too small", field="mesh.dp", hint="use fewer")
 
-    monkeypatch.setattr(group_host.SupervisedGroup, "launch", fails)
+    monkeypatch.setattr(group_host, "Supervisor", fails)
     with refused(ResourceError, "mesh.dp"):
         new.launch()
-    host._group.failure = WorkerDied("gone", hint="look")  # type: ignore[union-attr, misc]
+    host._job.failure = WorkerDied("gone", hint="look")  # type: ignore[union-attr, misc]
     for ended, why in ((new, "too small"), (host, "gone")):
         assert ended.status().state.startswith("ended by") and why in ended.status().state
         with refused(StateError, "name", "policy", why):

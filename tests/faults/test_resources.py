@@ -144,12 +144,12 @@ def test_a_job_goes_on_after_a_rank_had_no_memory_and_after_its_places_were_take
         found.append(bits(group.train_step(batch)))
         assert len(group.recoveries) == 1
 
-        (reserved,) = group._supervisor._places._groups.values()
+        (reserved,) = group._job._places._groups.values()
         assert is_alive(reserved)
         remove_placement_group(reserved)
         found.append(bits(group.train_step(batch)))
         assert [recovery.code for recovery in group.recoveries][1:] == ["worker_died"]
-        (anew,) = group._supervisor._places._groups.values()
+        (anew,) = group._job._places._groups.values()
         assert is_alive(anew) and not is_alive(reserved)
 
         group.load(0)
