@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from actors.cli.model_trial import try_models
+from actors.cli.run_folders import check_folders, check_leftovers
 from actors.cluster.connect import (
     check_gpus,
     check_machine,
@@ -39,7 +39,6 @@ from actors.rollout.prompt_files import (
 from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
 from actors.rollout.tokenizer import run_beside
 from actors.rollout.user_code import checked_code
-from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.config import RunConfig
@@ -48,7 +47,6 @@ from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError, short_repr
 from slimefsdp.estimate.hardware import read_calibration
 from slimefsdp.io.file_lock import FolderLock
-from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
 from slimefsdp.models.named_shapes import is_shape, made_by
@@ -56,19 +54,8 @@ from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.rpc import ROLES
 from slimefsdp.training import advantages
 
-_METRICS = "metrics.jsonl"
 _PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
 _CLUSTER_S = 60.0  # for a cluster of Ray's
-
-# what belongs to the machine: files of a run do not
-_SYSTEM_FOLDERS = frozenset(
-    Path("/", name).resolve()  # /bin may be a link to /usr/bin
-    for name in (
-        *("", "bin", "boot", "dev", "dev/shm", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root"),
-        *("run", "sbin", "srv", "sys", "tmp", "usr", "usr/bin", "usr/lib", "usr/local", "usr/sbin", "usr/share"),
-        *("var", "var/lib", "var/log", "var/tmp"),
-    )
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +141,7 @@ def check_before_launch(
             with problems.collected():
                 config, prompts = _records(config, absent, only_looks=only_looks)
             with problems.collected():
-                _check_folders(config)
+                check_folders(config)
         if config.batch.cost_model is not None:
             with problems.collected():
                 read_calibration(config.batch.cost_model, field="batch.cost_model")
@@ -171,7 +158,7 @@ def check_before_launch(
     if not only_looks:
         assert config.run.dir is not None
         FolderLock(config.run.dir).acquire()  # held until this process ends: no other may begin while Ray starts
-        _check_leftovers(config)
+        check_leftovers(config)
     with problems.collected():
         try_models(config)
     if is_own_loop:
@@ -190,7 +177,7 @@ def check_before_launch(
     warn_of_shared_prompts(sets)
     if only_looks:
         with problems.collected():
-            _check_leftovers(config)
+            check_leftovers(config)
     problems.raise_all()
     return Checked(config, prompts, sets, absent)
 
@@ -337,100 +324,6 @@ def _check_attention_packages(asked: Mapping[str, tuple[str, ...]]) -> None:
         flash_attn_3.require_installed()
         if here := compute_capabilities_here():
             flash_attn_3.require_capability(here, "this machine")
-
-
-def _check_run_dir(run_dir: Path, models: Sequence[Path]) -> None:
-    """Refuses folders whose other contents a run's files would be lost among, or be taken for a run's."""
-    folder, home = run_dir.resolve(), Path.home().resolve()
-    what = None
-    if folder in _SYSTEM_FOLDERS or folder == home or folder in home.parents:
-        what = "no folder for the files of a run"
-    elif (folder / ".git").exists():
-        what = "the root of a checkout"
-    elif folder in [path.resolve() for path in models]:
-        what = "the folder of a model"
-    if what is not None:
-        raise ConfigError(
-            f"run.dir={run_dir} is {what}", field="run.dir", hint="name a folder of the run's own, such as runs/first"
-        )
-
-
-def _check_can_be_made(folder: Path, field: str) -> None:
-    """Whether a folder is there and can be written to, or could be made."""
-    try:
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if can_keep_files(folder) and existing.is_dir() and os.access(existing, os.W_OK):
-            return
-        problem = f"cannot be made in {existing}"
-    except (OSError, RuntimeError) as error:  # a name that is too long, links that lead round in a circle
-        problem = f"cannot be made: {getattr(error, 'strerror', None) or error}"
-    raise ConfigError(f"{field}={folder} {problem}", field=field, hint="choose another folder")
-
-
-def _check_folders(config: RunConfig) -> None:
-    """Refuses folders that cannot take a run's files, or in which another process runs."""
-    try:
-        _check_folders_named(config)
-    except OSError as error:
-        raise _unusable(error) from None
-
-
-def _check_folders_named(config: RunConfig) -> None:
-    run_dir, export_dir = config.run.dir, config.run.export_dir
-    assert run_dir is not None
-    _check_can_be_made(run_dir, "run.dir")
-    _check_run_dir(run_dir, [config.folder_of(role)[0] for role in ROLES])
-    if export_dir is not None:
-        _check_can_be_made(export_dir, "run.export_dir")
-    steps = RunFolder(run_dir).checkpoint_steps
-    if config.checkpoint.resume and not steps:
-        raise ConfigError(
-            f"run.dir={run_dir} holds no checkpoint to resume from",
-            field="run.dir",
-            hint="name the folder of a run that wrote one (checkpoint.interval_steps), or set checkpoint.resume=false",
-        )
-    if config.checkpoint.resume and config.run.steps is not None and steps[0] > config.run.steps:
-        raise ConfigError(
-            f"run.steps={config.run.steps} is below step {steps[0]}, of the oldest checkpoint in run.dir={run_dir}",
-            field="run.steps",
-            hint="raise run.steps, or begin another run",
-        )
-    FolderLock(run_dir).require_free()
-    refuse_unless_plain(run_dir / _METRICS)
-    if export_dir is not None and export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
-        raise ConfigError(
-            f"run.export_dir={export_dir} would hold run.dir={run_dir}",
-            field="run.export_dir",
-            hint="use a folder of its own, such as model/ inside run.dir",
-        )
-
-
-def _check_leftovers(config: RunConfig) -> None:
-    """Whether an earlier run has left anything where this one would write."""
-    run_dir, export_dir, resumes = config.run.dir, config.run.export_dir, config.checkpoint.resume
-    assert run_dir is not None
-    left: dict[str, tuple[str, str]] = {}  # by setting: what is there, and the way out
-    try:
-        metrics = run_dir / _METRICS
-        # without a row nothing was trained: a run that ended while it started may start again
-        if not resumes and metrics.exists() and metrics.stat().st_size:
-            hint = "choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints"
-            left["run.dir"] = (f"run.dir={run_dir} holds an earlier run", hint)
-        if export_dir is not None and export_dir.exists() and any(export_dir.iterdir()):
-            hint = "choose another run.export_dir, or run.export_dir=null for a run that leaves no model"
-            hint += ", and raise run.steps if the run has ended already" if resumes else ""
-            left["run.export_dir"] = (f"run.export_dir={export_dir} is not empty", hint)
-    except OSError as error:
-        raise _unusable(error) from None
-    if left:
-        problems, hints = zip(*left.values(), strict=True)
-        raise ConfigError(", and ".join(problems), field=next(iter(left)), hint="; ".join(hints))
-
-
-def _unusable(error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot use {error.filename}: {error.strerror}", field="run.dir", hint="name folders that you may write to"
-    )
 
 
 def check_models(config: RunConfig, absent: Sequence[NotHere] = (), *, builds: bool = True) -> None:
