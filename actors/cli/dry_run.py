@@ -7,7 +7,7 @@ import os
 
 from actors.cli.plan import setup_of_folders
 from actors.cli.preflight import Checked
-from actors.cluster.connect import check_machine, has_nvidia_driver, processes_needed
+from actors.cluster.capacity import check_machine, has_nvidia_driver, processes_needed
 from actors.rollout.record_sets import RecordSet
 from actors.run_dir import RunFolder
 from slimefsdp.attention.select import AttentionShape, choose_strategy

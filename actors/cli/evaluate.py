@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.cli.preflight import check_functions, check_installed, check_models, check_servers
 from actors.cli.ray_session import ray_session
-from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
+from actors.cluster.capacity import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment_trial import try_environment, try_reward

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from actors.cli.plan_table import longest_context_table, plan_table
-from actors.cluster.connect import check_cores
+from actors.cluster.capacity import check_cores
 from actors.model_folders import models_to_look_at
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.cost import ELEMENT_BYTES

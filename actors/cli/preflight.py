@@ -13,14 +13,14 @@ from importlib.util import find_spec
 
 from actors.cli.model_trial import try_models
 from actors.cli.run_folders import check_folders, check_leftovers
-from actors.cluster.connect import (
+from actors.cluster.capacity import (
     check_gpus,
     check_machine,
     compute_capabilities_here,
     gpus_of_engines,
     has_nvidia_driver,
-    require_answer,
 )
+from actors.cluster.connect import require_answer
 from actors.engines.server_client import ServerClient
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader

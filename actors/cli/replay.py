@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.cli.preflight import check_installed, check_models
 from actors.cli.ray_session import ray_session
-from actors.cluster.connect import check_gpus, check_machine
+from actors.cluster.capacity import check_gpus, check_machine
 from actors.model_folders import with_model_folders
 from actors.startup import reporting
 from slimefsdp.config import load_config

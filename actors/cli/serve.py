@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.cli.preflight import check_installed, check_models, check_servers
 from actors.cli.ray_session import ray_session
-from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
+from actors.cluster.capacity import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
 from actors.startup import reporting
 from slimefsdp.batching.cost import ELEMENT_BYTES

@@ -7,11 +7,9 @@ import ipaddress
 import itertools
 import logging
 import os
-import re
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -20,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from actors.cluster.capacity import check_machine, most_processes
 from actors.cluster.cleanup import CleanupProcess
 from actors.cluster.ray_log import RayMessages
 from slimefsdp.config import RunConfig
@@ -27,188 +26,10 @@ from slimefsdp.config.cluster import ClusterSettings
 from slimefsdp.errors import ResourceError
 
 _REACH_S = 10.0  # how long a cluster's machine may take to answer
-_DRIVER_S = 20.0  # how long nvidia-smi may take to answer
 STARTS = 5  # attempts to start a local Ray that fails for other reasons than its own deadline
 _attempt = 0  # the attempt in progress
 _cleanup: CleanupProcess | None = None  # for the local cluster that this process started; only on Linux
 _messages: RayMessages | None = None  # receives the messages of Ray in this process
-
-
-def processes_needed(config: RunConfig) -> int:
-    """Returns the number of Ray actors that a run needs: trainer ranks, reference and critic ranks, and engines."""
-    return config.ranks + _processes_beside_the_actor(config)
-
-
-def _processes_beside_the_actor(config: RunConfig) -> int:
-    return (config.rollout.engines if config.has_rollouts else 0) + _group_ranks_beside_the_actor(config)
-
-
-def gpus_of_engines(config: RunConfig) -> int:
-    """Returns the number of GPUs that the engines of `slimefsdp train` need for themselves.
-
-    Colocated engines share the GPUs of ranks, and servers that are already running have their own.
-    """
-    rollout = config.rollout
-    if not config.has_rollouts or rollout.placement == "colocated" or rollout.engine_urls is not None:
-        return 0
-    return rollout.engines * rollout.gpus_per_engine
-
-
-def _group_ranks_beside_the_actor(config: RunConfig) -> int:
-    reference = config.reference_ranks if config.reference.placement == "group" else 0
-    critic = config.critic_ranks if config.critic.placement == "group" else 0
-    return reference + critic
-
-
-def with_cluster_ranks(config: RunConfig) -> RunConfig:
-    """Resolves mesh.dp=auto by the connected cluster; returns other settings unchanged.
-
-    On GPUs, the actor group takes all that engines, reference and critic groups leave. On CPUs, it takes one rank per
-    core, rounded down to a multiple that the mesh allows, and at least one data rank.
-
-    Raises:
-        ConfigError: the remaining GPUs are not a multiple of mesh.dp_replicate x mesh.cp.
-        ResourceError: no GPU is left.
-    """
-    if config.mesh.dp != "auto":
-        return config
-    import ray
-
-    total = ray.cluster_resources()
-    if config.mesh.device == "cpu" or (config.mesh.device == "auto" and not total.get("GPU")):
-        cores = int(total["CPU"]) if config.cluster.address is not None else os.cpu_count() or 1
-        copies = config.mesh.dp_replicate * config.mesh.cp
-        resolved = config.with_ranks(max(1, cores // copies) * copies)
-        check_machine(resolved)
-        return resolved
-    gpus, others = int(total.get("GPU", 0)), gpus_of_engines(config) + _group_ranks_beside_the_actor(config)
-    if gpus <= others:
-        raise ResourceError(
-            f"mesh.dp=auto: engines and other groups need {others} GPUs, the cluster has {gpus}: none is left",
-            field="mesh.dp",
-            hint="use fewer engines, or a larger cluster",
-        )
-    return config.with_ranks(gpus - others)
-
-
-def check_machine(config: RunConfig) -> None:
-    """Checks that this machine may run as many CPU processes as the settings need; imports neither ray nor torch.
-
-    Raises:
-        ResourceError: they are more than cluster.max_ranks_per_core allows.
-    """
-    if config.mesh.dp == "auto":
-        return  # `with_cluster_ranks` chooses the number and checks it
-    if config.cluster.address is None:
-        needed = processes_needed(config)
-        check_cores(
-            needed,
-            config.mesh.device,
-            config.cluster.max_ranks_per_core,
-            asked=f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} "
-            f"with {needed - config.ranks} more processes",
-            field="mesh.dp",
-            hint="use fewer ranks or engines, raise cluster.max_ranks_per_core, or name a cluster.address",
-        )
-
-
-def check_cores(processes: int, device: str, per_core: int, *, asked: str, field: str, hint: str) -> None:
-    """Checks that this machine may run this many processes, if they compute on CPUs; imports neither ray nor torch.
-
-    Args:
-        device: auto, cpu or cuda.
-        per_core: the value of cluster.max_ranks_per_core.
-        asked: the settings that ask for the processes, for the error, like field and hint.
-
-    Raises:
-        ResourceError: there are more processes than cores x per_core.
-    """
-    cores = os.cpu_count() or 1
-    on_cpu = device == "cpu" or (device == "auto" and not has_nvidia_driver())
-    if on_cpu and processes > cores * per_core:
-        raise ResourceError(
-            f"{asked} needs {processes}, but {cores} cores x cluster.max_ranks_per_core={per_core} allow "
-            f"{cores * per_core}",
-            field=field,
-            hint=hint,
-        )
-
-
-def _most_processes(config: RunConfig) -> int:
-    """Returns `processes_needed`, or the most that a machine may run while mesh.dp=auto is not resolved."""
-    if config.mesh.dp == "auto":
-        return (os.cpu_count() or 1) * config.cluster.max_ranks_per_core
-    return processes_needed(config)
-
-
-def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None) -> None:
-    """Checks that there is a GPU for every process that needs one; uses neither Ray nor torch.
-
-    It accepts mesh.device=auto without any GPU, and an unknown number of GPUs.
-
-    Args:
-        engines: the GPUs that are needed besides those of the worker groups.
-        of_cluster: the GPUs of the cluster at cluster.address; None: unknown. Without an address, this machine's count.
-
-    Raises:
-        ResourceError: there are too few; the error names mesh.dp and both numbers.
-    """
-    address = config.cluster.address
-    available = of_cluster if address is not None else gpus_here()
-    if config.mesh.device == "cpu" or available is None or (available == 0 and config.mesh.device == "auto"):
-        return
-    others = _group_ranks_beside_the_actor(config) + engines
-    needed = others + (config.mesh.dp_replicate * config.mesh.cp if config.mesh.dp == "auto" else config.ranks)
-    if needed > available:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
-        where = f"this machine shows {available} (CUDA_VISIBLE_DEVICES={visible})"
-        raise ResourceError(
-            f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
-            f"{others} more processes needs {needed} GPUs{' or more' * (config.mesh.dp == 'auto')}, and "
-            + (where if address is None else f"the cluster at {address} has {available}"),
-            field="mesh.dp",
-            hint="use fewer ranks or engines, mesh.device=cpu, or name a cluster.address",
-        )
-
-
-def gpus_here(root: Path = Path("/")) -> int | None:
-    """Returns the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows; None: it cannot be told.
-
-    Args:
-        root: the root of the file system to look at.
-    """
-    # either list may be too short, since devices are made at their first use
-    listed = max(
-        sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in root.glob("dev/nvidia*")),
-        sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*")),
-    )
-    if listed == 0:
-        return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return listed
-    return 0 if visible in ("", "NoDevFiles") else min(listed, len(visible.split(",")))
-
-
-def compute_capabilities_here() -> list[str]:
-    """Returns the compute capabilities of this machine's NVIDIA GPUs, such as 9.0, including hidden GPUs.
-
-    It runs nvidia-smi, since CUDA would allocate memory of a device for this process.
-    """
-    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    lines = process.stdout.split() if process.returncode == 0 else []
-    # an old driver prints that it does not know the field
-    return [line for line in lines if re.fullmatch(r"\d+\.\d+", line)]
-
-
-def has_nvidia_driver() -> bool:
-    """Returns whether this machine seems to have CUDA devices; does not import torch."""
-    # Windows' subsystem for Linux has the second device instead of the first
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _require_safe(address: str, *, allow_without_token: bool) -> None:
@@ -309,7 +130,7 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
             safe; the token of a local cluster, or `messages`, cannot be written.
     """
     check_machine(config)
-    num_cpus = max(os.cpu_count() or 1, _most_processes(config) + 1)
+    num_cpus = max(os.cpu_count() or 1, most_processes(config) + 1)
     _connect(config.cluster, num_cpus, messages)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.cluster.allocator import ALLOCATOR
-from actors.cluster.connect import has_nvidia_driver
+from actors.cluster.capacity import has_nvidia_driver
 from actors.engines.child_server import ChildServer
 from actors.engines.dialect import ASK_S, ServerDialect
 from actors.engines.server_client import ServerClient

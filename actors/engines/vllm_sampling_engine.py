@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from actors.cluster.connect import gpus_of_engines
+from actors.cluster.capacity import gpus_of_engines
 from actors.cluster.placement import gpus_per_rank
 from actors.engines.sampling_engine import started_for_service
 from actors.engines.served_sampling import ABORT_AGAIN_S, GIVE_UP_S, MOST_AT_ONCE, MOST_CUTS

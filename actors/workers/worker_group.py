@@ -14,7 +14,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from actors.cluster.connect import connect, with_cluster_ranks
+from actors.cluster.capacity import with_cluster_ranks
+from actors.cluster.connect import connect
 from actors.cluster.placement import PlacementGroups, actor_options
 from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.model_folders import with_model_folders

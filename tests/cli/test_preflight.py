@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.cli import preflight
-from actors.cluster.connect import compute_capabilities_here
+from actors.cluster.capacity import compute_capabilities_here
 from slimefsdp.attention.backends import flash_attn_3
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError

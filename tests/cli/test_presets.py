@@ -9,7 +9,7 @@ import pytest
 
 from actors.cli import main as cli
 from actors.cli import preflight, ray_session
-from actors.cluster import connect
+from actors.cluster import capacity
 from slimefsdp.config import load_config
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import named_shapes
@@ -38,9 +38,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder as the current one, an empty cache, no hub, no GPU; nothing starts Ray."""
     monkeypatch.chdir(tmp_path)
     use_cache(monkeypatch, tmp_path / "cache")
-    for module, name in ((preflight, "has_nvidia_driver"), (connect, "has_nvidia_driver")):
+    for module, name in ((preflight, "has_nvidia_driver"), (capacity, "has_nvidia_driver")):
         monkeypatch.setattr(module, name, lambda: False)
-    monkeypatch.setattr(connect, "gpus_here", lambda: None)
+    monkeypatch.setattr(capacity, "gpus_here", lambda: None)
     monkeypatch.setattr(ray_session, "connect", lambda *_: pytest.fail("Ray was started"))
     return tmp_path
 

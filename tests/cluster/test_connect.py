@@ -13,16 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from actors.cluster import capacity
 from actors.cluster import connect as cluster_module
-from actors.cluster.connect import (
-    check_gpus,
-    check_machine,
-    connect,
-    gpus_here,
-    gpus_of_engines,
-    keep_token_private,
-    with_cluster_ranks,
-)
+from actors.cluster.capacity import check_gpus, check_machine, gpus_here, gpus_of_engines, with_cluster_ranks
+from actors.cluster.connect import connect, keep_token_private
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ResourceError
 from tests.support.refusals import refused
@@ -318,7 +312,7 @@ def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers()
 def test_too_few_gpus_of_this_machine_are_refused_with_both_numbers(
     gpus: int | None, sections: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(capacity, "gpus_here", lambda: gpus)
     settings = config(**sections)
     engines = gpus_of_engines(settings)
     if not is_refused:
