@@ -357,7 +357,7 @@ def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) 
     child = ChildServer([*command, "--port", str(port)], environment, tmp_path / "log", tmp_path)
     try:
         engine = ServedEngine(settings(make_config, rollout={"engine_urls": [f"http://127.0.0.1:{port}"]}), 0)
-        assert wait_until(lambda: not engine._client.has_ended())
+        assert wait_until(lambda: engine._client.answers(5.0))
         with refused(EngineError, "rollout.engine_urls", "VLLM_SERVER_DEV_MODE=1"):
             engine.info()
     finally:
