@@ -188,12 +188,11 @@ def test_solved_prompts_are_counted_with_those_among_the_answers_that_ended() ->
         [scored(1.0), scored(0.0), scored(0.0, finished=False), scored(2.0)],
         [scored(0.5, finished=False)] * 4,
     ]
-    found = solved_metrics(groups, (1, 2), 1.0, "eval/")
+    found = solved_metrics(groups, (1, 2), "eval/")
     assert found["eval/pass@1"] == 0.25 and found["eval/pass@2"] == pytest.approx((1 - 1 / 6) / 2)
     assert found["eval/finished"] == 3 / 8 and found["eval/solved_of_finished"] == 2 / 3
     assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
     share = share_of([0.5, 0.0], 4)
     assert (found["eval/pass@1_low"], found["eval/pass@1_high"]) == (share.low, share.high)
-    assert solved_metrics(groups, (1,), 0.5, "")["pass@1"] == 0.75
-    assert "solved_of_finished" not in solved_metrics([groups[1]], (1,), 1.0, "")
-    assert solved_metrics(groups, (), 1.0, "") == solved_metrics([], (1,), 1.0, "") == {}
+    assert "solved_of_finished" not in solved_metrics([groups[1]], (1,), "")
+    assert solved_metrics(groups, (), "") == solved_metrics([], (1,), "") == {}
