@@ -159,8 +159,8 @@ def test_log_probs_of_every_turn_are_the_trainers_in_the_whole_episode(collector
 
 
 def test_episodes_repeat_and_those_of_a_group_begin_alike(collector: Any) -> None:
-    first, _ = collector("Talks", workers=1)[1].collect(3, None, {})
-    again, _ = collector("Talks", workers=2)[1].collect(3, None, {})
+    first, _ = collector("Talks", rollout={"reward_workers": 1})[1].collect(3, None, {})
+    again, _ = collector("Talks", rollout={"reward_workers": 2})[1].collect(3, None, {})
     assert first.same_as(again)
     prompts = [first.tokens[start : start + 12].tolist() for start in first.token_offsets[:-1]]
     for group in range(NUM_PROMPTS):
