@@ -1,4 +1,4 @@
-"""How many processes and GPUs a run takes, and whether this machine or the cluster has them."""
+"""Computes how many processes and GPUs a run needs, and checks that this machine or the cluster has them."""
 
 from __future__ import annotations
 
