@@ -173,17 +173,21 @@ class CallLock:
 
 @dataclass(frozen=True, slots=True)
 class JobCheckpoint:
-    """Makes a save or a load that of a whole job: the actor's, with its critic and its reference group as parts.
+    """Identifies a save of a driver, and says which part of a job's checkpoint a group writes or reads.
 
-    A driver gives it to the calls of each group. A Trainer that is saved by itself has none.
+    The checkpoint of a job is the actor's, with its critic and its reference group as parts. A driver gives this to the
+    calls of each group; the caller of a Trainer need not.
 
     Args:
-        save_id: of the save, under which its manifests are recorded; of a load: the save that it demands, None: any.
-        parts: of an actor's save: the folders that the other groups have written.
+        save_id: recorded in the manifests of a save; a load accepts only the checkpoint of this save, None: any.
+        parts: for an actor's save: the folders of the parts, which the other groups have written.
+        is_part: whether the group writes or reads its part of the job's checkpoint. A critic that is saved by itself
+            has checkpoints of its own.
     """
 
     save_id: str | None = None
     parts: tuple[str, ...] = ()
+    is_part: bool = False
 
 
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {

@@ -328,7 +328,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         """
         job = request.arguments.get("job") or JobCheckpoint(uuid.uuid4().hex)
         request = request.having(job=replace(job, parts=tuple(PARTS[group.role] for group in others)))
-        of_part = {**request.arguments, "loop_state": None}
+        of_part = {**request.arguments, "loop_state": None, "job": replace(job, is_part=True)}
         if self.config.checkpoint.async_save:  # it may still be taking in parts, or be of the same step
             finishing = self._begin(RankRequest("finish_save"))
             if _failed([finishing]):
@@ -347,7 +347,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         if _failed([load]):
             return load
         step = self._begin(RankRequest("restored")).result().step
-        of_part = {**request.arguments, "step": step, "job": JobCheckpoint()}
+        of_part = {**request.arguments, "step": step, "job": JobCheckpoint(is_part=True)}
         return _failed([group._begin(RankRequest("load", of_part)) for group in others]) or load
 
     def _begin(self, request: RankRequest) -> CallFuture:

@@ -320,7 +320,7 @@ class Checkpoints:
     def _store(self, name: str | None, job: JobCheckpoint | None) -> CheckpointStore:
         if self._config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        if job is not None and self._role != "actor":
+        if job is not None and job.is_part:
             return CheckpointStore.of_job(self._config.run.dir, self._role, name)
         store = CheckpointStore.of_run(self._config.run.dir, self._role, self._adapter)
         return store if name is None else store.named(name)

@@ -84,7 +84,7 @@ def plain_run(config: RunConfig, records: list[dict[str, Any]]) -> tuple[list[fl
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = plain_model(config.model.path, torch.float64)
     optim = config.optim
-    optimizer = torch.optim.SGD(model.parameters(), optim.lr, momentum=optim.betas[0])
+    optimizer = torch.optim.SGD(model.parameters(), optim.lr, momentum=optim.momentum)
     order = PromptStream(records, config.run.seed).take(EPOCHS * RECORDS)
     losses = []
     with KeepFloat64():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ class Job:
     def save(self, step: int, save_id: str) -> None:
         job = JobCheckpoint(save_id, tuple(PARTS.values()))
         self.trainers["actor"].finish_save()
-        for trainer in self.trainers.values():
-            trainer.save(step, {"cursor": step}, job=job)
+        for role, trainer in self.trainers.items():
+            trainer.save(step, {"cursor": step}, job=replace(job, is_part=role != "actor"))
 
     def load(self, step: int, save_id: str | None = None) -> None:
         assert self.trainers["actor"].load(step, job=JobCheckpoint(save_id)) == {"cursor": step}
         for role in ("critic", "ref"):
-            self.trainers[role].load(step, job=JobCheckpoint())
+            self.trainers[role].load(step, job=JobCheckpoint(is_part=True))
 
     def train(self, batch: RolloutBatch) -> None:
         for role in ("critic", "actor"):
@@ -73,10 +74,15 @@ def saved_and_loaded(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[
         job.train(batch)
         assert job.state() == trained[step]
     wrong = error_of(lambda: job.trainers["actor"].load(1, job=JobCheckpoint("save 2")))
+    critic = job.trainers["critic"]
+    critic.save(5, job=JobCheckpoint("of the critic alone"))
+    critic.train_step(batch)
+    critic.load(5)
     missing = error_of(lambda: job.trainers["actor"].save(7, job=JobCheckpoint("x", ("critic",))))
     return {
         "are equal": loaded == [states[2], states[0], states[1]],
         "moved": [len(set(map(repr, of_role))) for of_role in zip(*states, strict=True)],
+        "critic": job.state()[0] == trained[1][0],
         "errors": (wrong, missing or error_of(job.trainers["actor"].finish_save)),
     }
 
@@ -90,9 +96,10 @@ def test_policy_critic_and_reference_come_back_together(
         reference={"placement": "group"}, checkpoint={"async_save": async_save, "keep_last": 3},
     )  # fmt: skip
     for found in ranks.run(2, saved_and_loaded, config, critic_batch()):
-        assert found["are equal"] and found["moved"] == [3, 2, 3, 3, 3]
+        assert found["are equal"] and found["critic"] and found["moved"] == [3, 2, 3, 3, 3]
         assert all(isinstance(error, CheckpointError) for error in found["errors"])
     store = CheckpointStore.of_run(tmp_path)
+    assert CheckpointStore.of_run(tmp_path, "critic").steps() == [5]
     assert store.steps() == [0, 1, 2]
     assert all(store.verify(store.path_of(step)).parts == ("critic", "reference") for step in store.steps())
     assert not list(store.root.glob(".part_*")) and not list(store.root.glob(".tmp_*"))
