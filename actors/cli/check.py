@@ -46,8 +46,7 @@ _TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.r
 def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
     """Prints what was found, with settings a verdict in the end.
 
-    Settings with data.train are those of `slimefsdp train`, and it must take them as they are; others are those of a
-    loop of one's own.
+    Settings with data.train are checked as `slimefsdp train` would check them, others as those of your own loop.
 
     Raises:
         SlimeError: as `check_before_launch`. ResourceError: more processes than this machine takes, or, once all is

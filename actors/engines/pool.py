@@ -105,7 +105,7 @@ class EnginePool(EndsWithBlock):
         They hold no weights yet.
 
         Args:
-            indices: of them; None: all.
+            indices: the engines to restart; None: all.
 
         Raises:
             ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.
@@ -113,7 +113,7 @@ class EnginePool(EndsWithBlock):
         self._processes.relaunch(indices)
 
     def dead(self) -> list[int]:
-        """Returns the indices of engines that are of no more use, once they have done what they were asked before."""
+        """Waits for the earlier requests of all engines; returns the indices of those that are dead."""
         return self._processes.dead()
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:

@@ -122,7 +122,7 @@ class EngineProcesses:
         They hold no weights yet.
 
         Args:
-            indices: of them; None: all.
+            indices: the engines to restart; None: all.
 
         Raises:
             ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.

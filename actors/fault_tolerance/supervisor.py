@@ -174,7 +174,7 @@ class Supervisor:
             )
 
     def _require_group(self) -> None:
-        """Raises what the job has ended with; replaces a group whose ranks are about to end."""
+        """Raises the error that ended the job; replaces ranks first that are known to be ending."""
         if self._final is not None:
             raise self._final.with_traceback(None)  # else it keeps what all who met it held
         if self._doomed is not None:

@@ -88,7 +88,7 @@ def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLU
     """Reads the records of a JSONL file in file order; skips blank lines, and keeps other keys unchanged.
 
     Args:
-        field: the setting that named the file, e.g. `rollout.prompts`.
+        field: the setting that named the file, e.g. `data.train`.
         columns: the names that `prompt` and `answer` have in the file.
 
     Raises:

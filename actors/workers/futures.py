@@ -383,7 +383,7 @@ class CallQueue:
     """Gives calls to one set of actors, all in one order, whichever threads make them.
 
     Args:
-        dispatcher: of another set, with whose calls these keep one order.
+        dispatcher: shared with another set of actors, so that the calls of both sets start in one order.
     """
 
     def __init__(self, dispatcher: Dispatcher | None = None) -> None:

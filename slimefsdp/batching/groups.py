@@ -140,7 +140,7 @@ class PrefixGroups:
         return Groups(self._samples, np.diff(bounds), self._sizes(first, bounds[1:]), costs)
 
     def _sizes(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Returns the tokens of ranges of samples, or their predictions if these are more."""
+        """Returns the size of each range of samples: its tokens or its predictions, whichever are more."""
         return np.maximum(self._new[high] - self._new[low] + self._shared[low], self._pairs[high] - self._pairs[low])
 
     def _parted(self, low: int, high: int, limit: int, starts: list[int]) -> list[tuple[int, int]]:

@@ -155,7 +155,7 @@ def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def _config_with_dtype(config: dict[str, Any], written: Sequence[TensorSpec]) -> dict[str, Any]:
-    """`config` stating a dtype that holds every tensor, under the key it uses: `torch_dtype` before transformers 4.56,
+    """Returns `config` with the dtype that holds every tensor, under its key: `torch_dtype` before transformers 4.56,
     `dtype` since."""
     dtype: torch.dtype | None = None
     for spec in written:

@@ -76,7 +76,7 @@ def write_peft_folder(
 
 
 def _laid_out(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """A matrix as peft has it, without the rows of A, or columns of B, that are room for a larger rank."""
+    """Returns a matrix in peft's layout, cut to the adapter's rank: adapters are stored padded to lora.rank."""
     is_a = name.endswith("lora_A")
     tensor = tensor[..., :rank, :] if is_a else tensor[..., :rank]
     if tensor.ndim == 3:
@@ -100,7 +100,7 @@ def _adapted(name: str) -> tuple[str, str]:
 
 
 def _places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Names of matrices -> peft's module, and A or B."""
+    """Returns, for the name of each matrix, its module in peft and whether it is A or B."""
     found = {name: _adapted(name) for name in names}
     stacks = dict.fromkeys(of for name, (of, _) in found.items() if not name.startswith(f"{of}."))
     inside = stack_modules(stacks)

@@ -73,7 +73,7 @@ class _Rows:
     stop: int
 
     def read(self, file: BinaryIO, tensor: ShardedTensor) -> None:
-        """Fills these rows of a share that has all of them."""
+        """Reads these rows into a tensor whose local shard contains all of them."""
         begin, end = self.start - tensor.start, self.stop - tensor.start
         # a 0-d tensor has no rows to slice
         target = tensor.local[begin:end] if tensor.global_shape else tensor.local

@@ -137,10 +137,10 @@ class CheckpointStore:
         return temporary
 
     def lock(self) -> None:
-        """Makes this process the one that writes here, until it ends.
+        """Locks the store for this process until it ends.
 
         Raises:
-            CheckpointError: another process is, or the folder cannot be written.
+            CheckpointError: another process has the lock, or the folder cannot be written.
         """
         FolderLock(self.root).acquire()
 

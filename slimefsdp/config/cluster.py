@@ -41,14 +41,13 @@ class ClusterSettings(Settings):
         120.0,
         gt=0,
         le=LONGEST_S,
-        description="after SIGTERM or SIGINT, for the end of the step and a checkpoint; then `train` ends without one. "
-        "Where the run has to go on to a later step, each has as long",
+        description="after SIGTERM or SIGINT, for the end of the step and a checkpoint; then `train` ends without one",
     )
     max_restarts: int = Field(
         10,
         ge=0,
-        description="how often a run replaces lost ranks and goes on from its newest checkpoint, and how often lost "
-        "engines, counted each for itself; 0: a loss ends it; read where checkpoint.interval_steps is set",
+        description="how often lost ranks are replaced, and how often lost engines, which are counted apart; 0: a loss "
+        "ends the run. `train` replaces ranks where checkpoint.interval_steps is set",
     )
 
     @model_validator(mode="after")

@@ -152,7 +152,7 @@ class DataSettings(Settings):
 
     @property
     def heldout_sets(self) -> dict[str, Path]:
-        """Name of each held-out set -> its path or id; the name of the only one of data.heldout=PATH is empty."""
+        """Returns the path or id of each held-out set by its name; data.heldout=PATH is one set with an empty name."""
         if self.heldout is None:
             return {}
         return {"": self.heldout} if isinstance(self.heldout, Path) else self.heldout

@@ -249,7 +249,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _name(part: str) -> str:
-    """A part of a setting's name, which may be anything that somebody typed."""
+    """Returns a part of a typed name in printable form, shortened to 60 characters."""
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 

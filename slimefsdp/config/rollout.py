@@ -30,7 +30,7 @@ folder, or in memory that processes of one machine share."""
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """What the settings have to know of a kind of rollout server, which has an environment of its own.
+    """Describes a kind of rollout server to the settings.
 
     Args:
         dialect: the class that knows how to speak to it, as `module:Class`.
@@ -364,7 +364,7 @@ class RolloutSettings(Settings):
 
     @model_validator(mode="after")
     def check_limits_of_sampling(self) -> RolloutSettings:
-        """Log-probs that servers give under such limits are not known to be over all tokens, as the trainer's are."""
+        """Refuses top_p, top_k and min_p with a server, whose log-probs may be over the remaining tokens only."""
         for name in ("top_p", "top_k", "min_p"):
             value = getattr(self, name)
             if self.engine in SERVERS and value != type(self).model_fields[name].default:

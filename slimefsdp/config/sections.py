@@ -220,8 +220,8 @@ class LoraSettings(Settings):
     )
     sync: Literal["merged", "adapters"] = Field(
         "merged",
-        description="what a weight update sends to engines: the weights with adapters added, or after a first one "
-        "adapters alone, to engines which then compute W x and B A x apart as the trainer does",
+        description="what a weight update sends to engines. merged: weights with the adapters added; adapters: the base "
+        "weights once and then adapters alone, with which engines compute W x + B A x as the trainer does",
     )
     path: PathOrIdSetting | None = Field(
         None,
@@ -249,7 +249,7 @@ class LoraSettings(Settings):
 
 
 class PlacedSettings(Settings):
-    """A model besides the policy: where it is."""
+    """Says where a reference or a critic runs."""
 
     placement: Literal["colocated", "group"] = Field(
         "colocated", description="in the actor's processes, or a worker group of its own"
@@ -376,7 +376,7 @@ class FsdpSettings(Settings):
         None, description="classes of modules that are units; null: decoder layers and an untied embedding"
     )
     wrap_min_parameters: PositiveInt | None = Field(
-        None, description="instead: modules with so many parameters that are in no smaller unit"
+        None, description="instead of wrap_layers: units are the smallest modules with at least so many parameters"
     )
     prefetch_layers: Annotated[int | Literal["auto"], BeforeValidator(_whole_number_or_auto)] = Field(
         "auto",

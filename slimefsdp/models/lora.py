@@ -339,7 +339,7 @@ def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
 
 
 def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
-    """Checks that the model has the stacks of experts of the folder's adapters, and the folder all that it selects."""
+    """Checks that every adapted stack of experts is in the model, and that every selected stack has an adapter."""
     in_model = {name: module for name, module in model.hf.named_modules() if stacks_of(module)}
     in_folder = folder.stacks
     for owner in sorted(in_folder.keys() | in_model.keys()):

@@ -199,7 +199,7 @@ def _with_local_folders(config: TrainerConfig, group: dist.ProcessGroup) -> Trai
 def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
     """Collective: returns the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
 
-    Where rank 0 reads, the others know what is in the folder, and have none of its files.
+    Where rank 0 reads, the other ranks know which tensors are in the folder, and read no files.
 
     Raises:
         ModelError: it is malformed, or of an architecture that cannot be trained here.

@@ -390,10 +390,10 @@ def export_adapters(
 
 
 def _require_reference_of_launch(info: dict[str, Any], file: Path) -> None:
-    """Checks that a checkpoint without the part of a reference group needs none.
+    """Refuses a checkpoint without the part of a reference group if its reference had been updated.
 
     Raises:
-        CheckpointError: the reference had been updated, and an earlier version of this program kept it nowhere.
+        CheckpointError: it had been; earlier versions of this program did not save such a reference.
     """
     saved = info.get("config", {}).get("reference", {})
     if saved.get("placement") != "group" or saved.get("update_interval_steps") is not None:

@@ -181,7 +181,7 @@ def test_an_environment_that_fails_ends_the_run_or_leaves_its_group_out(
         for step in range(3):
             breaks.collect(step, None, {})
     assert str(caught.value.call).startswith("step")
-    skips = collector("Talks", arguments={"told": told}, failure="skip")[1]
+    skips = collector("Talks", {"reward_failure": "skip"}, arguments={"told": told})[1]
     whole = collector("Talks")[1]
     lost = 0.0
     for step in range(3):

@@ -17,6 +17,7 @@ from tinker import types
 
 from actors.service import tinker_pb2
 from actors.service.datums import work_of
+from actors.service.limits import LIMITS
 from slimefsdp.errors import BatchError, SlimeError
 from tests.support.service import Served, datum, log_probs_of, message, tokens_of
 
@@ -128,7 +129,7 @@ def test_what_comes_over_the_wire_and_cannot_be_is_answered_at_once_and_moves_no
         "sampling_session_id": f"{session}:sample:9", "seq_id": 0, "sampling_params": {},
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]},
     }  # fmt: skip
-    bomb = zstandard.ZstdCompressor().compress(bytes(2**26))
+    bomb = zstandard.ZstdCompressor().compress(bytes(LIMITS.body_bytes + 1))
     nothing, other = {"X-API-Key": ""}, {"X-API-Key": served.other_key}
     state = training.save_state("mine").result().path
     weights = training.save_weights_for_sampler("mine").result().path
@@ -152,7 +153,7 @@ def test_what_comes_over_the_wire_and_cannot_be_is_answered_at_once_and_moves_no
         ("forward_backward", {"model_id": model}, {}, 415),
         ("forward_backward", message("nobody:train:0").SerializeToString(), {}, 404),
         ("forward_backward", message(model, 10**6).SerializeToString(), {}, 400),
-        ("forward_backward", bytes(2**20 + 1), {}, 413),
+        ("forward_backward", bytes(LIMITS.body_bytes + 1), {}, 413),
         ("forward_backward", bomb, {"content-encoding": "zstd"}, 413),
         ("forward_backward", b"no zstd", {"content-encoding": "zstd"}, 400),
         ("forward_backward", b"", {"content-encoding": "br"}, 415),

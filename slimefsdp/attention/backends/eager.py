@@ -134,7 +134,7 @@ def _keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Holds some queries and the keys that they may see: of one segment, or [pieces, ..] of several."""
+    """Holds queries and the keys that they may see, of one segment, or of several stacked as [pieces, ..]."""
 
     queries: Rows
     keys: Rows
