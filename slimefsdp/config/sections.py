@@ -220,8 +220,8 @@ class LoraSettings(Settings):
     )
     sync: Literal["merged", "adapters"] = Field(
         "merged",
-        description="what a weight update sends to engines. merged: weights with the adapters added; adapters: the base "
-        "weights once and then adapters alone, with which engines compute W x + B A x as the trainer does",
+        description="what a weight update sends to engines. merged: weights with the adapters added; adapters: the "
+        "base weights once and then adapters alone, with which engines compute W x + B A x as the trainer does",
     )
     path: PathOrIdSetting | None = Field(
         None,
