@@ -36,12 +36,8 @@ SPREADS: dict[str, dict[str, Any]] = {
         "optim": {"max_grad_norm": 0.01},
     },
     "summed once": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
-    "whole on every rank, original": {
-        "mesh": {"dp": 2},
-        "fsdp": {"sharding": "replicate"},
-        "optim": {"adjust_lr_fn": "original", "nesterov": False, "ns_steps": 3},
-    },
-    "on the host, foreach": {
+    "whole on every rank": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
+    "on the host": {
         "mesh": {"dp": 2},
         "fsdp": {"cpu_offload": True},
         "optim": {"momentum": 0.5},
