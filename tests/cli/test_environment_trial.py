@@ -93,10 +93,10 @@ def test_a_chat_template_that_writes_no_tools_is_found_before_a_run_starts(examp
 
 @pytest.fixture
 def config(example: Path, tmp_path: Path) -> Any:
-    def made(how: str, **environment: Any) -> RunConfig:
+    def made(how: str, reward_timeout_s: float = 60.0, **environment: Any) -> RunConfig:
         tree = startable(example, tmp_path)
         del tree["rollout"]["reward"]
-        tree["rollout"]["environment"] = f"{HERE}:Begins"
+        tree["rollout"] |= {"environment": f"{HERE}:Begins", "reward_timeout_s": reward_timeout_s}
         tree["environment"] = {"arguments": {"how": how}, **environment}
         tree["evaluation"] = {"interval_steps": 1}
         return config_from_dict(tree)
@@ -159,7 +159,7 @@ def test_a_reward_function_that_hangs_or_ends_its_process_is_found_before_a_run_
 def test_an_environment_that_hangs_or_ends_its_process_costs_its_trial_alone(
     config: Any, how: str, timeout_s: float, words: str | None
 ) -> None:
-    found, prompts = config(how, timeout_s=timeout_s), Prompts([TRAIN, TRAIN], {"": [HELD, TRAIN]})
+    found, prompts = config(how, reward_timeout_s=timeout_s), Prompts([TRAIN, TRAIN], {"": [HELD, TRAIN]})
     if words is None:
         try_environment(found, prompts)
         return
