@@ -67,7 +67,7 @@ class Calls:
         if name is None:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_manifest(folder, step, {"loop_state": loop_state})
+        write_manifest(folder, step, {"loop_state": loop_state}, [])
         (folder / "weights").write_text(self.name)
 
     def export_adapter(self, folder: Path) -> None:
