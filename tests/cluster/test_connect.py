@@ -415,3 +415,25 @@ def test_the_launch_script_keeps_the_token_in_a_private_file_and_off_every_comma
     calls = (tmp_path / "home" / "calls").read_text()
     assert calls.count("--min-worker-port 20000 mode=token") == 2, "further options are those of ray start"
     assert calls.count("start --block") == 2 and calls.count("mode=token") == 4 and "secret" not in calls
+
+
+def test_ray_is_started_again_until_the_launchs_deadline(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def failing(problem: str) -> Any:
+        def start(**_: Any) -> None:
+            begun.append(problem)
+            raise Exception(problem)
+
+        return start
+
+    local = config(mesh={"device": "cpu"}, cluster={"launch_timeout_s": 0.2})
+    monkeypatch.setattr("ray.init", failing("The current node timed out during startup."))
+    with refused(ResourceError, "cluster.address", "cluster.launch_timeout_s=0.2"):
+        connect(local)
+    assert len(begun) > cluster_module.STARTS, "Ray's own deadline is no reason to give up before ours"
+    begun.clear()
+    monkeypatch.setattr("ray.init", failing("no room in /tmp"))
+    with refused(ResourceError, "cluster.address", "no room in /tmp"):
+        connect(config(mesh={"device": "cpu"}, cluster={"launch_timeout_s": 600.0}))
+    assert len(begun) == cluster_module.STARTS

@@ -15,6 +15,8 @@ from actors.rollout.prompts import Record
 from actors.rollout.sample_files import example_line, write_samples, write_step_samples
 from slimefsdp.errors import printable
 
+NASTY = "a\x1b[2Jb\0c\x85\u202ed\u2028e\ud800"
+
 
 def scored(reward: float, *, number: int = 0, finished: bool = True, text: str = "so") -> ScoredSample:
     return ScoredSample(
@@ -75,3 +77,15 @@ def test_samples_of_a_step_that_cannot_be_written_are_a_warning(tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="the run goes on"):
         write_step_samples(tmp_path / "file", 1, [])
+
+
+def test_what_acts_on_a_terminal_is_escaped_wherever_it_is_shown(tmp_path: Path) -> None:
+    record = Record({"prompt": f"p{NASTY}", "answer": f"a{NASTY}"}, "train.jsonl:1")
+    one = scored(1.0, text=f"r{NASTY}\nnext line")
+    write_step_samples(tmp_path, 7, [(record, [one], "")])
+    write_samples(tmp_path, "evaluation", [(record, [one])])
+    texts = [(tmp_path / name).read_text() for name in ("step_00000007.txt", "evaluation.txt")]
+    for text in [*texts, example_line(7, record, one)]:
+        assert printable(text) == text and text.count("\\x1b[2Jb\\x00c") >= 2
+    assert all("\n  next line\n" in text for text in texts)
+    assert "\n" not in example_line(7, record, one)

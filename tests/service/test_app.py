@@ -606,3 +606,42 @@ def test_a_sampler_gets_no_other_weights_that_were_saved_under_its_name(http: Te
     assert "not there any more" in sampled(first, 3)["error"] and isinstance(sampled(second, 1), bytes)
     body = {"model_id": run, "seq_id": 3, "path": "x"}
     assert "there are weights" in answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))["error"]
+
+
+def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_its_prompt(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = json.loads((untied / "config.json").read_text())["max_position_embeddings"]
+    batch = {"max_tokens_per_rank": 4 * positions}
+    config = config_from_dict(service_tree(untied, tmp_path, service={"model_name": "m"}, batch=batch))
+    engine, asked = Engine(2), list[SampleRequest]()
+    sample = engine.sample
+
+    async def sampled(request: SampleRequest) -> Any:
+        asked.append(request)
+        return await sample(request)
+
+    monkeypatch.setattr(engine, "sample", sampled)
+    with TestClient(make_app(Service(config, cast(Any, Group(tmp_path)), engine)), LOCAL) as http:
+        (model,) = http.get("/api/v1/get_server_capabilities").json()["supported_models"]
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        given = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "m"}
+        key = http.post("/api/v1/create_sampling_session", json=given).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}
+        body = {"sampling_session_id": key, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
+        assert isinstance(answer(http, http.post("/api/v1/asample", json=body)), bytes)
+    (request,) = asked
+    assert model["max_context_length"] == positions == request.params.max_new_tokens + 3
+
+
+def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherwise(
+    http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    path = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "a"}))["path"]
+    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    found = http.post("/api/v1/load_weights", json=load)  # under the number of a run that did not load it
+    assert found.status_code == 400 and "load_weights" in found.text and cast(Any, service._group).loaded == []
+    answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))
+    assert http.post("/api/v1/create_model", json={"session_id": session, **ASKED}).status_code == 410

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -304,3 +305,29 @@ def test_records_that_are_none_or_lead_elsewhere_are_passed_over_and_named(
     assert list(again.runs) == [run] and again.catalogue.get(path, ALL).name == "mine"
     said = capfd.readouterr().err
     assert [name for name in [*bad, "pipe.json"] if f"saved/{name} is no record" not in said] == []
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_of_what_starts_save_for_a_client_there_is_one_checkpoint_until_it_ends_its_run(
+    start: Start, says_so: bool
+) -> None:
+    http = client(start())
+    run = new_run(http)
+    posted(http, "save_weights", model_id=run, seq_id=1, path="update-1-request-1")  # a client may call it so
+    train(http, run, 2, 4)
+    for number in (6, 11, 16):  # each behind the newest checkpoint
+        service = start()
+        http = client(service)
+        listed = [one.name for one in service.catalogue.listed(ALL, run)]
+        assert listed == ["update-1-request-1", f"update-{service.runs[run].updates}-request-{number - 1}"]
+        named = {one.parent.name for one in service.config.run.dir.rglob("named/*/step_*")}
+        assert {one for one in named if one.startswith("update-")} == set(listed)
+        path = service.catalogue.listed(ALL, run)[-1].path
+        posted(http, "load_weights", model_id=run, seq_id=number, path=path, optimizer=True)
+        train(http, run, number + 1, number + 3)
+    if says_so:
+        posted(http, "unload_model", model_id=run)
+    else:  # it may come back for it
+        asyncio.run(service.end_session(service.runs[run].session, is_overdue=True))
+        service._run_table._threads.shutdown()
+    assert [one.name for one in service.catalogue.listed(ALL, run)] == listed[: 2 - says_so]

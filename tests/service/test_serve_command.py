@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -204,3 +205,15 @@ def test_a_killed_server_goes_on_from_checkpoints_bit_for_bit_and_says_what_was_
         for server in servers:
             with suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["supervised", "dense_reward"])
+def test_an_example_without_a_server_ends_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(ROOT / f"examples/tinker/{name}.py")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setattr(sys, "argv", [script, "a/model"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert isinstance(end.value.code, str) and url in end.value.code and "\n" not in end.value.code

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.service.results import Answer, Results
+from actors.service.results import Answer, Results, error_text, failure
 from actors.service.training_runs import TrainingRun
 from actors.workers.group_calls import AdapterHandle
 from slimefsdp.errors import BatchError, ResourceError, StateError
@@ -149,3 +149,22 @@ def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_a
     for one in (needed, *others):
         one.set({})
     assert (results.waiting, results.waiting_bytes) == (0, 0) and results.new("", 100)
+
+
+def test_what_a_client_is_told_has_no_path_of_the_servers_disk() -> None:
+    run = "session-0a1b.train.3"
+    saved = f"tinker://{run.replace('.', ':')}"
+    root = "/srv/team-a/runs"
+    for text, expected in (
+        (f"it is in {root}/adapters/{run}/checkpoints/named/ck", f"{saved}/weights/ck"),
+        (f"none in {root}/checkpoints/named/{run}.a.b (x)", f"{saved}/weights/a.b (x)"),
+        (f"[Errno 28]: '{root}/service/sampler_weights/{run}/w@17.25/a.part'", f"{saved}/sampler_weights/w'"),
+        (f"torn: {root}/adapters/{run}/checkpoints/global_step_2.", "global_step_2."),
+        (f"tokens/s and 1/2 of {saved}/weights/ck, {root}/model", f"tokens/s and 1/2 of {saved}/weights/ck, model"),
+        (f"[Errno 2] No such file: '{root}/a b/c.json'", "No such file: 'c.json'"),
+        (f"it cannot read file://{root}/c.json", "it cannot read c.json"),
+    ):
+        for error in (StateError(text, field="x", hint=f"look at {root}"), OSError(text)):
+            found = failure(error)["error"]
+            assert expected in found and "/srv" not in found and "team-a" not in found, found
+    assert "/srv/model" in error_text(StateError("this server has /srv/model", field="x"), "/srv/model")

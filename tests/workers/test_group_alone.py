@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from actors.cluster import ray_errors
+from actors.engines.pool import EnginePool
+from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers import futures, worker_group
 from actors.workers.group_calls import submit
 from actors.workers.worker_group import WorkerGroup
@@ -291,3 +293,13 @@ def test_a_coroutine_awaits_a_call_while_its_event_loop_goes_on() -> None:
             await bad
 
     asyncio.run(awaited())
+
+
+def test_a_block_ends_what_was_launched_whatever_is_raised_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (WorkerGroup, SupervisedGroup, EnginePool):
+        handle, ended = object.__new__(kind), list[Any]()
+        monkeypatch.setattr(kind, "shutdown", lambda own, ended=ended: ended.append(own))
+        with pytest.raises(KeyError), handle as inside:
+            assert inside is handle and not ended
+            raise KeyError
+        assert len(ended) == 1 and ended[0] is handle
