@@ -198,7 +198,7 @@ class Run:
 
 
 class RolloutLoop:
-    """One step: sample from the engines, reward, train policy and critic, send the policy's weights back.
+    """Runs a step: sample from the engines, reward, train policy and critic, send the policy's weights back.
 
     With rollout.placement=colocated the engines get the weights when they have their turn, before they sample; outside
     of `step` and `before_training` they sleep.

@@ -22,7 +22,7 @@ _OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One package, or Python itself, and the versions that this project supports."""
+    """Names a package, or Python itself, and the versions that this project supports."""
 
     name: str
     version: str | None  # None: not installed

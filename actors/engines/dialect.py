@@ -33,7 +33,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server that the run can use has said of itself."""
+    """Holds the answers of a usable server about itself."""
 
     version: str
     dtype: str
@@ -100,7 +100,7 @@ class WeightRoutes:
 
 
 class ServerDialect(ABC):
-    """One kind of server, for one run.
+    """Translates the calls of a run for a kind of server.
 
     Args:
         folder: of the model that the server serves.

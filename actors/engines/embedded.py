@@ -45,7 +45,7 @@ class _Call:
 
 
 class EmbeddedEngine(Engine):
-    """One engine process; a Ray actor. All of its calls are sampled together, in one thread."""
+    """Samples in a Ray actor of its own. All of its calls are sampled together, in one thread."""
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)

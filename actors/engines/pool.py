@@ -35,7 +35,7 @@ _MOST_IN_VAIN = 3  # rounds; of one an engine may have taken the requests before
 
 @dataclass(frozen=True, slots=True)
 class SampledResponse:
-    """One response to one prompt."""
+    """Holds a response to a prompt."""
 
     prompt: int  # the place of its prompt among those of the call
     number: int  # among the samples of that prompt

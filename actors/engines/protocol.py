@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+    """Holds a response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
 
     request: int  # its place among the requests of the call
     number: int  # among the samples of the request
@@ -70,7 +70,7 @@ class TensorInfo(NamedTuple):
 
 
 class EngineInfo(NamedTuple):
-    """What an engine says of itself before it is used."""
+    """Describes an engine to its pool before it is used."""
 
     name: str  # such as "vllm 0.32.0"
     vocab_size: int  # of its model

@@ -107,10 +107,10 @@ class ServedEngine(Engine):
     # ------------------------------------------------------------------ sampling
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """As `Engine`.
+        """Yields samples as they end; implements `Engine.generate`.
 
         Raises:
-            StateError, EngineError: as `Engine`. BatchError: a request that no server could do.
+            StateError, EngineError: as in `Engine`. BatchError: a request that no server could do.
             WorkerDied, WorkerHung: the server ended, or did not answer within cluster.call_timeout_s.
         """
         facts = self._known()
@@ -177,7 +177,7 @@ class ServedEngine(Engine):
         )  # fmt: skip
 
     def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """As `Engine`.
+        """Has the server receive a broadcast of tensors; implements `Engine.receive_broadcast`.
 
         Raises:
             StateError: no update was begun. SyncError: a tensor that was not announced, or what went wrong on the way.
@@ -300,7 +300,7 @@ class ServedEngine(Engine):
             self._asleep = frozenset(ENGINE_TAGS)
 
     def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
-        """As `Engine`.
+        """Takes the memory of these tags again; implements `Engine.wake_up`.
 
         Raises:
             SyncError: the server refused. WorkerDied: it is gone.

@@ -17,7 +17,7 @@ _ROUNDING = 1e-5  # by which a log-prob may be above 0
 
 @dataclass(slots=True)
 class PartialSample:
-    """What has been drawn of one sample so far."""
+    """Holds the tokens of a sample that were drawn so far."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

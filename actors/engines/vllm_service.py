@@ -38,7 +38,7 @@ _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts(ServerFacts):
-    """What a server that a service can sample with has said of itself."""
+    """Holds the answers about itself of a server that a service can sample with."""
 
     adapters: int  # that it has room for
     prompt_top_k: int  # likeliest tokens of a place in a prompt that it tells of at most

@@ -47,7 +47,7 @@ class Awaitable:
 
 
 class CallFuture(Awaitable):
-    """One call running on several actors.
+    """Waits for a call that runs on several actors.
 
     Args:
         refs: one per rank, in rank order.

@@ -23,7 +23,7 @@ EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
 
 class Loaded(NamedTuple):
-    """What a rank reports of the model that it has loaded."""
+    """Describes the model that a rank has loaded."""
 
     vocab_size: int
     sharding: str  # the level; what `auto` became

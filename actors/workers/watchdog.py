@@ -43,7 +43,7 @@ _REMOTE_DUMP_S = 10.0  # for another node to see to the same
 
 @dataclass(slots=True)
 class Cost:
-    """What watching has taken of this process."""
+    """Counts what watching costs this process."""
 
     seconds: float = 0.0
     questions: int = 0
@@ -109,7 +109,7 @@ def remote_class(kind: type[Watched]) -> Any:
 
 @dataclass(slots=True)
 class _Process:
-    """What is known of a watched process; times are of `time.monotonic`."""
+    """Holds the state of a watched process; times are of `time.monotonic`."""
 
     question: Any = None  # that has no answer yet; one at a time, since one thread answers
     asked: float = 0.0
@@ -125,7 +125,7 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long processes may take, in seconds."""
+    """Holds how long processes may take, in seconds."""
 
     ping_s: float  # to answer
     hang_s: float  # from tick to tick

@@ -35,7 +35,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: its name, size in bytes and sha256 in hex. Of a part only the manifest is listed."""
+    """Describes a file of a checkpoint: name, size in bytes, sha256 in hex. Of a part only the manifest is listed."""
 
     name: str
     bytes: int
@@ -44,7 +44,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a committed checkpoint says it holds; `info` is the caller's JSON."""
+    """Lists the content of a committed checkpoint; `info` is the caller's JSON."""
 
     step: int
     info: dict[str, Any]

@@ -22,7 +22,7 @@ from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, CONFIG_FILE, T
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What a folder says of its adapters."""
+    """Describes the adapters of a folder."""
 
     rank: int  # there may be room for more in the matrices, which is not written
     alpha: float

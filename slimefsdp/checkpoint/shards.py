@@ -51,7 +51,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What one rank's index says about one tensor."""
+    """Locates the rows of a tensor that a rank has written."""
 
     dtype: str
     global_shape: tuple[int, ...]

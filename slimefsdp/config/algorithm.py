@@ -51,7 +51,7 @@ def _choices(table: Iterable[str]) -> str:
 
 
 class AdvantageSettings(Settings):
-    """How rewards become advantages; computed once for a whole rollout batch."""
+    """Chooses how rewards become advantages, which are computed once for a whole rollout batch."""
 
     estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS, "loss.policy", POLICY_LOSSES))] | None = Field(
         None, description=f"{_choices(ESTIMATORS)}; null: grpo, or gae under algorithm=ppo"

@@ -32,7 +32,7 @@ def _count_or_share(value: Any) -> Any:
 
 
 class _OptimSettings(Settings):
-    """What all optimisers have; counted in optimiser updates, not rollouts."""
+    """Holds what all optimisers have; lengths are counted in optimiser updates, not in rollouts."""
 
     section: ClassVar[str] = "optim"
 

@@ -135,7 +135,7 @@ class CurriculumStage(Settings):
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """What `rollout.curriculum` allows in a step."""
+    """Holds the limits that `rollout.curriculum` sets in a step."""
 
     stage: int  # counted from 1
     prompt_tokens: int | None  # of the prompts that are drawn; None: all
@@ -144,7 +144,7 @@ class LengthLimits:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are sampled, for training or in evaluations."""
+    """Says how responses are sampled, for training or in evaluations."""
 
     temperature: float
     max_new_tokens: int

@@ -48,14 +48,14 @@ class RunConfig(TrainerConfig):
         return self.cluster.call_timeout_s
 
     def with_ranks(self, ranks: int) -> Self:
-        """As `TrainerConfig.with_ranks`. Raises ConfigError, too, for fewer ranks than there are colocated engines."""
+        """Extends `TrainerConfig.with_ranks`: fewer ranks than colocated engines are a ConfigError, too."""
         made = super().with_ranks(ranks)
         if problem := made._surplus_engines():
             raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
         return made
 
     def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
-        """As `TrainerConfig.with_adapters`. Raises ConfigError, too, if engines cannot be sent such adapters."""
+        """Extends `TrainerConfig.with_adapters`: adapters that engines cannot take are a ConfigError, too."""
         made = super().with_adapters(rank, alpha, targets)
         if wrong := made._why_no_engine_takes_adapters():
             raise ConfigError(wrong[0], field="lora.sync", hint=wrong[1])

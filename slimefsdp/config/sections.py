@@ -71,7 +71,7 @@ def _profile_details(value: Any) -> tuple[str, ...]:
 
 
 def _count_or_auto(value: Any) -> Any:
-    """One answer for what would otherwise be refused twice, as a number and as a word."""
+    """Refuses a wrong value once; a union of types would refuse it as a number and as a word."""
     if value != "auto" and type(value) is not int:
         raise broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
     if value != "auto" and value < 1:
@@ -91,7 +91,7 @@ def _switch_or_name(value: Any) -> Any:
 
 
 class RunSettings(Settings):
-    """What one run is and where it leaves its files."""
+    """Sets how long a run is and where it leaves its files."""
 
     dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
     steps: PositiveInt | None = Field(
@@ -307,7 +307,7 @@ class MeshSettings(Settings):
 
 
 class AttentionSettings(Settings):
-    """How attention is computed, and how the cp ranks share it."""
+    """Chooses how attention is computed, and how the cp ranks share it."""
 
     strategy: Literal["auto", "ring", "ulysses", "all_gather", "ring_flash_attn"] = Field(
         "auto",
@@ -362,7 +362,7 @@ class PrecisionSettings(Settings):
 
 
 class FsdpSettings(Settings):
-    """How parameters, gradients and optimiser state are spread over ranks and host memory."""
+    """Chooses how parameters, gradients and optimiser state are spread over ranks and host memory."""
 
     sharding: Literal["full", "keep_parameters", "optimizer", "replicate", "auto"] = Field(
         "full",
@@ -435,7 +435,7 @@ class CheckpointSettings(Settings):
 
 
 class ProfileSettings(Settings):
-    """Where the time of single updates goes, and what speed is measured against."""
+    """Chooses the updates to profile, and the rate that speed is measured against."""
 
     updates: Annotated[tuple[int, ...], BeforeValidator(_update_numbers)] | None = Field(
         None,

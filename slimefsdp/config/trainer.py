@@ -70,7 +70,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def collective_timeout_s(self) -> float:
-        """How long a collective may wait for the other ranks."""
+        """Returns how many seconds a collective may wait for the other ranks."""
         return 3600.0
 
     @property

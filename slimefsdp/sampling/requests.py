@@ -25,7 +25,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
+    """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
     tokens: list[int]
     log_probs: list[float]  # as `SamplingParams.tempered` says

@@ -32,7 +32,7 @@ _LARGEST_WORD = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
+    """Holds a sampled response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
     tokens: list[int]
     log_probs: list[float]  # as `SamplingParams.tempered` says; float32, or float64 if the model is

@@ -150,7 +150,7 @@ def make_deterministic() -> None:
 
 
 class RoleModel(NamedTuple):
-    """What the model of a role is built from; every folder is read once."""
+    """Holds what the model of a role is built from, so that every folder is read once."""
 
     config: TrainerConfig  # with a local folder for each model, and the rank, alpha and targets of the adapters
     folder: ModelFolder

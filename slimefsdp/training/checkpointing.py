@@ -68,7 +68,7 @@ _VERSIONS = {
 
 
 class Checkpoints:
-    """One rank's checkpoints under `run.dir`; every rank makes the same calls.
+    """Saves and loads the checkpoints of a Trainer under `run.dir`; every rank makes the same calls.
 
     With `checkpoint.async_save`, `save` returns at once: before the state changes, the caller waits until it is copied
     (`wait_for_copy`), and the next call for the rest.
