@@ -32,11 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import Check, Finding
-from benchmarks.gpu.step import matrix_tflops
+from benchmarks.gpu.step import draw, matrix_tflops
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import start_process_group_from_environment
@@ -104,7 +103,7 @@ def taken(folder: Path, device: torch.device, case: Case) -> Finding:
         "batch": {"max_tokens_per_rank": tokens},
     }
     config = config_from_dict({"algorithm": "sft", **settings})
-    with patch.object(build, "draw_weights", draw_on_the_device):
+    with patch.object(build, "draw_weights", lambda model, template, seed: draw(model)):
         trainer = Trainer(config, device=device)
     if not on_cpu:
         torch.cuda.reset_peak_memory_stats(device)
@@ -151,19 +150,6 @@ def samples(count: int, tokens: int, seed: int, on_cpu: bool) -> RolloutBatch:
     return RolloutBatch.from_samples(
         [{"tokens": rng.integers(3, vocab, tokens), "response_length": tokens - 1} for _ in range(count)]
     )
-
-
-@torch.no_grad()
-def draw_on_the_device(model: nn.Module, template: nn.Module, seed: int) -> None:
-    """Fills weights where they lie: norms with 1, everything else with normal values of deviation 0.02."""
-    del template
-    torch.manual_seed(seed)
-    for parameter in model.parameters():
-        local = getattr(parameter, "_local_tensor", parameter)
-        if parameter.ndim == 1:
-            local.fill_(1)
-        else:
-            local.normal_(std=0.02)
 
 
 if __name__ == "__main__":
