@@ -24,8 +24,7 @@ from benchmarks.record import environment
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.batching.cp_sharding import hybrid_layout, layout_time, sent_rows, zigzag_layout
 from slimefsdp.batching.plan import PackLimits, plan_batch
-from slimefsdp.estimate.lengths import sample_lengths
-from slimefsdp.estimate.schedule import measure_schedule
+from slimefsdp.estimate.schedule import draw_lengths, measure_schedule
 from slimefsdp.estimate.setup import MeshShape, TrainingSetup
 from slimefsdp.model_spec import ModelSpec
 
@@ -54,7 +53,7 @@ def balance(lengths: str, max_tokens_per_rank: int, model_spec: ModelSpec) -> di
     """The worst of all seeds; against a layout that cuts everything also the mean of what is sent and of the time."""
     figures: list[dict[str, float]] = []
     for seed in range(SEEDS):
-        drawn = sample_lengths(lengths, SAMPLES, seed=seed)
+        drawn = draw_lengths(lengths, SAMPLES, seed=seed)
         cost = CostModel.of_model(model_spec)
         plan = plan_batch(drawn, PackLimits(MESH.dp, max_tokens_per_rank * MESH.cp, MESH.cp, cost))
         setup = TrainingSetup(model_spec, MESH)
@@ -72,7 +71,7 @@ def balance(lengths: str, max_tokens_per_rank: int, model_spec: ModelSpec) -> di
                 "data_ranks_in_every_micro_batch": imbalance.micro_batches,
             }
         )
-    sent, estimated = against_zigzag(sample_lengths(lengths, SAMPLES), max_tokens_per_rank, model_spec)
+    sent, estimated = against_zigzag(draw_lengths(lengths, SAMPLES), max_tokens_per_rank, model_spec)
     return {
         "lengths": lengths,
         "max_tokens_per_rank": max_tokens_per_rank,
@@ -114,7 +113,7 @@ def growth() -> dict[str, Any]:
     """
     rows = []
     for samples in (1_000, 10_000, 100_000, 1_000_000):
-        drawn = sample_lengths("lognormal(1500, 0.8, 16, 16384)", samples)
+        drawn = draw_lengths("lognormal(1500, 0.8, 16, 16384)", samples)
         plan = plan_batch(drawn, PackLimits(RANKS, CAP))
         fullest = max(int(drawn[pack].sum()) for packs in plan.updates[0] for pack in packs if len(pack))
         assert fullest <= CAP, f"a pack of {fullest} tokens"
@@ -133,9 +132,9 @@ def growth() -> dict[str, Any]:
 
 def speed() -> dict[str, float]:
     """CPU time of planning a million samples for 1,024 data ranks, and of laying out one pack."""
-    million = sample_lengths("lognormal(1500, 0.8, 16, 16384)", 1_000_000)
-    short = [0, *accumulate(sample_lengths("uniform(16, 128)", 1000).tolist())]
-    mixed = [0, *accumulate(sample_lengths("lognormal(1500, 1.0, 16, 32768)", 44).tolist())]
+    million = draw_lengths("lognormal(1500, 0.8, 16, 16384)", 1_000_000)
+    short = [0, *accumulate(draw_lengths("uniform(16, 128)", 1000).tolist())]
+    mixed = [0, *accumulate(draw_lengths("lognormal(1500, 1.0, 16, 32768)", 44).tolist())]
     return {
         "plan_1m_samples_1024_ranks_s": round(cpu_seconds(lambda: plan_batch(million, PackLimits(1024, 16_384)), 3), 2),
         "plan_1m_samples_1024_ranks_cp_8_s": round(

@@ -10,26 +10,16 @@ import errno
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import slimefsdp
-from actors.cli.arguments import (
-    Address,
-    AllowWithoutToken,
-    AsJson,
-    Config,
-    Overrides,
-    WrongValue,
-    one_of,
-    path,
-    path_as_written,
-)
-from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable, short_repr
 from slimefsdp.estimate.hardware import DEVICES
+from slimefsdp.io.user_files import NoPath, path_of
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST = 1000  # characters that are printed of one text
@@ -58,35 +48,35 @@ def run_typer(commands: typer.Typer, name: str, arguments: Sequence[str] | None 
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     shows_tracebacks = "--debug" in words
-    words = [word for word in words if word != "--debug"]  # any command takes it, at any place
+    words = [word for word in words if word != "--debug"]  # any command takes it, at any position
     command = typer.main.get_command(commands)
     if f"_{name.upper()}_COMPLETE" in os.environ:
         command.main(prog_name=name)  # answers the shell, and ends this process
     try:
-        # without `main`, which turns Ctrl-C and a closed pipe into exit statuses of its own
-        with command.make_context(name, words or ["--help"]) as context:
-            return int(command.invoke(context) or 0)
-    except typer.Exit as end:
-        return end.exit_code
+        try:
+            # without `main`, which turns Ctrl-C and a closed pipe into exit statuses of its own
+            with command.make_context(name, words or ["--help"]) as context:
+                return int(command.invoke(context) or 0)
+        except _USAGE_ERROR as error:
+            raise _as_config_error(error) from error
+        except OSError as error:
+            if error.errno not in _FULL_DISK:
+                raise
+            problem = f"{error.filename or 'a file'}: {error.strerror}"
+            hint = "make room there, or name another folder"
+            raise ResourceError(problem, field="run.dir", hint=hint) from error
     except SlimeError as error:
         if shows_tracebacks:
             raise
         return report(error)
-    except _USAGE_ERROR as error:
-        if shows_tracebacks:
-            raise _as_config_error(error, words) from error
-        return report(_as_config_error(error, words))
+    except typer.Exit as end:
+        return end.exit_code
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough; nothing may be flushed at exit either
+    except BrokenPipeError:  # the reader of the output has closed it; nothing may be flushed at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if shows_tracebacks or error.errno not in _FULL_DISK:
-            raise
-        problem = f"{error.filename or 'a file'}: {error.strerror}"
-        return report(ResourceError(problem, field="run.dir", hint="make room there, or name another folder"))
 
 
 def report(error: SlimeError) -> int:
@@ -105,58 +95,57 @@ def report(error: SlimeError) -> int:
 
 
 def _one_line(text: str) -> str:
-    """Returns a text on one line of bounded length: other libraries' messages have many, and values may be endless."""
-    text = printable(text)  # another library's may have been added to an error of ours
+    """Returns a text on one line of bounded length: messages of other libraries may have many lines or be endless."""
+    text = printable(text)  # a message of another library may have been added to an error of ours
     line = textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} .. {line[-_LONGEST // 4 :]}"
 
 
-def _as_config_error(error: Exception, words: Sequence[str]) -> ConfigError:
-    """Returns the typed error for what the parser refuses; it names the argument or option, and its value."""
+def _as_config_error(error: Exception) -> ConfigError:
+    """Returns what the parser refuses as a typed error that names the argument or option."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    option, command = getattr(error, "option_name", None), getattr(context, "command", None)
-    message: str = error.message  # type: ignore[attr-defined]
-    hint = (
-        getattr(error, "hint", None) or f"`{getattr(context, 'command_path', 'slimefsdp')} --help` says what it takes"
-    )
+    field = getattr(error, "option_name", None)
     if parameter is not None:
-        is_option = parameter.param_type_name == "option"
-        field = parameter.opts[0] if is_option else parameter.metavar or parameter.name
-        if not message:
-            message = f"{field} is missing"
-        elif isinstance(error, WrongValue):
-            message = f"{field}: {message}"
-        else:
-            message = f"{field}={_value_of(field, words)}: {message}"
-        return ConfigError(message, field=field, hint=hint)
-    if option is None:  # a word too many, or the name of a command that is missing or unknown
-        return ConfigError(message, field=getattr(command, "subcommand_metavar", None), hint=hint)
-    if near := [name for name in getattr(error, "possibilities", None) or () if name != "--help"]:
-        hint = f"did you mean {near[0]}?"
-    if any(one.name == "overrides" for one in getattr(command, "params", ())):
-        meant = _settings_like(option, words)
-        hint = f"settings are written without dashes: write {' or '.join(meant)}" if meant else hint
-    return ConfigError(message, field=option, hint=hint)
+        field = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar or parameter.name
+    elif field is None:  # the name of a command is missing or unknown, or there is a word too many
+        field = getattr(getattr(context, "command", None), "subcommand_metavar", None)
+    command = getattr(context, "command_path", "slimefsdp")
+    hint = f"`{command} --help` lists its arguments; settings are written as SECTION.NAME=VALUE, without dashes"
+    return ConfigError(error.format_message(), field=field, hint=hint)  # type: ignore[attr-defined]
 
 
-def _value_of(option: str, words: Sequence[str]) -> str:
-    """Returns what follows an option on a command line, after a `=` or as the next word; ".." where nothing does."""
-    place = next((index for index, word in enumerate(words) if word.partition("=")[0] == option), len(words))
-    value = words[place].partition("=")[2] if place < len(words) else ""
-    return value or next((word for word in words[place + 1 : place + 2] if not word.startswith("--")), "..")
+def path(text: str) -> Path:
+    """Returns the path that a word of the command line names, with `~` and `$VAR` expanded."""
+    try:
+        return path_of(text)
+    except NoPath as error:
+        raise typer.BadParameter(f"{short_repr(text)} {error.rule}; {error.hint}") from None
 
 
-def _settings_like(option: str, words: Sequence[str]) -> list[str]:
-    """Returns the settings that `--steps 3`, `--run.steps=3` or the like may mean, with their values."""
-    from slimefsdp.config import RunConfig
+def path_as_written(text: str) -> str:
+    """Returns the word itself after `path` has accepted it: an id on the hub must not become a path."""
+    path(text)
+    return text
 
-    name = option.lstrip("-").replace("-", "_")
-    known = [
-        f"{section}.{field}"
-        for section, info in RunConfig.model_fields.items()
-        for field in getattr(info.annotation, "model_fields", ())
-    ]
-    return [f"{one}={_value_of(option, words)}" for one in known if name in (one, one.partition(".")[2])]
+
+def one_of(choices: Collection[str]) -> Callable[[str], str]:
+    """Returns a parser of words that accepts only these."""
+
+    def choice(text: str) -> str:
+        if text not in choices:
+            raise typer.BadParameter(f"{short_repr(text)} is not one of {', '.join(choices)}")
+        return text
+
+    return choice
+
+
+Config = Annotated[Path, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="SECTION.NAME=VALUE", help="Settings on top of those of the file.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Address = Annotated[str, typer.Option(help="Address of the Ray cluster, as in cluster.address.")]
+AllowWithoutToken = Annotated[bool, typer.Option("--allow-without-token", help="As cluster.allow_without_token.")]
 
 
 def _examples(*lines: str) -> str:
@@ -250,7 +239,8 @@ def check(
     epilog=_examples(
         "slimefsdp plan run.yaml --ranks 8 --device H100",
         "slimefsdp plan run.yaml --calibrate rates.json",
-        "slimefsdp plan run.yaml --calibration rates.json --longest-context",
+        "slimefsdp plan run.yaml batch.cost_model=rates.json",
+        "slimefsdp plan run.yaml --longest-context --memory-gb 80",
     )
 )
 def plan(
@@ -271,10 +261,6 @@ def plan(
     ranks: Annotated[
         int | None, typer.Option(metavar="N", help="Processes to be started; needed where mesh.dp is auto.")
     ] = None,
-    counted: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="Share of tokens that are trained. Default: as a batch trains, else 1."),
-    ] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -289,46 +275,20 @@ def plan(
             parser=path,
             metavar="FILE",
             help="First measure this machine's rates with the mesh's ranks, or as many as it has GPUs; write them to "
-            "FILE, for --calibration and batch.cost_model, and plan with them.",
-        ),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            parser=path, metavar="FILE", help="Rates that --calibrate has measured. Default: batch.cost_model."
+            "FILE, for batch.cost_model, and plan with them.",
         ),
     ] = None,
     memory_gb: Annotated[
         float | None, typer.Option(metavar="GB", help="Memory of a rank's device, in 10^9 bytes.")
     ] = None,
-    tflops: Annotated[
-        float | None, typer.Option(metavar="RATE", help="Of matrix products, instead of the device's.")
-    ] = None,
     gbps: Annotated[float | None, typer.Option(metavar="RATE", help="Sent by a rank, in 10^9 bytes a second.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Estimate schedule, balance, traffic, memory and time of a YAML file without running it."""
-    from argparse import Namespace
+    from actors.cli.plan import Flags, plan_command
 
-    from actors.cli.plan import plan_command
-
-    return plan_command(
-        Namespace(
-            config=config,
-            overrides=overrides or [],
-            lengths=lengths,
-            longest_context=longest_context,
-            ranks=ranks,
-            counted=counted,
-            device=device,
-            calibrate=calibrate,
-            calibration=calibration,
-            memory_gb=memory_gb,
-            tflops=tflops,
-            gbps=gbps,
-            json=as_json,
-        )
-    )
+    flags = Flags(lengths, ranks, device, calibrate, memory_gb, gbps)
+    return plan_command(config, overrides or (), flags, longest_context=longest_context, as_json=as_json)
 
 
 @app.command(

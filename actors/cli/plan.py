@@ -1,27 +1,26 @@
 """`slimefsdp plan`: what settings would do with samples of given lengths, from the settings and config.json alone.
 
-The answer needs no torch, ray or transformers: mesh, schedule, balance, traffic, memory and time, and which way of
-sharding, storing and recomputing is estimated to be the fastest that fits. Only `--calibrate` starts processes.
+The answer needs no torch, ray or transformers: mesh, schedule, balance, traffic, memory and time, and the settings for
+sharding, storing and recomputing that are estimated to be the fastest that fit. Only `--calibrate` starts processes.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import os
-from dataclasses import replace
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from actors.cli.plan_table import longest_context_table, plan_table
 from actors.cluster.capacity import check_cores
 from actors.model_folders import models_to_look_at
-from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
+from slimefsdp.attention.select import AttentionShape, Choice, check_kernel, choose_strategy
 from slimefsdp.batching.cost import ELEMENT_BYTES
-from slimefsdp.batching.plan import PackLimits, UpdateCut, plan_batch
+from slimefsdp.batching.plan import MIN_GAIN, PackLimits, UpdateCut, plan_batch
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, byte_text
@@ -35,85 +34,59 @@ from slimefsdp.estimate.hardware import (
     read_calibration,
     write_calibration,
 )
-from slimefsdp.estimate.lengths import read_samples
-from slimefsdp.estimate.memory import peak_memory
-from slimefsdp.estimate.recommend import (
-    MOST_TOKENS,
-    Candidate,
-    Recommendation,
-    as_record,
-    longest_contexts,
-    recommend,
-)
-from slimefsdp.estimate.schedule import Schedule, lightest_strategy, measure_schedule
+from slimefsdp.estimate.memory import Memory, peak_memory
+from slimefsdp.estimate.recommend import MOST_TOKENS, Candidate, Recommendation, as_record, longest_contexts, recommend
+from slimefsdp.estimate.schedule import Schedule, lightest_strategy, measure_schedule, read_samples
 from slimefsdp.estimate.setup import SHARDINGS, MeshShape, TrainingSetup, setup_of
 from slimefsdp.estimate.traffic import choose_sharding, sharding_traffic
 from slimefsdp.io.user_files import can_keep_files
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models.hf_folder import check_architecture, read_model_folder
+from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.rpc import Role
-from slimefsdp.training.plan import cost_model_of, plan_training
+from slimefsdp.training.plan import cost_model_of, may_share, plan_training
 
-# beyond these, a plan takes longer than anybody waits, and more memory than it plans for
+# a larger plan would take longer than anybody waits, and more memory than it plans for
 _MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
+_WIDTH = 120  # of running text
+_TERMS = ["parameters", "gradients", "optimizer", "gathered", "activations", "head", "buffers", "others", "total"]
 
 
-def plan_command(options: argparse.Namespace) -> int:
-    """Prints the plan.
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The flags of `slimefsdp plan` about samples, ranks and the device."""
+
+    lengths: str | None
+    ranks: int | None
+    device: str | None
+    calibrate: Path | None
+    memory_gb: float | None
+    gbps: float | None
+
+
+def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_context: bool, as_json: bool) -> int:
+    """Prints the plan of a YAML file, or the longest sample that fits.
 
     Raises:
-        ConfigError: the settings, --lengths, --ranks or a rate. ModelError: a model's folder. BatchError: a sample does
-            not fit. ResourceError: nothing fits the memory of the device that was named.
+        ConfigError: the settings or a flag. ModelError: a model's folder. BatchError: a sample does not fit.
+            ResourceError: nothing fits the memory of the device that was named.
     """
-    config, _ = models_to_look_at(load_config(options.config, options.overrides), with_weights=False)
-    config = _with_ranks(config, options.ranks)
+    config, _ = models_to_look_at(load_config(path, overrides), with_weights=False)
+    config = _with_ranks(config, flags.ranks)
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)
     model = ModelSpec.from_config(folder.config)
     attention = AttentionShape.of_model_spec(model)
     check_kernel(config.attention.kernel, attention, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)
-    _check_flags(options)
-    device = _device(options, config)
+    if longest_context:
+        _refuse_flags_without_effect(flags)
+    device = _device(flags, config)
     setup = setup_of_folders(config, model, on_cpu=device.on_cpu, memory_bytes=device.memory_bytes)
-    if options.longest_context:
-        return _print_longest_context(options, setup, device, min(folder.max_sample_tokens or MOST_TOKENS, MOST_TOKENS))
-
-    spec = _guessed_lengths(config) if options.lengths is None else options.lengths
-    samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
-    cost = cost_model_of(config, folder.config)
-    if isinstance(samples, RolloutBatch):
-        batch, lengths = samples, samples.lengths
-        plan = plan_training(config, batch, cost)
-        plan = replace(plan, updates=plan.updates[: plan.num_first_epoch_updates])
-        if not plan.updates:
-            problem = "nothing in this batch trains: its tokens are masked, or all rewards of each group are equal"
-            raise BatchError(problem, field="rewards", hint="give another batch, or lengths")
-        counted = int(batch.mask.sum()) / batch.num_tokens
+    if longest_context:
+        record, lines = _longest_context(setup, device, min(folder.max_sample_tokens or MOST_TOKENS, MOST_TOKENS))
     else:
-        batch, lengths, counted = None, samples, 1.0
-        plan = plan_batch(
-            lengths,
-            PackLimits(setup.mesh.data_ranks, config.max_pack_tokens, config.mesh.cp, cost),
-            UpdateCut(config.batch.samples_per_update),
-            together=np.arange(len(lengths)) // 2 if config.loss.policy == "dpo" else None,
-        )
-    counted = counted if options.counted is None else options.counted
-    schedule = measure_schedule(plan, lengths, setup, strategy=choice.traffic, cost=cost, counted_share=counted)
-    if folder.max_sample_tokens is not None and schedule.longest > folder.max_sample_tokens:
-        raise BatchError(
-            f"a sample of {schedule.longest} tokens, but {folder.path} has learned positions for "
-            f"{folder.max_sample_tokens}",
-            field="lengths",
-            hint="give shorter --lengths, or another model",
-        )
-    found = recommend(setup, schedule, device, selective=not config.model.compile)
-    if options.json:
-        record = {"lengths": spec, "is_batch": batch is not None, **_record(setup, schedule, device, found, attention)}
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        source = spec if options.lengths is not None else f"{spec} (a guess: give --lengths)"
-        print("\n".join(plan_table(config, setup, choice, schedule, device, found, source, batch)))
+        record, lines = _plan(config, folder, choice, setup, device, flags.lengths)
+    print(json.dumps(record, indent=1, allow_nan=False) if as_json else "\n".join(lines))
     return 0
 
 
@@ -136,78 +109,6 @@ def setup_of_folders(
     if config.fsdp.sharding != "auto":
         return setup
     return replace(setup, sharding=choose_sharding(setup, config.batch.max_tokens_per_rank, memory_bytes))
-
-
-def _record(
-    setup: TrainingSetup, schedule: Schedule, device: Device, found: Recommendation, attention: AttentionShape
-) -> dict[str, Any]:
-    """Returns the plan for JSON."""
-
-    def of_candidate(one: Candidate) -> dict[str, Any]:
-        return {
-            "settings": one.setup.settings,
-            "memory": as_record(one.memory),
-            "seconds": dataclasses.asdict(one.seconds) | {"total": one.seconds.total},
-            "fits": device.has_room(one.memory.total),
-            "tokens_per_second": one.tokens_per_second(schedule),
-            "mfu": one.mfu(schedule, device.rates),
-        }
-
-    comm = {name: schedule.comm_bytes(name, setup) for name in schedule.comm}
-    record: dict[str, Any] = {"parameters": setup.model.parameters, "mesh": dataclasses.asdict(setup.mesh)}
-    if setup.adapters is not None:
-        record["adapters"] = dataclasses.asdict(setup.adapters)
-    if setup.mesh.cp > 1:
-        record["lightest_strategy"] = lightest_strategy(schedule, setup, attention)
-    return record | {
-        **dataclasses.asdict(schedule),
-        "comm": {name: None if sent is None else dataclasses.asdict(sent) for name, sent in comm.items()},
-        "most_tokens_at_once": schedule.largest.tokens,
-        "attention_bytes_per_rank": schedule.attention_bytes_per_rank(setup),
-        "sharding": dataclasses.asdict(sharding_traffic(setup, schedule.micro_batches_per_update)),
-        "memory": {
-            level: as_record(peak_memory(replace(setup, sharding=level), schedule.largest)) for level in SHARDINGS
-        },
-        "estimate": {
-            "rates": dataclasses.asdict(device.rates),
-            "memory_bytes": device.memory_bytes,
-            "tokens_per_micro_batch": schedule.largest.tokens,
-            "chosen": of_candidate(found.chosen),
-            "recommended": None if found.recommended is None else of_candidate(found.recommended),
-            "advice": found.advice,
-            "candidates": [of_candidate(one) for one in found.candidates],
-        },
-    }
-
-
-def _print_longest_context(options: argparse.Namespace, setup: TrainingSetup, device: Device, most_tokens: int) -> int:
-    for flag, because in (
-        ("lengths", "looks for the length"),
-        *((name, "is about memory alone") for name in ("tflops", "gbps", "calibration", "calibrate")),
-    ):
-        if getattr(options, flag) is not None:
-            problem = f"--{flag} with --longest-context, which {because}"
-            raise ConfigError(problem, field=f"--{flag}", hint="leave one of them out")
-    if device.memory_bytes is None:
-        problem = "--longest-context on a device whose memory is not known"
-        raise ConfigError(problem, field="--memory-gb", hint="give it, or --device")
-    counted = 1.0 if options.counted is None else options.counted
-    found = longest_contexts(setup, device.memory_bytes, counted_share=counted, most_tokens=most_tokens)
-    if not any(one.tokens for one in found):
-        least = min(one.memory.total for one in found)
-        raise ResourceError(
-            f"no sample fits {byte_text(device.memory_bytes)} a rank: one token is estimated at {byte_text(least)}, "
-            "and a tenth is left free",
-            field=device.named_by or "--memory-gb",
-            hint="raise mesh.dp, train adapters (lora.rank), or name a larger device",
-        )
-    if options.json:
-        ways = [one.record() for one in found]
-        record = {"memory_bytes": device.memory_bytes, "most_tokens": most_tokens, "longest_context": ways}
-        print(json.dumps(record, indent=1, allow_nan=False))
-    else:
-        print("\n".join(longest_context_table(setup, found, device.memory_bytes, most_tokens)))
-    return 0
 
 
 def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
@@ -234,56 +135,33 @@ def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
     return config
 
 
-def _guessed_lengths(config: RunConfig) -> str:
-    """Returns a guess: half of a response's bound on average; without responses an eighth of what a rank may hold.
-
-    With responses the guess does not depend on the packs, unless a sample would not fit one, so that plans of one task
-    can be compared.
-    """
-    if config.algorithm != "sft":
-        new_tokens, of_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
-        mean, longest = new_tokens / 2, new_tokens + (new_tokens if of_prompt is None else of_prompt)
-    else:
-        mean, longest = config.batch.max_tokens_per_rank / 8, config.max_pack_tokens
-    if config.loss.policy == "dpo":  # the two samples of a pair are in one pack
-        longest = min(longest, config.max_pack_tokens // 2)
-    return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
+def _refuse_flags_without_effect(flags: Flags) -> None:
+    for name in ("lengths", "calibrate", "gbps"):
+        if getattr(flags, name) is not None:
+            problem = f"--{name} has no effect on --longest-context, which looks for a length by memory alone"
+            raise ConfigError(problem, field=f"--{name}", hint="leave one of them out")
 
 
-def _check_flags(options: argparse.Namespace) -> None:
-    for flag, value in (("--memory-gb", options.memory_gb), ("--tflops", options.tflops), ("--gbps", options.gbps)):
-        if value is not None and not LEAST_RATE <= value <= MOST_RATE:
-            problem = f"{flag}={value:g} is no positive number from {LEAST_RATE:g} to {MOST_RATE:g}"
-            raise ConfigError(problem, field=flag, hint="give one, or leave it out")
-    if options.counted is not None and not 0 < options.counted <= 1:
-        raise ConfigError(f"--counted={options.counted:g} is no share in (0, 1]", field="--counted", hint="give one")
-    if options.calibrate is not None and options.calibration is not None:
-        raise ConfigError("--calibrate with --calibration", field="--calibrate", hint="leave one of them out")
-
-
-def _device(options: argparse.Namespace, config: RunConfig) -> Device:
+def _device(flags: Flags, config: RunConfig) -> Device:
     """Returns what is known of a rank's device, or guessed."""
-    name = options.device or ("CPU" if config.mesh.device == "cpu" else "H100")
-    path, field = options.calibration, "--calibration"
-    if path is None:
-        path, field = config.batch.cost_model, "batch.cost_model"
-    if options.calibrate is not None and not options.longest_context:
-        rates = _calibrated(options.calibrate, config)
-    elif path is not None:
-        rates, dtype = read_calibration(path, field=field), config.precision.compute_dtype
+    for flag, value in (("--memory-gb", flags.memory_gb), ("--gbps", flags.gbps)):
+        if value is not None and not LEAST_RATE <= value <= MOST_RATE:
+            problem = f"{flag}={value:g} is not a positive number from {LEAST_RATE:g} to {MOST_RATE:g}"
+            raise ConfigError(problem, field=flag, hint="give one, or leave it out")
+    name, dtype = flags.device or ("CPU" if config.mesh.device == "cpu" else "H100"), config.precision.compute_dtype
+    if flags.calibrate is not None:
+        rates = _calibrated(flags.calibrate, config)
+    elif config.batch.cost_model is not None:
+        rates = read_calibration(config.batch.cost_model, field="batch.cost_model")
         if rates.dtype not in (None, dtype):
             source = f"{rates.source}, in {rates.dtype} where precision.compute_dtype is {dtype}"
             rates = replace(rates, source=source)
     else:
-        rates = guessed_rates(name, ELEMENT_BYTES[config.precision.compute_dtype])
-    if options.tflops is not None:
-        attention = options.tflops / rates.attention_slowdown
-        source = f"{rates.source} and --tflops"
-        rates = replace(rates, source=source, matrix_tflops=options.tflops, attention_tflops=attention)
-    if options.gbps is not None:
-        rates = replace(rates, source=f"{rates.source} and --gbps", comm_gbps=options.gbps)
-    memory = device_bytes(name) if options.memory_gb is None else round(options.memory_gb * 1e9)
-    named_by = "--memory-gb" if options.memory_gb is not None else "--device" if options.device else None
+        rates = guessed_rates(name, ELEMENT_BYTES[dtype])
+    if flags.gbps is not None:
+        rates = replace(rates, source=f"{rates.source} and --gbps", comm_gbps=flags.gbps)
+    memory = device_bytes(name) if flags.memory_gb is None else round(flags.memory_gb * 1e9)
+    named_by = "--memory-gb" if flags.memory_gb is not None else "--device" if flags.device else None
     return Device(rates, memory, named_by, on_cpu=name == "CPU")
 
 
@@ -297,7 +175,7 @@ def _calibrated(path: Path, config: RunConfig) -> Rates:
     folder = path.absolute().parent
     is_sound = folder.is_dir() and (path.is_file() or not path.exists()) and can_keep_files(path)
     if not is_sound or not os.access(path if path.exists() else folder, os.W_OK):
-        problem = f"--calibrate={path} is no file that can be written"
+        problem = f"--calibrate={path} is not a file that can be written"
         raise ConfigError(problem, field="--calibrate", hint="name a file in a folder that exists")
     check_cores(
         config.ranks,
@@ -317,3 +195,304 @@ def _calibrated(path: Path, config: RunConfig) -> Rates:
     rates, details = calibrate(device, config.precision.compute_dtype, ranks)
     write_calibration(path, rates, details)
     return rates
+
+
+def _plan(
+    config: RunConfig, folder: ModelFolder, choice: Choice, setup: TrainingSetup, device: Device, lengths: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the plan as a record and as lines.
+
+    Args:
+        lengths: `--lengths`; None: a guess from the settings.
+    """
+    spec = _guessed_lengths(config) if lengths is None else lengths
+    samples, cost = (
+        read_samples(spec, config.samples_per_step, seed=config.run.seed),
+        cost_model_of(config, folder.config),
+    )
+    if isinstance(samples, RolloutBatch):
+        plan = plan_training(config, samples, cost)
+        plan = replace(plan, updates=plan.updates[: plan.num_first_epoch_updates])
+        if not plan.updates:
+            problem = "nothing in this batch trains: its tokens are masked, or all rewards of each group are equal"
+            raise BatchError(problem, field="rewards", hint="give another batch, or lengths")
+        tokens, counted = samples.lengths, int(samples.mask.sum()) / samples.num_tokens
+    else:
+        tokens, counted = samples, 1.0
+        plan = plan_batch(
+            tokens,
+            PackLimits(setup.mesh.data_ranks, config.max_pack_tokens, config.mesh.cp, cost),
+            UpdateCut(config.batch.samples_per_update),
+            together=np.arange(len(tokens)) // 2 if config.loss.policy == "dpo" else None,
+        )
+    schedule = measure_schedule(plan, tokens, setup, strategy=choice.traffic, cost=cost, counted_share=counted)
+    if folder.max_sample_tokens is not None and schedule.longest > folder.max_sample_tokens:
+        raise BatchError(
+            f"a sample has {schedule.longest} tokens, but {folder.path} has learned positions for "
+            f"{folder.max_sample_tokens}",
+            field="lengths",
+            hint="give shorter --lengths, or another model",
+        )
+    found = recommend(setup, schedule, device, selective=not config.model.compile)
+    batch = samples if isinstance(samples, RolloutBatch) else None
+    source = spec if lengths is not None else f"{spec} (a guess: give --lengths)"
+    lines = [
+        *_load_lines(config, setup, schedule, source, batch),
+        *(_attention_lines(setup, schedule, choice) if setup.mesh.cp > 1 else []),
+        *_memory_lines(setup, schedule),
+        *_time_lines(schedule, device, found),
+    ]
+    return {"lengths": spec, "is_batch": batch is not None, **_record(setup, schedule, device, found)}, lines
+
+
+def _guessed_lengths(config: RunConfig) -> str:
+    """Returns a guess: half of a response's bound on average; without responses an eighth of what a rank may hold.
+
+    With responses the guess does not depend on the packs, unless a sample would not fit one, so that plans of one task
+    can be compared.
+    """
+    if config.algorithm != "sft":
+        new_tokens, of_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
+        mean, longest = new_tokens / 2, new_tokens + (new_tokens if of_prompt is None else of_prompt)
+    else:
+        mean, longest = config.batch.max_tokens_per_rank / 8, config.max_pack_tokens
+    if config.loss.policy == "dpo":  # the two samples of a pair are in one pack
+        longest = min(longest, config.max_pack_tokens // 2)
+    return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
+
+
+def _record(setup: TrainingSetup, schedule: Schedule, device: Device, found: Recommendation) -> dict[str, Any]:
+    def of_candidate(candidate: Candidate) -> dict[str, Any]:
+        return {
+            "settings": candidate.setup.settings,
+            "memory": as_record(candidate.memory),
+            "seconds": asdict(candidate.seconds) | {"total": candidate.seconds.total},
+            "fits": device.has_room(candidate.memory.total),
+            "tokens_per_second": candidate.tokens_per_second(schedule),
+            "mfu": candidate.mfu(schedule, device.rates),
+        }
+
+    comm = {name: schedule.comm_bytes(name, setup) for name in schedule.comm}
+    return {
+        "parameters": setup.model.parameters,
+        "mesh": asdict(setup.mesh),
+        **({} if setup.adapters is None else {"adapters": asdict(setup.adapters)}),
+        **({"lightest_strategy": lightest_strategy(schedule, setup)} if setup.mesh.cp > 1 else {}),
+        **asdict(schedule),
+        "comm": {name: None if sent is None else asdict(sent) for name, sent in comm.items()},
+        "most_tokens_at_once": schedule.largest.tokens,
+        "attention_bytes_per_rank": schedule.attention_bytes_per_rank(setup),
+        "sharding": asdict(sharding_traffic(setup, schedule.micro_batches_per_update)),
+        "memory": {level: as_record(memory) for level, memory in _memory_by_level(setup, schedule).items()},
+        "estimate": {
+            "rates": asdict(device.rates),
+            "memory_bytes": device.memory_bytes,
+            "tokens_per_micro_batch": schedule.largest.tokens,
+            "chosen": of_candidate(found.chosen),
+            "recommended": None if found.recommended is None else of_candidate(found.recommended),
+            "advice": found.advice,
+            "candidates": [of_candidate(candidate) for candidate in found.candidates],
+        },
+    }
+
+
+def _memory_by_level(setup: TrainingSetup, schedule: Schedule) -> dict[str, Memory]:
+    return {level: peak_memory(replace(setup, sharding=level), schedule.largest) for level in SHARDINGS}
+
+
+def _load_lines(
+    config: RunConfig, setup: TrainingSetup, schedule: Schedule, source: str, batch: RolloutBatch | None
+) -> list[str]:
+    """Returns lines about mesh, model, samples, schedule and balance.
+
+    Args:
+        source: where the samples come from.
+        batch: the batch that is planned; None: only lengths are known.
+    """
+    model, mesh, updates, imbalance = setup.model, setup.mesh, schedule.updates, schedule.imbalance
+    fewest, mean, most = schedule.tokens_per_rank
+    samples = _range([update.samples for update in updates])
+    micro_batches = _range([update.micro_batches for update in updates])
+    repeated = f", {config.loss.epochs} times over" if config.loss.epochs > 1 else ""
+    lines = [
+        f"mesh      {mesh.ranks} rank{'s' * (mesh.ranks != 1)} = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x "
+        f"cp {mesh.cp}; packs of at most {config.max_pack_tokens:,} tokens",
+        f"model     {_count(model.parameters)} parameters: {model.layers} layers of {model.hidden}, "
+        f"{model.heads} heads over {model.kv_heads} key heads",
+    ]
+    if setup.adapters is not None:
+        lines.append(
+            f"adapters  {_count(setup.adapter_parameters)} parameters of rank {setup.lora_rank} are trained, next to "
+            f"weights in {config.precision.compute_dtype} that are not"
+        )
+    lines.append(
+        f"samples   {schedule.samples:,} with {schedule.tokens:,} tokens, the longest {schedule.longest:,}: {source}"
+    )
+    sharing = config.batch.share_prefixes
+    if batch is not None and (left_out := batch.num_samples - schedule.samples):
+        lines.append(f"left out  {left_out:,} samples in which nothing trains")
+    if schedule.computed_tokens < schedule.tokens:
+        lines.append(f"prefixes  {schedule.computed_tokens:,} tokens are computed: what samples share, once")
+    elif may_share(config) and batch is None:
+        lines.append(f"prefixes  all samples are counted whole; batch.share_prefixes={sharing} may compute less")
+    elif may_share(config):
+        needed = f"; under auto it must save {MIN_GAIN:.0%} of the time" if sharing == "auto" else ""
+        lines.append(f"prefixes  nothing is shared{needed}")
+    cp_rows = (("cp ranks, per pack", imbalance.cp), ("  if all were cut", imbalance.zigzag)) if mesh.cp > 1 else ()
+    return [
+        *lines,
+        f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
+        f"data rank: {micro_batches}{repeated}",
+        f"tokens    {fewest:,} to {most:,} of a step on a rank (mean {mean:,.0f}), at most "
+        f"{schedule.largest.tokens:,} at once",
+        "",
+        "imbalance, slowest over mean (time and work are estimates)",
+        *_rows(
+            ["", "time", "tokens", "pairs", "work"],
+            ["data ranks, per update", f"{imbalance.data_ranks:.3f}", "", "", ""],
+            ["data ranks, per micro-batch", f"{imbalance.micro_batches:.3f}", "", "", ""],
+            *([name, "", f"{cp.tokens:.3f}", f"{cp.pairs:.3f}", f"{cp.work:.3f}"] for name, cp in cp_rows),
+        ),
+        "",
+    ]
+
+
+def _attention_lines(setup: TrainingSetup, schedule: Schedule, choice: Choice) -> list[str]:
+    sent = {name: schedule.comm_bytes(name, setup) for name in schedule.comm}
+    rows = []
+    for name, comm in sent.items():
+        cells = ["heads do not", "divide by cp"] if comm is None else map(byte_text, (comm.forward, comm.backward))
+        rows.append([_marked(name, name == schedule.strategy), *cells])
+    lines = [
+        "attention's messages in one layer, all ranks, per update",
+        *_rows(["", "forward", "backward"], *rows),
+        f"  of a rank in all layers: {byte_text(schedule.attention_bytes_per_rank(setup))}",
+        f"  * {choice}",
+    ]
+    least = lightest_strategy(schedule, setup)
+    now, then = sent[schedule.strategy], sent[least]
+    if now is not None and then is not None and least != schedule.strategy:
+        lines.append(  # auto chooses before it knows the samples
+            f"  for these samples attention.strategy={least} sends fewer bytes: {byte_text(then.total)} instead of "
+            f"{byte_text(now.total)}"
+        )
+    return [*lines, ""]
+
+
+def _memory_lines(setup: TrainingSetup, schedule: Schedule) -> list[str]:
+    sent = sharding_traffic(setup, schedule.micro_batches_per_update)
+    levels = _memory_by_level(setup, schedule)
+    return [
+        f"sharding's messages of a rank, per update: gathers {byte_text(sent.all_gather)}, reduce-scatters "
+        f"{byte_text(sent.reduce_scatter)}, all-reduces {byte_text(sent.all_reduce)}",
+        "",
+        "memory of a rank at the fullest moment of an update (an estimate)",
+        *_rows(
+            ["", *_TERMS, "on the host"],
+            *([_marked(level, level == setup.sharding), *_terms(memory)] for level, memory in levels.items()),
+        ),
+        "",
+    ]
+
+
+def _time_lines(schedule: Schedule, device: Device, found: Recommendation) -> list[str]:
+    limit = "no limit (give --memory-gb)" if device.memory_bytes is None else byte_text(device.memory_bytes)
+    rates, now = device.rates, found.chosen
+    rows = []
+    for candidate in dict.fromkeys((now, found.recommended, *found.candidates[:6])):
+        if candidate is not None:
+            time, size = candidate.seconds, candidate.memory.total
+            seconds = (time.total, time.products, time.attention, time.memory, time.comm, time.host)
+            name = _marked(f"{candidate.setup.sharding}, {_stored(candidate.setup)}", candidate == now)
+            fits = "yes" if device.has_room(size) else "no"
+            rows.append([name, *(f"{value:,.3g}" for value in seconds), byte_text(size), fits])
+    return [
+        f"an update's floor, nothing overlapping, by {rates.source}: {rates.matrix_tflops:,.3g} TFLOP/s in products, "
+        f"{rates.comm_gbps:,.3g} GB/s sent; memory: {limit}",
+        *_rows(["", "seconds", "products", "attention", "memory", "sent", "host", "bytes", "fits"], *rows),
+        f"  * as set: {now.tokens_per_second(schedule):,.0f} tokens/s, "
+        f"{now.mfu(schedule, rates):.0%} of the rate in products",
+        *textwrap.wrap(found.advice, _WIDTH, initial_indent="  ", subsequent_indent="    "),
+    ]
+
+
+def _longest_context(setup: TrainingSetup, device: Device, most_tokens: int) -> tuple[dict[str, Any], list[str]]:
+    """Returns, as a record and as lines, the longest sample under the settings and under other ways to store.
+
+    Args:
+        most_tokens: the longest sample that is considered.
+
+    Raises:
+        ConfigError: the device has no memory of its own that is known. ResourceError: not even one token fits.
+    """
+    if device.memory_bytes is None:
+        problem = "--longest-context needs the memory of a rank, which is not known of a CPU"
+        raise ConfigError(problem, field="--memory-gb", hint="give it, or --device")
+    contexts = longest_contexts(setup, device.memory_bytes, most_tokens=most_tokens)
+    if not any(context.tokens for context in contexts):
+        least = min(context.memory.total for context in contexts)
+        raise ResourceError(
+            f"no sample fits {byte_text(device.memory_bytes)} a rank: one token is estimated at {byte_text(least)}, "
+            "and a tenth is left free",
+            field=device.named_by or "--memory-gb",
+            hint="raise mesh.dp, train adapters (lora.rank), or name a larger device",
+        )
+    rows, records = [], []
+    for context in contexts:
+        workspace = context.attention_workspace
+        name = _marked(_stored(context.setup), context is contexts[0])
+        rows.append([name, f"{context.tokens:,}", *_terms(context.memory), byte_text(workspace)])
+        records.append(
+            {
+                "settings": context.setup.storage_settings,
+                "tokens": context.tokens,
+                "memory": as_record(context.memory),
+                "attention_workspace": workspace,
+            }
+        )
+    lines = [
+        f"the longest sample that fits {byte_text(device.memory_bytes)} a rank, a tenth of them left free (an "
+        f"estimate); cp {setup.mesh.cp}, {_count(setup.model.parameters)} parameters",
+        *_rows(["", "tokens", *_TERMS, "on the host", "of the free tenth"], *rows),
+        "  * as set. Of the free tenth: what flash attention's backward allocates inside, which no other term has",
+    ]
+    if any(context.tokens == most_tokens for context in contexts):
+        reason = "longer ones were not tried" if most_tokens == MOST_TOKENS else "the positions that the model learned"
+        lines.append(f"  no longer samples than {most_tokens:,} tokens: {reason}")
+    record = {"memory_bytes": device.memory_bytes, "most_tokens": most_tokens, "longest_context": records}
+    return record, lines
+
+
+def _stored(setup: TrainingSetup) -> str:
+    text = f"recompute {setup.recompute}" + (f"/{setup.recompute_every}" if setup.recompute_every > 1 else "")
+    text += ", inputs on the host" if setup.offload_activations else ""
+    return text + (", states on the host" if setup.cpu_offload else "")
+
+
+def _terms(memory: Memory) -> list[str]:
+    """Returns the parts of memory in the order of `_TERMS`, and the host's."""
+    at_rest = (memory.parameters, memory.gradients, memory.optimizer, memory.unsharded)
+    in_use = (memory.activations, memory.head, memory.buffers, memory.others, memory.total, memory.host)
+    return [byte_text(size) for size in (*at_rest, *in_use)]
+
+
+def _rows(*rows: list[str]) -> list[str]:
+    """Aligns columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(["  " + first.ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
+def _marked(name: str, is_chosen: bool) -> str:
+    return f"{name} *" if is_chosen else name
+
+
+def _range(values: list[int]) -> str:
+    return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"

@@ -1,4 +1,4 @@
-"""Recommends the fastest setup that fits the device, or changes if none fits, and finds the longest sample that fits.
+"""Estimates the time of an update, recommends the fastest setup that fits, and finds the longest sample that fits.
 
 The compared setups are variations of one: of its sharding, recomputation and offloading.
 """
@@ -8,18 +8,83 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from slimefsdp.errors import ResourceError, byte_text
+from slimefsdp.estimate.flops import executed_flops
 from slimefsdp.estimate.hardware import HEADROOM, Device, Rates, fits
-from slimefsdp.estimate.memory import Memory, MicroBatches, peak_memory
+from slimefsdp.estimate.memory import LayerActivations, Memory, MicroBatches, peak_memory, recomputed_head_share
 from slimefsdp.estimate.schedule import Schedule
 from slimefsdp.estimate.setup import SHARDINGS, Recompute, TrainingSetup
-from slimefsdp.estimate.step_time import StepTime, step_time
+from slimefsdp.estimate.traffic import gathered_parameters, sharding_traffic
 
 _RECOMPUTATIONS: tuple[tuple[Recompute, int], ...] = (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
 _MOST_RANKS = 8192  # largest mesh that is considered
 MOST_TOKENS = 2**27  # longest sample that is considered
+# an optimiser reads each gradient, and reads and writes each parameter and each state
+_PASSES_OVER_PARAMETERS = 3
+_PASSES_OVER_STATES = 2
+# activations are written in forward and read in backward, and so are their gradients
+_PASSES_OVER_ACTIVATIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Holds the seconds of an update on a rank by activity."""
+
+    products: float  # matrix products with weights, including the head's
+    attention: float
+    memory: float  # reading and writing of activations, parameters and optimiser state
+    comm: float
+    host: float  # copies between device and host
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory + self.comm + self.host
+
+
+def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTime:
+    """Returns the lower bound on the time of an update.
+
+    Under `full` recomputed layers are computed again as a whole, under `selective` without products and attention.
+    """
+    model, sizes, ranks = setup.model, setup.sizes, setup.mesh.ranks
+    slowdown = schedule.imbalance.micro_batches  # time of the slowest rank / the mean
+    micro_batches, tokens = schedule.largest.count, schedule.computed_tokens / len(schedule.updates) / ranks
+    recomputed, layer = setup.recomputed_share, LayerActivations.of(setup)
+    executed = executed_flops(
+        schedule.needed_flops.over(ranks),
+        schedule.forward_flops.over(ranks),
+        recomputed_layers=recomputed if setup.recompute == "full" else 0.0,
+        recomputed_head=recomputed_head_share(setup, schedule.largest.rows),
+    )
+    # Muon assigns matrices to all ranks; its iterations on adapters are negligible
+    muon = model.newton_schulz_flops(setup.newton_schulz_steps) * setup.trained_share / ranks
+    model_parameters, adapters = (
+        model.parameters * setup.trained_share / setup.shards,
+        setup.adapter_parameters / setup.shards,
+    )
+    trained, in_layers = model_parameters + adapters, model_parameters * model.share_in_layers + adapters
+    states = sizes.state_bytes(trained - in_layers, in_layers)
+    optimizer = _PASSES_OVER_PARAMETERS * trained * sizes.master + _PASSES_OVER_STATES * states
+    sharding = sharding_traffic(setup, micro_batches)
+    touched = layer.kept * model.layers * tokens * (_PASSES_OVER_ACTIVATIONS + recomputed) + sharding.copied
+    to_host = 0.0
+    if setup.cpu_offload:
+        stored = sizes.master if setup.adapters is None else sizes.compute
+        sums = 1 if setup.sharding == "optimizer" else micro_batches
+        to_host = gathered_parameters(setup, micro_batches) / setup.shards * stored + trained * sizes.master * sums
+        to_host += optimizer
+    else:
+        touched += optimizer
+    if setup.inputs_on_host:  # to the host and back
+        to_host += 2 * layer.stream * model.layers * tokens * recomputed
+    return StepTime(
+        products=(slowdown * (executed.layers + executed.head) + muon) / (1e12 * rates.matrix_tflops),
+        attention=slowdown * executed.attention / (1e12 * rates.attention_tflops),
+        memory=touched / (1e9 * rates.memory_gbps),
+        comm=(sharding.total + schedule.attention_bytes_per_rank(setup)) / (1e9 * rates.comm_gbps),
+        host=to_host / (1e9 * rates.host_gbps),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +237,6 @@ class LongestContext:
         """
         model = self.setup.model
         return -(-self.tokens // self.setup.mesh.cp) * model.heads * (model.head_dim + 1) * 4
-
-    def record(self) -> dict[str, Any]:
-        return {
-            "settings": self.setup.storage_settings,
-            "tokens": self.tokens,
-            "memory": as_record(self.memory),
-            "attention_workspace": self.attention_workspace,
-        }
 
 
 def longest_contexts(

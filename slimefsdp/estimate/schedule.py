@@ -1,10 +1,11 @@
-"""Computes the load that a plan puts on the ranks of a mesh: tokens, balance, attention's traffic and FLOPs.
+"""Reads samples for `plan`, and computes the load of their plan on a mesh: tokens, balance, traffic and FLOPs.
 
 Plans and layouts are those of training, so counts are exact; the balance of time is the planner's estimate.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,11 +18,21 @@ from slimefsdp.batching.cost import STRATEGIES, CostModel, Strategy
 from slimefsdp.batching.cp_sharding import Layout, hybrid_layout, layout_time, tokens_of, work_of, zigzag_layout
 from slimefsdp.batching.plan import Plan
 from slimefsdp.batching.prefix_tree import Forest, forest_of
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.estimate.flops import Flops, forward_flops, training_flops
 from slimefsdp.estimate.memory import MicroBatches
 from slimefsdp.estimate.setup import TrainingSetup
 from slimefsdp.estimate.traffic import attention_comm_bytes
+from slimefsdp.io.user_files import NoPath, parse_json, path_of, read_plain
 
+MAX_LENGTH = 2**40  # the sum of a million such lengths fits int64
+_DISTRIBUTION = re.compile(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*")
+_MAX_BYTES = 100_000_000  # about ten million lengths
+_HINT = (
+    "write fixed(512), uniform(16, 4096) or lognormal(1000, 0.8, 16, 8192) (mean in tokens, sigma of the logarithm, "
+    "shortest, longest), or name a file: of RolloutBatch.save, or a JSON list of lengths"
+)
 _PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts only attention's pairs, n^2 / 2
 
 
@@ -159,11 +170,11 @@ def measure_schedule(
     )
 
 
-def lightest_strategy(schedule: Schedule, setup: TrainingSetup, attention: AttentionShape) -> Strategy:
+def lightest_strategy(schedule: Schedule, setup: TrainingSetup) -> Strategy:
     """Returns the strategy that sends least for these samples, among those that can serve the model."""
     sent = {
         name: comm.total
-        for name in serving_strategies(attention, setup.mesh.cp)
+        for name in serving_strategies(AttentionShape.of_model_spec(setup.model), setup.mesh.cp)
         if (comm := schedule.comm_bytes(name, setup)) is not None
     }
     # prefers the strategy in use among equals
@@ -249,3 +260,63 @@ def _comm_bytes(packs: list[_Pack], setup: TrainingSetup, strategy: Strategy, nu
         sent += attention_comm_bytes(layout, strategy, setup.model, setup.sizes, parents)
     forward, backward = (sent / num_updates).tolist()
     return forward, backward
+
+
+def read_samples(text: str, num_samples: int, *, seed: int = 0) -> np.ndarray | RolloutBatch:
+    """Returns the samples that `--lengths` names: a saved batch, the lengths in a file, or `draw_lengths`.
+
+    Raises:
+        ConfigError: the text is neither a distribution nor a file.
+        BatchError: the file is not a RolloutBatch or a JSON list of lengths.
+    """
+    if _DISTRIBUTION.fullmatch(text):
+        return draw_lengths(text, num_samples, seed=seed)
+    try:
+        path = path_of(text)
+        is_file = path.is_file()
+    except NoPath as error:
+        raise ConfigError(f"--lengths={text!r} {error.rule}", field="--lengths", hint=error.hint) from None
+    except OSError:  # the name is too long
+        is_file = False
+    if not is_file:
+        raise ConfigError(f"--lengths={text!r} is neither a distribution nor a file", field="--lengths", hint=_HINT)
+    if path.suffix != ".json":
+        return RolloutBatch.load(path)
+    try:
+        values = parse_json(read_plain(path, _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise BatchError(f"{path} cannot be read as JSON: {error}", field="--lengths", hint=_HINT) from None
+    are_lengths = isinstance(values, list) and values and all(type(n) is int and 1 <= n < MAX_LENGTH for n in values)
+    if not are_lengths:
+        raise BatchError(f"{path} is not a list of lengths in tokens", field="--lengths", hint=_HINT)
+    return np.array(values, dtype=np.int64)
+
+
+def draw_lengths(text: str, num_samples: int, *, seed: int = 0) -> np.ndarray:
+    """Returns lengths in tokens, int64 [num_samples], drawn from a distribution such as `uniform(16, 4096)`.
+
+    The mean of lognormal(mean, sigma, min, max) is that of the distribution before values are clipped to [min, max].
+
+    Raises:
+        ConfigError: the text is not a distribution of positive lengths.
+    """
+    named, rng = _DISTRIBUTION.fullmatch(text), np.random.default_rng(seed)
+    try:
+        kind, numbers = (named[1], [float(part) for part in named[2].split(",")]) if named else ("", [])
+    except ValueError:
+        kind, numbers = "", []
+    match kind, numbers:
+        case "fixed", [length] if _are_bounds(length, length) and length.is_integer():
+            return np.full(num_samples, int(length), dtype=np.int64)
+        case "uniform", [low, high] if _are_bounds(low, high) and low.is_integer() and high.is_integer():
+            return rng.integers(int(low), int(high), num_samples, endpoint=True)
+        case "lognormal", [mean, sigma, *bounds] if 1 <= mean <= MAX_LENGTH and 0 <= sigma <= 10 and len(bounds) <= 2:
+            low, high = [*bounds, *(1.0, float(MAX_LENGTH))[len(bounds) :]]
+            if _are_bounds(low, high):
+                drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_samples)
+                return np.rint(np.clip(drawn, low, high)).astype(np.int64)
+    raise ConfigError(f"--lengths={text!r} is not a distribution of lengths", field="--lengths", hint=_HINT)
+
+
+def _are_bounds(low: float, high: float) -> bool:
+    return 1 <= low <= high <= MAX_LENGTH

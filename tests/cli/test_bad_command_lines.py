@@ -139,7 +139,7 @@ SETTINGS: list[tuple[str, int, str | None]] = [
 ]  # fmt: skip
 
 PATHS = [  # where a command line names a file or folder, PATH
-    ("train PATH", "CONFIG"), ("check PATH", "CONFIG"), ("plan c.yaml --calibration PATH", "--calibration"),
+    ("train PATH", "CONFIG"), ("check PATH", "CONFIG"),
     ("plan c.yaml --lengths PATH", "--lengths"), ("replay c.yaml --batch PATH", "--batch"),
     ("replay c.yaml --batch batch.safetensors --export PATH", "--export"), ("plan c.yaml --calibrate PATH", "--calibrate"),
     ("convert hf-to-dcp PATH out", "SRC"), ("convert hf-to-dcp empty PATH", "DST"), ("convert dcp-to-hf empty out --like PATH", "--like"),
@@ -155,14 +155,14 @@ LINES: list[Case] = [
     ("plan c.yaml --lengths gamma(2)", 2, "--lengths"), ("plan c.yaml --lengths fixed(nan)", 2, "--lengths"),
     ("plan c.yaml --lengths lengths.json", 3, "--lengths"), ("plan c.yaml --lengths lengths_object.json", 3, "--lengths"),
     ("plan c.yaml --lengths missing.json", 2, "--lengths"), ("plan c.yaml --lengths fixed(70000)", 3, "batch.max_tokens_per_rank"),
-    ("plan c.yaml --counted nan", 2, "--counted"), ("plan c.yaml --gbps -1", 2, "--gbps"), ("plan c.yaml --tflops inf", 2, "--tflops"),
+    ("plan c.yaml --gbps -1", 2, "--gbps"), ("plan c.yaml --memory-gb inf", 2, "--memory-gb"),
+    ("plan c.yaml --longest-context --gbps 1", 2, "--gbps"), ("plan c.yaml --longest-context --device CPU", 2, "--memory-gb"),
     ("plan c.yaml --memory-gb 0.001", 6, "--memory-gb"), ("plan c.yaml --device TPU", 2, "--device"),
-    ("plan c.yaml --calibration rates.json", 2, "--calibration"), ("plan c.yaml model.path=nowhere", 4, "model.path"),
+    ("plan c.yaml batch.cost_model=rates.json", 2, "batch.cost_model"), ("plan c.yaml model.path=nowhere", 4, "model.path"),
     ("plan c.yaml rollout.prompts_per_step=1000000000000", 2, "rollout.prompts_per_step"),
     ("plan c.yaml --calibrate nowhere/x.json", 2, "--calibrate"), ("plan c.yaml --calibrate empty", 2, "--calibrate"),
     ("plan c.yaml --calibrate text.txt/x", 2, "--calibrate"), ("plan c.yaml --calibrate r.json mesh.device=cuda", 2, "mesh.device"),
     ("plan c.yaml --calibrate pipe", 2, "--calibrate"), ("plan c.yaml --calibrate /proc/x", 2, "--calibrate"),
-    ("plan c.yaml --calibrate a.json --calibration rates.json", 2, "--calibrate"),
     ("plan c.yaml --calibrate r.json mesh.device=cpu mesh.dp=1000", 6, "--calibrate"),
     ("check missing.yaml", 2, None), ("check c.yaml mesh.pd=2", 2, "mesh.pd"), ("check c.yaml model.path=nowhere", 4, "model.path"),
     ("check c.yaml data.train=broken.jsonl", 2, "data.train"), ("check c.yaml run.dir=earlier", 2, "run.dir"),

@@ -190,13 +190,10 @@ def test_a_plan_takes_measured_rates_and_flags_over_guesses(long_context: Path, 
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["estimate"]
 
-    measured = found("--calibration", tmp_path / "rates.json")
+    measured = found(f"batch.cost_model={tmp_path / 'rates.json'}")
     assert measured["rates"] == asdict(rates)
-    faster = found("--calibration", tmp_path / "rates.json", "--tflops", 200, "--gbps", 20)
-    for part in ("products", "attention", "comm"):
-        assert faster["chosen"]["seconds"][part] == pytest.approx(measured["chosen"]["seconds"][part] / 2)
-    by_setting = found(f"batch.cost_model={tmp_path / 'rates.json'}")
-    assert by_setting["rates"] == asdict(rates)
+    faster = found(f"batch.cost_model={tmp_path / 'rates.json'}", "--gbps", 20)
+    assert faster["chosen"]["seconds"]["comm"] == pytest.approx(measured["chosen"]["seconds"]["comm"] / 2)
     done = run("plan", long_context, "--ranks", 64, "batch.cost_model=nowhere.json")
     assert done.returncode == 2 and "  field: batch.cost_model" in done.stderr
 

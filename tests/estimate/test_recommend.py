@@ -15,15 +15,16 @@ from slimefsdp.estimate.hardware import Device, Rates, fits
 from slimefsdp.estimate.memory import MicroBatches, peak_memory
 from slimefsdp.estimate.recommend import (
     LongestContext,
+    StepTime,
     fewest_data_ranks,
     longest_contexts,
     memory_of_context,
     recommend,
+    step_time,
     with_cap,
 )
 from slimefsdp.estimate.schedule import Schedule, measure_schedule
 from slimefsdp.estimate.setup import SHARDINGS, MeshShape, TrainingSetup
-from slimefsdp.estimate.step_time import StepTime, step_time
 from slimefsdp.estimate.traffic import sharding_traffic
 from slimefsdp.model_spec import ModelSpec
 from tests.support.plans import plan_of

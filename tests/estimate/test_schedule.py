@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,7 @@ from slimefsdp.batching.prefix_tree import Forest
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError
-from slimefsdp.estimate.lengths import sample_lengths
-from slimefsdp.estimate.schedule import Schedule, measure_schedule
+from slimefsdp.estimate.schedule import Schedule, draw_lengths, measure_schedule, read_samples
 from slimefsdp.estimate.setup import ByteSizes, MeshShape, TrainingSetup, setup_of
 from slimefsdp.estimate.traffic import attention_comm_bytes
 from slimefsdp.model_spec import ModelSpec
@@ -37,7 +38,7 @@ from tests.support.refusals import refused
 MODEL = ModelSpec(
     hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128_256, is_tied=True
 )
-LENGTHS = sample_lengths("lognormal(1500, 1.0, 16, 8000)", 150, seed=3)
+LENGTHS = draw_lengths("lognormal(1500, 1.0, 16, 8000)", 150, seed=3)
 FOREST = Forest(parents=(None, 0, 0, None, 3, 4), depths=(0, 150, 150, 0, 3, 67))
 
 
@@ -177,3 +178,44 @@ def test_the_formula_is_what_ranks_really_send(
     for layout, found in zip(layouts_of(lengths, world_size, forest), counted.tolist(), strict=True):
         expected = attention_comm_bytes(layout, strategy, model, ByteSizes(compute=dtype.itemsize), parents)
         assert tuple(found) == expected and min(expected) > 0
+
+
+def test_distributions_have_the_shape_they_are_named_by() -> None:
+    assert draw_lengths("fixed(512)", 3).tolist() == [512] * 3
+    uniform = draw_lengths("uniform(10, 20)", 5000)
+    assert set(uniform) == set(range(10, 21))
+    drawn = draw_lengths("lognormal(1000, 0.8)", 200_000)
+    assert drawn.dtype == np.int64 and drawn.min() >= 1
+    assert drawn.mean() == pytest.approx(1000, rel=0.02) and np.log(drawn).std() == pytest.approx(0.8, rel=0.02)
+    cut = draw_lengths(" lognormal( 1000 ,0.8, 900, 1100) ", 1000)
+    assert (cut.min(), cut.max()) == (900, 1100)
+
+
+def test_files_give_the_lengths_that_they_hold(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text(json.dumps([5, 3, 1024]))
+    lengths = read_samples(str(tmp_path / "lengths.json"), 99)
+    assert isinstance(lengths, np.ndarray) and lengths.tolist() == [5, 3, 1024]
+    batch = RolloutBatch.from_samples(
+        [
+            {"tokens": list(range(2, 2 + length)), "response_length": 1, "reward": 0.0, "group_id": 0}
+            for length in (4, 9)
+        ]
+    )
+    batch.save(tmp_path / "batch.safetensors")
+    loaded = read_samples(str(tmp_path / "batch.safetensors"), 99)
+    assert isinstance(loaded, RolloutBatch) and loaded.same_as(batch)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fixed()", "fixed(0)", "fixed(1.5)", "fixed(nan)", "fixed(1e30)", "uniform(5, 3)", "uniform(1, inf)",
+        "lognormal(100)", "lognormal(100, -1)", "lognormal(100, 1, 9, 3)", "gamma(1, 2)", "nothing.json", "", "a\0b",
+        "x" * 5000,
+    ],
+)  # fmt: skip
+def test_what_is_neither_a_distribution_nor_a_file_is_answered_with_what_is(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_samples(text, 10)
+    assert caught.value.field == "--lengths" and repr(text) in caught.value.message
+    assert caught.value.hint

@@ -44,7 +44,7 @@ from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
 from slimefsdp.estimate.hardware import Rates, read_calibration
-from slimefsdp.estimate.lengths import sample_lengths
+from slimefsdp.estimate.schedule import read_samples
 from slimefsdp.io.file_lock import LOCK, FolderLock
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.build import build_for_sampling, build_policy
@@ -128,7 +128,7 @@ KINDS = {
         "rates.json", lambda f: read_calibration(f / "rates.json", field="rates"), ConfigError, "rates"
     ),
     "prompts": Kind("p.jsonl", lambda folder: read_jsonl(folder / "p.jsonl", field="train"), ConfigError, "train"),
-    "lengths": Kind("l.json", lambda f: sample_lengths(str(f / "l.json"), 4), BatchError, "--lengths"),
+    "lengths": Kind("l.json", lambda f: read_samples(str(f / "l.json"), 4), BatchError, "--lengths"),
     "metrics": Kind(METRICS_FILE, read_metrics, ConfigError, "run.dir"),
     "metrics to append to": Kind(METRICS_FILE, MetricsLog, ResourceError, "run.dir"),
     "lock": Kind(f"run/{LOCK}", lambda folder: FolderLock(folder / "run").require_free(), CheckpointError, "run.dir"),
