@@ -1,7 +1,7 @@
 """What a step costs the driver, and what it costs a rank beside its model, from 8 to 1,024 ranks: simulated.
 
     python benchmarks/driver_scaling.py --json benchmarks/results/driver_scaling.json
-    python benchmarks/driver_scaling.py --render docs/benchmarks.md
+    python benchmarks/driver_scaling.py --table     # prints the table of benchmarks/results/driver_scaling.json
 
 The batch, its check, its plan and its bytes are real, for a mesh of so many data ranks; only the ranks are not there.
 What a call costs is measured on a small group of Ray actors that do nothing, and what agreement costs on a few gloo
@@ -21,7 +21,6 @@ import argparse
 import json
 import os
 import pickle
-import re
 import statistics
 import sys
 import tempfile
@@ -51,7 +50,6 @@ MODEL = ModelSpec(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, in
 ACTORS, CALLS = 8, 50  # of the group that does nothing, and how often all of them are called
 GLOO_RANKS = (2, 4, 8, 16)
 PUT_BYTES = 256 * 2**20
-BEGIN, END = "<!-- driver_scaling -->\n", "<!-- /driver_scaling -->"
 
 
 def skewed_batch(samples: int = SAMPLES, *, shares: bool, seed: int = 0) -> RolloutBatch:
@@ -327,24 +325,16 @@ def rank_seconds(row: dict[str, Any]) -> float:
     return float(row["rank_load_s"] + row["rank_weights_s"] + row["rank_metrics_s"])
 
 
-def with_tables(document: str, results: dict[str, Any]) -> str:
-    """The document with the tables of these results between its marks."""
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    filled, found = re.subn(pattern, lambda _: BEGIN + tables(results) + "\n" + END, document, flags=re.DOTALL)
-    assert found == 1, f"{BEGIN!r} and {END!r} belong in the document once"
-    return filled
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--before", type=Path, help="a record of this benchmark at an earlier commit")
-    parser.add_argument("--render", type=Path, help="write the record's tables into this document, and measure nothing")
+    parser.add_argument("--table", action="store_true", help="print the tables of the record and measure nothing")
     args = parser.parse_args()
-    if args.render is not None:
+    if args.table:
         record = json.loads((ROOT / "benchmarks/results/driver_scaling.json").read_text())
-        args.render.write_text(with_tables(args.render.read_text(), record["results"]))
+        print(tables(record["results"]))
         return
     results = measured(args.rounds)
     if args.before is not None:

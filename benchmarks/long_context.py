@@ -1,7 +1,7 @@
 """Long prompts that a group shares, with and without shared prefixes, on one and on two context-parallel ranks.
 
     python benchmarks/long_context.py --json benchmarks/results/long_context.json
-    python benchmarks/long_context.py --render docs/long_context.md   # its tables from the record
+    python benchmarks/long_context.py --table   # prints the tables of the record
 
 A batch is one group: a prompt and several responses. The four variants are {shared prompts, `batch.share_prefixes`
 always or never} x {cp 1, cp 2}; a pack holds the prompt and all responses of the group, or one whole sample, and under
@@ -23,7 +23,6 @@ import ctypes
 import gc
 import json
 import os
-import re
 import resource
 import statistics
 import sys
@@ -145,10 +144,10 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=64, help="tokens of a response (default 64)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--render", type=Path, help="write the table of the record into this document instead")
+    parser.add_argument("--table", action="store_true", help="print the tables of the record and measure nothing")
     args = parser.parse_args()
-    if args.render is not None:
-        args.render.write_text(with_table(args.render.read_text(), json.loads(RECORD.read_text())["results"]))
+    if args.table:
+        print(table(json.loads(RECORD.read_text())["results"]))
         return
     group = Group(args.prompt, args.responses, args.response)
     pool = RankPool()
@@ -310,15 +309,6 @@ def table(results: dict[str, Any]) -> str:
 
 def _ratio(median: float, low: float, high: float) -> str:
     return f"{median:.2f} ({low:.2f} to {high:.2f})"
-
-
-def with_table(document: str, results: dict[str, Any]) -> str:
-    """The document with the table of these results between its marks."""
-    begin, end = "<!-- long_context -->\n", "<!-- /long_context -->"
-    pattern = re.escape(begin) + ".*?" + re.escape(end)
-    filled, found = re.subn(pattern, lambda _: begin + table(results) + "\n" + end, document, flags=re.DOTALL)
-    assert found == 1, f"{begin!r} and {end!r} belong in the document once"
-    return filled
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The longest GRPO context of an 8-billion model on one GPU of 80 GB, term by term: `slimefsdp plan`'s estimate of it.
 
     python benchmarks/longest_context.py
-    python benchmarks/longest_context.py --render docs/long_context.md
 
 Arithmetic from the model's dimensions: nothing is measured, and no GPU is needed.
 """
@@ -9,7 +8,6 @@ Arithmetic from the model's dimensions: nothing is measured, and no GPU is neede
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +28,6 @@ DEVICE_BYTES = 80 * 10**9
 GOAL = 128 * 1024
 ALL = TrainingSetup(MODEL, recompute="full", is_optimizer_fused=True)
 TRAINED = {"adapters of rank 16": replace(ALL, trained_share=0.0, lora_rank=16), "all parameters": ALL}
-BEGIN, END = "<!-- longest_context -->\n", "<!-- /longest_context -->"
 
 
 def longest_table() -> str:
@@ -101,23 +98,9 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f}"
 
 
-def with_tables(document: str) -> str:
-    """The document with the tables between its marks."""
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    text = f"{BEGIN}{terms_table()}\n\n{longest_table()}\n{END}"
-    filled, found = re.subn(pattern, lambda _: text, document, flags=re.DOTALL)
-    assert found == 1, f"{BEGIN!r} and {END!r} belong in the document once"
-    return filled
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--render", type=Path, help="write the tables into this document")
-    args = parser.parse_args()
-    if args.render is not None:
-        args.render.write_text(with_tables(args.render.read_text()))
-    else:
-        print(f"{terms_table()}\n\n{longest_table()}")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(f"{terms_table()}\n\n{longest_table()}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What optimisers hold and take on a CPU, and the host time of an update of 400 small parameters.
 
     python benchmarks/optimizers.py --json benchmarks/results/optimizers.json
-    python benchmarks/optimizers.py --render docs/optimizers.md     # its tables from benchmarks/results/optimizers.json
+    python benchmarks/optimizers.py --table     # prints the tables of benchmarks/results/optimizers.json
 
 An update is the global norm, clipping and the step, of random gradients. CPU time of the process counts, since others
 may share the machine; ways take their updates in turn, and medians over rounds count.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -67,11 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--render", type=Path, help="fill this document's tables from the record, and end")
+    parser.add_argument("--table", action="store_true", help="print the tables of the record and measure nothing")
     args = parser.parse_args()
-    if args.render is not None:
-        results = json.loads(RECORD.read_text())["results"]
-        args.render.write_text(with_tables(args.render.read_text(), results))
+    if args.table:
+        print(tables(json.loads(RECORD.read_text())["results"]))
         return
     pool = RankPool()
     with tempfile.TemporaryDirectory() as scratch:
@@ -233,15 +231,6 @@ def tables(results: dict[str, Any]) -> str:
     lines += ["", f"| an update of {PARAMETERS} parameters | CPU ms | against `now` |", "|---|---|---|"]
     lines += [f"| {name} | {1e3 * taken:.1f} | {taken / host['now']:.1f} |" for name, taken in host.items()]
     return "\n".join(lines)
-
-
-def with_tables(document: str, results: dict[str, Any]) -> str:
-    """The document with the tables of these results between its marks."""
-    begin, end = "<!-- optimizers -->\n", "<!-- /optimizers -->"
-    pattern = re.escape(begin) + ".*?" + re.escape(end)
-    filled, found = re.subn(pattern, lambda _: begin + tables(results) + "\n" + end, document, flags=re.DOTALL)
-    assert found == 1, f"{begin!r} and {end!r} belong in the document once"
-    return filled
 
 
 if __name__ == "__main__":

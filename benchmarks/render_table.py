@@ -1,14 +1,12 @@
-"""The table of a record of benchmarks/train_step.py, written between the markers of a Markdown file.
+"""Prints the record of benchmarks/train_step.py as a Markdown table.
 
-python benchmarks/render_table.py benchmarks/results/train_step.json README.md
-python benchmarks/render_table.py benchmarks/results/train_step.json README.md --check
+python benchmarks/render_table.py benchmarks/results/train_step.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +15,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.step.harness import OURS, SYSTEMS
-
-BEGIN, END = "<!-- train_step -->", "<!-- end of train_step -->"
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -59,32 +55,11 @@ def _peer(one: Mapping[str, Any] | None) -> str:
     return "computes something else" if ratio is None else f"{ratio:.2f}x ({one['peak_extra_mib']:,.0f} MiB)"
 
 
-def replaced(text: str, table: str) -> str:
-    """The text with the table between its markers.
-
-    Raises:
-        SystemExit: the markers are not there, once each and in order.
-    """
-    found = re.fullmatch(f"(.*{re.escape(BEGIN)}\n).*(\n{re.escape(END)}.*)", text, flags=re.DOTALL)
-    if found is None or text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"the file needs the lines {BEGIN} and {END}, once each")
-    return f"{found[1]}{table}{found[2]}"
-
-
-def main() -> int:
-    """Writes, or with --check compares; then the status is 1 where the file says something else."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
-    parser.add_argument("document", type=Path)
-    parser.add_argument("--check", action="store_true", help="change nothing; status 1 where the table is another")
-    options = parser.parse_args()
-    text = options.document.read_text()
-    new = replaced(text, markdown(json.loads(options.record.read_text())))
-    if options.check:
-        return int(new != text)
-    options.document.write_text(new)
-    return 0
+    print(markdown(json.loads(parser.parse_args().record.read_text())))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,7 @@
 """Sharding levels on 1, 2, 4 and 8 ranks, and what offload, recomputation and prefetch cost and save.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
-    python benchmarks/scaling.py --render docs/benchmarks.md     # its tables from benchmarks/results/scaling.json
+    python benchmarks/scaling.py --table     # prints the tables of benchmarks/results/scaling.json
 
 Ranks are single-threaded processes with gloo on one machine, so beyond its cores they share them: samples per
 CPU-second of all ranks together say what a level costs in work, samples per second what this machine makes of it.
@@ -16,7 +16,6 @@ import argparse
 import gzip
 import json
 import os
-import re
 import resource
 import statistics
 import sys
@@ -89,11 +88,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--render", type=Path, help="write the tables of the record into this document instead")
+    parser.add_argument("--table", action="store_true", help="print the tables of the record and measure nothing")
     args = parser.parse_args()
-    if args.render is not None:
-        record = json.loads(RECORD.read_text())
-        args.render.write_text(with_tables(args.render.read_text(), record["results"]))
+    if args.table:
+        print(tables(json.loads(RECORD.read_text())["results"]))
         return
     candidates = [
         Candidate("levels", level, ranks, {"fsdp": {"sharding": level}}) for ranks in args.ranks for level in LEVELS
@@ -226,15 +224,6 @@ def _cells(row: dict[str, Any]) -> str:
     shares = [f"{100 * row['shares'][name]:.0f} %" for name in ("communication", "exposed")]
     rates = [f"{row[name]:.1f}" for name in ("samples_per_s", "samples_per_cpu_s")]
     return " | ".join([*rates, *(f"{size:.2f}" for size in sizes), *shares])
-
-
-def with_tables(document: str, results: list[dict[str, Any]]) -> str:
-    """The document with the tables of these results between its marks."""
-    begin, end = "<!-- scaling -->\n", "<!-- /scaling -->"
-    pattern = re.escape(begin) + ".*?" + re.escape(end)
-    filled, found = re.subn(pattern, lambda _: begin + tables(results) + "\n" + end, document, flags=re.DOTALL)
-    assert found == 1, f"{begin!r} and {end!r} belong in the document once"
-    return filled
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def test_a_server_is_told_to_end_also_by_a_process_that_has_the_signal_blocked(t
     assert server.status() == -signal.SIGTERM and wait_until(lambda: not any(map(is_alive, pids)), 30)
 
 
+@pytest.mark.default_tier  # two small processes without torch
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path, number: int) -> None:
     log = tmp_path / "log"
