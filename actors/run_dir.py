@@ -22,14 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from slimefsdp.checkpoint.manifest import record_of
-from slimefsdp.checkpoint.store import CheckpointStore, remove
+from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.config.earlier import STORED
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
-from slimefsdp.io.checksummed_files import io_reported, write_synced
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock, io_reported, record_of, remove, write_synced
 from slimefsdp.io.hub import id_of_snapshot
 
 SETTINGS = "settings.yaml"

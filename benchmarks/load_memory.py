@@ -63,7 +63,7 @@ def save_model(folder: Path, dtype: str, **changes: Any) -> None:
     import torch
     import transformers
 
-    from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
+    from slimefsdp.checkpoint.export import EXPORT_DTYPES, write_model_folder
     from slimefsdp.io.safetensors_file import TensorSpec
     from slimefsdp.models.build import build_policy
     from slimefsdp.models.hf_folder import read_model_folder

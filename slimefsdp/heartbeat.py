@@ -27,7 +27,7 @@ _frames_lock = threading.Lock()  # serialises switching the garbage collector of
 _REMEMBERED = 9  # durations kept per activity; their median ignores a few delayed ones
 _SKIPPED = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames are uninformative
 # files of the innermost frame, apart from skipped ones, of threads that only wait for other ranks or for a save
-_WAITING = ("/torch/distributed/", "/slimefsdp/attention/cp_comm.py", "/slimefsdp/checkpoint/async_save.py")
+_WAITING = ("/torch/distributed/", "/slimefsdp/attention/cp_comm.py", "/slimefsdp/checkpoint/save_load.py")
 
 
 @dataclass(frozen=True, slots=True)

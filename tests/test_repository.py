@@ -32,7 +32,7 @@ DOORS = {
         "actors/rollout/",
         "scripts/",
         "slimefsdp/attention/hf_interface.py",
-        "slimefsdp/checkpoint/hf_export.py",
+        "slimefsdp/checkpoint/export.py",
         "slimefsdp/models/",
     ),
     "actors": ("actors/", "scripts/", "slimefsdp/__init__.py"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimefsdp.errors import CheckpointError, byte_text
-from slimefsdp.io.atomic_dir import require_free_folder
+from slimefsdp.io.files import require_free_folder
 from slimefsdp.models.hf_folder import check_architecture, read_model_folder
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slimefsdp.config import load_config
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.io.files import io_reported
 from slimefsdp.monitoring.metrics_log import read_metrics
 
 _SETTINGS = "settings.yaml"

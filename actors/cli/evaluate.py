@@ -23,9 +23,7 @@ from slimefsdp.config.data import heldout_field
 from slimefsdp.config.loader import apply_override, read_settings
 from slimefsdp.config.run import config_from_dict
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.atomic_dir import require_free_folder
-from slimefsdp.io.checksummed_files import io_reported, write_synced
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock, io_reported, require_free_folder, write_synced
 from slimefsdp.models.hf_folder import check_tokenizer
 from slimefsdp.replay import json_text
 

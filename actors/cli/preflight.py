@@ -46,7 +46,7 @@ from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError, short_repr
 from slimefsdp.estimate.hardware import read_calibration
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
 from slimefsdp.models.named_shapes import is_shape, made_by

@@ -13,7 +13,7 @@ from actors.startup import reporting
 from slimefsdp.config import load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
-from slimefsdp.io.atomic_dir import require_free_folder
+from slimefsdp.io.files import require_free_folder
 from slimefsdp.replay import json_text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.rpc import ROLES
 

@@ -14,7 +14,7 @@ from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError, byte_text
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 

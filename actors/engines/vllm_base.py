@@ -79,7 +79,7 @@ class Base:
         """
         import torch
 
-        from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
+        from slimefsdp.checkpoint.export import AdapterFacts, write_peft_folder
         from slimefsdp.io.safetensors_file import TensorSpec
 
         name, (rows, columns) = next(iter(self.targets.items()))

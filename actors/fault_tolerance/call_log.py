@@ -24,7 +24,7 @@ from actors.workers.futures import CallFuture
 from actors.workers.group_calls import RankRequest
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ResourceError, StateError
-from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.io.files import io_reported
 from slimefsdp.rpc import ROLES, Role
 from slimefsdp.training.prepare import PreparedBatch
 

@@ -24,7 +24,7 @@ from actors.rollout.sample_files import write_step_samples
 from actors.rollout.scored_groups import Group, Metrics, batch_of, length_penalty, metrics_of
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import SAMPLES, RecordedBatches
-from slimefsdp.checkpoint.compatibility import differences
+from slimefsdp.checkpoint.manifest import differences
 from slimefsdp.config import RunConfig
 from slimefsdp.config.earlier import with_present_names
 from slimefsdp.data.rollout_batch import RolloutBatch

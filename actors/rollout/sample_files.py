@@ -16,7 +16,7 @@ from typing import Any
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record, place_of
 from slimefsdp.errors import printable
-from slimefsdp.io.checksummed_files import io_reported, write_synced
+from slimefsdp.io.files import io_reported, write_synced
 
 _SHOWN_GROUPS = 50  # groups of an evaluation in the text file
 _MOST_OF_VALUE = 2000  # characters of a value of a record, which is repeated for each of its responses

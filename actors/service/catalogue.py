@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from actors.service.users import User
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import disk_reported, write_synced
+from slimefsdp.io.files import disk_reported, write_synced
 
 Kind = Literal["weights", "sampler_weights"]
 RecordT = TypeVar("RecordT", "Saved", "RunRecord", "SamplerRecord")

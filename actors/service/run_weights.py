@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from actors.service import wire
 from actors.service.catalogue import COPY, Catalogue, Saved, adapter_of, is_copy, whole_name
 from actors.workers.group_calls import Future, GroupCalls, RankRequest
-from slimefsdp.checkpoint.store import NAMED, CheckpointStore, remove
+from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ConfigError, StateError
-from slimefsdp.io.checksummed_files import disk_reported
+from slimefsdp.io.files import disk_reported, remove
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import Arguments, Call

@@ -16,7 +16,7 @@ from actors.service.run_weights import RunWeights
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.training_runs import TrainingRun
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
-from slimefsdp.io.checksummed_files import disk_reported
+from slimefsdp.io.files import disk_reported
 
 
 def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue) -> Answer:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from slimefsdp.checkpoint.hf_export import write_model_folder
-from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
+from slimefsdp.checkpoint.export import AdapterFacts, write_model_folder, write_peft_folder
 from slimefsdp.errors import ModelError, SlimeError, SyncError
-from slimefsdp.io.checksummed_files import checksum_of
+from slimefsdp.io.files import record_of
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.io.safetensors_header import read_header
 from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
@@ -105,7 +103,7 @@ def _compare(files: Collection[Path], checksum_file: Path) -> None:
     if {file.name for file in files} != checksums.keys():
         raise ValueError(f"{CHECKSUMS} is of other files")
     for file in files:
-        if checksums[file.name] != asdict(checksum_of(file)):
+        if checksums[file.name] != record_of(file).sha256:
             raise ValueError(f"{file.name} was altered: its checksum is another one")
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from slimefsdp.config.loader import apply_override
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr, short_text
-from slimefsdp.io.atomic_dir import new_folder, require_free_folder
+from slimefsdp.io.files import new_folder, require_free_folder
 from slimefsdp.io.user_files import path_argument
 
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from slimefsdp.calls.base import Calls
-from slimefsdp.checkpoint.compatibility import check_loop_state
+from slimefsdp.checkpoint.manifest import check_loop_state
 from slimefsdp.checkpoint.store import require_name
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ConfigError, StateError

@@ -1,30 +1,25 @@
-"""The manifest of a checkpoint: it lists the checkpoint's files with size and sha256, and carries its own digest.
+"""The manifest of a checkpoint: lists the checkpoint's files with size and sha256, and describes the run that wrote it.
 
 Every writer hashes its own files as it writes them, so that no file is reread for the manifest. Nothing that is read
-here is trusted: names, sizes and types are checked before they are used.
+here is trusted: names, sizes and types are checked before they are used. The second half compares what a checkpoint
+says of its run with the run that loads it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import (
-    checksum_of,
-    damaged,
-    json_bytes,
-    read_json,
-    whole,
-    write_synced,
-)
+from slimefsdp.io.files import FileRecord, damaged, json_bytes, read_json, record_of, whole, write_synced
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -34,32 +29,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
-class FileRecord:
-    """Describes a file of a checkpoint: name, size in bytes, sha256 in hex. Of a part only the manifest is listed."""
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """Lists the content of a committed checkpoint; `info` is the caller's JSON."""
 
     step: int
     info: dict[str, Any]
-    files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...]  # of a part only the manifest is listed
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The folders inside of the checkpoint, each of which has a manifest of its own."""
+        """Returns the folders inside of the checkpoint, each of which has a manifest of its own."""
         return tuple(match[1] for record in self.files if (match := _PART_NAME.fullmatch(record.name)))
-
-
-def record_of(path: Path) -> FileRecord:
-    """Reads a finished file and returns its record."""
-    checksum = checksum_of(path)
-    return FileRecord(path.name, checksum.bytes, checksum.sha256)
 
 
 def write_manifest(folder: Path, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> None:
@@ -71,20 +51,14 @@ def write_manifest(folder: Path, step: int, info: dict[str, Any], files: Sequenc
 
     Raises:
         CheckpointError: the folder does not hold these files, a part is of another save, or `info` would not come back
-            equal. OSError: the disk refuses.
+            equal. OSError: the disk is full or fails.
     """
     json_bytes(info, "info")
     listed = (*sorted(files, key=lambda record: record.name), *_parts_of(folder, step, info))
     _check_names(folder, listed)
     for record in files:
-        path = folder / record.name
-        if path.stat().st_size != record.bytes:
-            raise CheckpointError(
-                f"{path} has changed after it was written",
-                field=record.name,
-                hint="keep other programs out of the folder",
-                call="save",
-            )
+        if (folder / record.name).stat().st_size != record.bytes:
+            raise _not_of_this_save(folder / record.name, "has changed after it was written")
     write_synced(folder / MANIFEST, _render(Manifest(step, info, listed)))
 
 
@@ -92,7 +66,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a committed folder; its files are not looked at (`check_files`).
 
     Raises:
-        CheckpointError: it cannot be parsed, was altered, is of a newer schema, or lists what is no plain file name.
+        CheckpointError: it cannot be parsed, was altered, is of a newer schema, or lists something else than plain
+            file names.
     """
     path = folder / MANIFEST
     document, raw = read_json(path)
@@ -119,29 +94,35 @@ def check_files(
 ) -> None:
     """Rereads the files and compares them with the manifest, also those of parts.
 
-    Names and sizes are those of all files; of the bytes, `share` out of `shares` is reread, about as many in each.
+    Names and sizes of all files are compared; of the bytes, `share` out of `shares` is reread, about as many in each.
 
     Args:
         only_part: rereads the bytes of this part alone.
 
     Raises:
         CheckpointError: names the first bad file: missing, surplus, not a plain file, wrong size or sha256.
-        OSError: the disk refuses.
+        OSError: the disk fails.
     """
     listed = _listed(folder, manifest)
     for record in listed:
-        found = (folder / record.name).lstat()
-        if not stat.S_ISREG(found.st_mode):
+        status = (folder / record.name).lstat()
+        if not stat.S_ISREG(status.st_mode):
             raise damaged(folder / record.name, "is not a plain file")
-        if found.st_size != record.bytes:
-            raise damaged(folder / record.name, f"has {found.st_size} bytes, not {record.bytes}")
+        if status.st_size != record.bytes:
+            raise damaged(folder / record.name, f"has {status.st_size} bytes, not {record.bytes}")
     reread = [record for record in listed if only_part is None or record.name.startswith(f"{only_part}/")]
+    own: list[FileRecord] = []
+    sizes = [0] * shares
+    for record in sorted(reread, key=lambda record: (-record.bytes, record.name)):
+        least = sizes.index(min(sizes))  # the largest files first, each to the share that has the fewest bytes so far
+        sizes[least] += record.bytes
+        if least == share:
+            own.append(record)
     # hashing lets go of the interpreter lock, so threads use the idle cores
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        mine = _shares_of(reread, shares)[share]
-        checksums = list(pool.map(checksum_of, (folder / record.name for record in mine)))
-    for record, checksum in zip(mine, checksums, strict=True):
-        if checksum.sha256 != record.sha256:
+        found = list(pool.map(record_of, (folder / record.name for record in own)))
+    for record, present in zip(own, found, strict=True):
+        if present.sha256 != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
 
 
@@ -149,7 +130,7 @@ def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
     """Returns the files of a checkpoint and of its parts, by names relative to `folder`.
 
     Raises:
-        CheckpointError: what is there is not what the manifests list, or a part's manifest cannot be read.
+        CheckpointError: the folder has other files than the manifests list, or a part's manifest cannot be read.
     """
     _check_names(folder, manifest.files)
     listed = list(manifest.files)
@@ -164,10 +145,7 @@ def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
 
 
 def _check_names(folder: Path, files: Sequence[FileRecord]) -> None:
-    """
-    Raises:
-        CheckpointError: a folder does not have these files and parts, or has others.
-    """
+    """Raises a CheckpointError if a folder does not have these files and parts, or has others."""
     # NFS keeps what was removed while it was open as .nfs*
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
     if odd := sorted(present ^ {record.name.removesuffix(f"/{MANIFEST}") for record in files}):
@@ -180,28 +158,17 @@ def _parts_of(folder: Path, step: int, info: dict[str, Any]) -> Iterator[FileRec
         manifest, name = read_manifest(part), f"{part.name}/{MANIFEST}"
         same_save = (manifest.step, manifest.info.get("save_id")) == (step, info.get("save_id"))
         if not same_save or not _PART_NAME.fullmatch(name):
-            raise CheckpointError(
-                f"{part} is no part of this save",
-                field=part.name,
-                hint="keep other programs out of the folder, and save again",
-                call="save",
-            )
+            raise _not_of_this_save(part, "is no part of this save")
         yield replace(record_of(part / MANIFEST), name=name)
 
 
-def _shares_of(files: Sequence[FileRecord], shares: int) -> list[list[FileRecord]]:
-    """The largest files first, each to the share that has the fewest bytes so far."""
-    parts: list[list[FileRecord]] = [[] for _ in range(shares)]
-    sizes = [0] * shares
-    for record in sorted(files, key=lambda record: (-record.bytes, record.name)):
-        least = sizes.index(min(sizes))
-        parts[least].append(record)
-        sizes[least] += record.bytes
-    return parts
+def _not_of_this_save(path: Path, problem: str) -> CheckpointError:
+    hint = "keep other programs out of the folder, and save again"
+    return CheckpointError(f"{path} {problem}", field=path.name, hint=hint, call="save")
 
 
 def _render(manifest: Manifest) -> bytes:
-    """The manifest's one possible text: any other byte in the file shows that it was altered."""
+    """Returns the manifest's one possible text: any other byte in the file shows that it was altered."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "step": manifest.step,
@@ -210,3 +177,85 @@ def _render(manifest: Manifest) -> bytes:
     }
     digest = hashlib.sha256(json_bytes(document, MANIFEST)).hexdigest()
     return json_bytes(document | {"sha256": digest}, MANIFEST)
+
+
+# ---------------------------------------------------------------------- the run that wrote it
+
+# keys of config.json that change no number of a model without dropout; those that begin with _ are left out as well
+_WITHOUT_EFFECT = (
+    *("architectures", "auto_map", "tokenizer_class", "task_specific_params", "name_or_path", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "id2label", "label2id", "dtype", "torch_dtype", "initializer_range"),
+    *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+    *("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "embd_dropout"),
+)
+_ABSENT = "not set"
+# entry of a manifest's info that a load reads -> its type, and what a value must be
+_INFO: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("identity", "mesh", "config", "loop_state"), (dict, "dict")),
+    "reference_follows": (bool, "bool"),
+    **dict.fromkeys(("updates_taken", "skipped_in_a_row"), (int, "count")),
+    "kl_coefficient": (float, "number >= 0"),
+}
+
+
+def architecture_of(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config.json that decide what the model computes."""
+    return {key: value for key, value in model_config.items() if key not in _WITHOUT_EFFECT and not key.startswith("_")}
+
+
+def check_info(info: Mapping[str, Any], file: Path) -> None:
+    """Checks that a manifest's info has the entries that a load reads.
+
+    Raises:
+        CheckpointError: naming the first one that is missing or has a wrong type or value, and `file`.
+    """
+    for name, (kind, rule) in _INFO.items():
+        value = info.get(name)
+        if type(value) is not kind or (kind in (int, float) and not 0 <= info[name] < math.inf):
+            raise CheckpointError(
+                f"{name} is {info.get(name, _ABSENT)!r:.100} in {file}, which is no {rule}",
+                field=name,
+                hint="load a checkpoint that this version wrote",
+                call="load",
+            )
+
+
+def check_loop_state(loop_state: object) -> None:
+    """Checks that a checkpoint can hold the caller's own state.
+
+    Raises:
+        CheckpointError: it is no dict, or would not come back equal from JSON.
+    """
+    if loop_state is not None and type(loop_state) is not dict:
+        raise CheckpointError(
+            f"loop_state is a {type(loop_state).__name__}", field="loop_state", hint="give a dict of plain JSON"
+        )
+    json_bytes({"info": {"loop_state": loop_state or {}}}, "loop_state")  # as deep as in the manifest
+
+
+def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> None:
+    """Checks that values saved under one identity can be loaded under another; compares nested mappings key by key.
+
+    Raises:
+        CheckpointError: naming the first field that differs, both values and `file`.
+    """
+    for name in [*own, *(name for name in saved if name not in own)]:
+        saved_value, own_value = saved.get(name, _ABSENT), own.get(name, _ABSENT)
+        if isinstance(saved_value, Mapping) and isinstance(own_value, Mapping):
+            check_identity(saved_value, own_value, file)
+        elif saved_value != own_value:
+            raise CheckpointError(
+                f"{name} is {saved_value} in {file}, but {own_value} in this run",
+                field=name,
+                hint="load a checkpoint of the same model, master dtype, optimiser, frozen parameters and adapters",
+                call="load",
+            )
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Returns one phrase for each of this run's values that differs from what was saved under its name."""
+    return [
+        f"{name} is {value} (saved: {saved[name]})"
+        for name, value in own.items()
+        if name in saved and saved[name] != value
+    ]

@@ -1,10 +1,17 @@
-"""Saves and loads training state: shards of parameters and optimiser moments, and each rank's random generators."""
+"""Saves and loads training state: shards of parameters and optimiser moments, and each rank's random generators.
+
+A save may go on while training does: a thread copies the rank's state before it can change, and writes the copy.
+"""
 
 from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -14,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slimefsdp.checkpoint.manifest import FileRecord, Manifest, check_files
+from slimefsdp import heartbeat
+from slimefsdp.checkpoint.manifest import Manifest, check_files
 from slimefsdp.checkpoint.shards import (
     Reads,
     ShardedTensor,
@@ -28,16 +35,16 @@ from slimefsdp.checkpoint.shards import (
 )
 from slimefsdp.checkpoint.store import CheckpointStore, Choice, first_verified
 from slimefsdp.distributed.consensus import gathered, run_on_first, run_together
-from slimefsdp.distributed.mesh import local_shard
-from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.distributed.mesh import local_rows, local_shard
+from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError
+from slimefsdp.io.files import FileRecord, io_reported
 
 Named = Sequence[tuple[str, nn.Parameter]]
 _T = TypeVar("_T")
 
 
 def choose_checkpoint(store: CheckpointStore, step: int | Literal["latest"], group: dist.ProcessGroup) -> Choice:
-    """Verifies checkpoints, each rank a share of their bytes, until one is whole; a collective call.
+    """Collective: verifies checkpoints, each rank a share of their bytes, until one is whole.
 
     Any number of ranks may have written the checkpoint.
 
@@ -72,14 +79,14 @@ def load_training_state(
     group: dist.ProcessGroup,
     restores_generators: bool,
 ) -> int:
-    """Fills parameters, optimiser and random generators from a verified checkpoint; a collective call.
+    """Collective: fills parameters, optimiser and random generators from a verified checkpoint.
 
     Args:
         named: the parameters that the checkpoint holds.
         restores_generators: the random generators in the checkpoint belong to these ranks.
 
     Returns:
-        How many ranks wrote the checkpoint.
+        The number of ranks that wrote the checkpoint.
 
     Raises:
         CheckpointError: on every rank: it is of another model. No value has changed, unless the disk failed while
@@ -122,7 +129,7 @@ def write_checkpoint(
     keep_last: int,
     group: dist.ProcessGroup,
 ) -> Path:
-    """Commits a checkpoint, completely or not at all, and removes old ones; a collective call.
+    """Collective: commits a checkpoint, completely or not at all, and removes old ones.
 
     Args:
         tensors: this rank's rows, on one of the ranks that hold the same ones.
@@ -156,10 +163,10 @@ def write_checkpoint(
         run_together(lambda: records.extend(write_shard(folder, rank, tensors, state)), group)
         files = [record for of_rank in gathered(records, group) for record in of_rank]
         run_on_first(lambda: commit(files), group)
-    except CheckpointError:  # which all ranks raise, so nobody writes there any more
+    except CheckpointError:  # all ranks raise it, so none writes there any more
         run_on_first(lambda: store.abandon(step), group)
         raise
-    except Exception:  # alike, or because a rank is gone, which no collective should follow
+    except Exception:  # perhaps a rank is gone, so no collective may follow
         if rank == 0:
             store.abandon(step)
         raise
@@ -195,26 +202,18 @@ def _from_first(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
 
 def tensors_of(named: Named, optimizer: torch.optim.Optimizer | None) -> dict[str, ShardedTensor]:
     """Returns this rank's rows of every parameter (`model.*`) and optimiser tensor (`optimizer.*`), as views."""
+
+    def shard(tensor: torch.Tensor, start: int) -> ShardedTensor:
+        return ShardedTensor(local_shard(tensor).detach(), tuple(tensor.shape), start)
+
     tensors: dict[str, ShardedTensor] = {}
     for name, parameter in named:
-        start = _first_row(parameter)
-        tensors[f"model.{name}"] = _shard(parameter, start)
+        start = local_rows(parameter)[0]
+        tensors[f"model.{name}"] = shard(parameter, start)
         for key, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
-            # what is sharded there is sharded as the parameter is
-            tensors[f"optimizer.{name}.{key}"] = _shard(value, start if isinstance(value, DTensor) else 0)
+            # sharded optimiser state is sharded like the parameter
+            tensors[f"optimizer.{name}.{key}"] = shard(value, start if isinstance(value, DTensor) else 0)
     return tensors
-
-
-def _shard(tensor: torch.Tensor, start: int) -> ShardedTensor:
-    return ShardedTensor(local_shard(tensor).detach(), tuple(tensor.shape), start)
-
-
-def _first_row(parameter: nn.Parameter) -> int:
-    """The first row of dim 0 that this rank holds."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0]
 
 
 # ---------------------------------------------------------------------- random generators
@@ -265,3 +264,117 @@ def _text(array: np.ndarray) -> str:
 
 def _array(text: str, dtype: type[np.generic]) -> np.ndarray:
     return np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
+
+
+# ---------------------------------------------------------------------- saves while training goes on
+
+
+class BackgroundSave:
+    """Runs one save at a time on one rank; every rank makes the same calls.
+
+    The thread is not a daemon, so a process that ends without `finish` still waits for its save.
+
+    Args:
+        group: all ranks, over gloo. Nothing else uses it, so the thread's collectives never mix with training's.
+        pin_memory: page-locks the host buffers, so that CUDA copies to them at full speed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, pin_memory: bool = False) -> None:
+        self.group = group
+        self._pin_memory = pin_memory
+        self._buffers: dict[str, torch.Tensor] = {}  # reused: the first use of a page costs more than copying into it
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._running: Future[Path] | None = None
+        self.is_lost = False  # the group's collectives no longer match: no save can follow
+        self._is_copied = threading.Event()  # the thread reads no tensor that training changes any more
+        self._is_copied.set()
+        self._moment: torch.cuda.Event | None = None  # marks the call of `start` in the device's work
+
+    def buffers_for(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        """Returns shares of the same shapes in host memory; the next call hands out the same memory again.
+
+        Raises:
+            ResourceError: there is no host memory for them.
+        """
+        assert self._running is None
+        for name in self._buffers.keys() - tensors.keys():
+            del self._buffers[name]
+        return {name: replace(tensor, local=self._buffer(name, tensor.local)) for name, tensor in tensors.items()}
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def start(self, write: Callable[[], Path]) -> None:
+        """Runs `write`, which calls `copy` first, in the thread; `finish` returns its result or raises its error."""
+        assert self._running is None
+        if torch.cuda.is_initialized():
+            self._moment = torch.cuda.Event()
+            self._moment.record()
+        self._is_copied.clear()
+        try:
+            self._running = self._thread.submit(heartbeat.aside()(write))
+        except BaseException:
+            self._is_copied.set()
+            raise
+        self._running.add_done_callback(_report_failure)
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, ShardedTensor], buffers: Mapping[str, ShardedTensor]) -> None:
+        """Fills the buffers with the present values of the tensors; runs in the thread."""
+        try:
+            device = next((t.local.device for t in tensors.values() if t.local.device.type == "cuda"), None)
+            side = None if device is None else torch.cuda.Stream(device)
+            with torch.cuda.stream(side):  # None: nothing
+                if side is not None and self._moment is not None:
+                    side.wait_event(self._moment)
+                for name, tensor in tensors.items():
+                    buffers[name].local.copy_(tensor.local, non_blocking=True)
+            if side is not None:
+                side.synchronize()
+        finally:
+            self._is_copied.set()
+
+    def wait_for_copy(self) -> None:
+        """Waits until the state is copied; to be called before it is changed, moved or freed."""
+        self._is_copied.wait()
+
+    def finish(self) -> Path | None:
+        """Waits for the running save and returns its result; None if no save runs.
+
+        Raises:
+            PeerFailed: the ranks did not finish the save together. Otherwise the error of `write`.
+        """
+        running, self._running = self._running, None
+        try:
+            with heartbeat.joined():
+                return None if running is None else running.result()
+        except SlimeError:
+            raise
+        except Exception as error:
+            self.is_lost = True
+            raise PeerFailed(
+                f"the save in the background did not end: {error}",
+                field="checkpoint.async_save",
+                hint="look at what ended another rank or held its disk up, then start the group again",
+            ) from error
+
+    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            try:
+                buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pin_memory)
+            except RuntimeError as error:
+                raise ResourceError(
+                    f"there is no host memory for a copy of {name} ({like.nbytes} bytes): {error}",
+                    field="checkpoint.async_save",
+                    hint="set checkpoint.async_save=false, or spread the state over more ranks",
+                ) from error
+            self._buffers[name] = buffer
+        return buffer
+
+
+def _report_failure(save: Future[Path]) -> None:
+    """Warns at once: a process that ends without `finish` would never report the error."""
+    if (error := save.exception()) is not None:
+        warnings.warn(f"the save in the background failed: {error}", stacklevel=2)

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from slimefsdp.checkpoint.manifest import FileRecord
 from slimefsdp.errors import CheckpointError, ModelError
-from slimefsdp.io.checksummed_files import (
+from slimefsdp.io.files import (
+    FileRecord,
     io_reported,
     json_bytes,
     read_json,
@@ -35,8 +35,7 @@ _INDEX_NAME = re.compile(r"rank_(\d{5})\.json")
 class ShardedTensor:
     """Rows [start, start + local.shape[0]) of a tensor of `global_shape`; `start` counts rows of dim 0.
 
-    A rank without a share holds zero rows. A tensor that every rank holds whole, and any 0-d one, has start 0 and its
-    full shape.
+    A rank without a share holds zero rows. A 0-d tensor, or one that every rank holds whole, has start 0.
     """
 
     local: torch.Tensor  # [rows, *global_shape[1:]], any device
@@ -45,7 +44,7 @@ class ShardedTensor:
 
     @property
     def rows(self) -> int:
-        """Rows held here; a 0-d tensor counts as one row."""
+        """Returns the number of local rows; a 0-d tensor counts as one row."""
         return self.local.shape[0] if self.local.dim() else 1
 
 
@@ -65,7 +64,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows [start, stop) of a tensor, which lie in `entry` from row `first` on."""
+    """Locates rows [start, stop) of a tensor: they are in `entry` from its row `first` on."""
 
     entry: TensorEntry
     first: int
@@ -81,13 +80,12 @@ class _Rows:
 
 
 class SavedShards:
-    """The tensors of a checkpoint folder, whichever ranks wrote them; the folder is verified already.
+    """The tensors of a verified checkpoint folder, from any number of ranks.
 
-    Args:
-        folder: of a committed checkpoint. All indices are read now, the headers of tensor files when they are needed.
+    All indices are read by the constructor, the headers of tensor files when they are needed.
 
     Raises:
-        CheckpointError: a rank's index is missing or is none.
+        CheckpointError: a rank's index is missing or malformed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,25 +98,19 @@ class SavedShards:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """The saved tensors by name, whole."""
+        """Returns name -> the spec of the whole tensor."""
         firsts = {name: next(iter(pieces.values())) for name, pieces in self._pieces.items()}
         return {name: TensorSpec(name, TORCH_DTYPES[one.dtype], one.global_shape) for name, one in firsts.items()}
 
     def require_names(self, wanted: Collection[str]) -> None:
-        """CheckpointError unless exactly the wanted tensors are saved."""
+        """Raises a CheckpointError unless exactly the wanted tensors are saved."""
         for name in sorted(self._pieces.keys() ^ wanted):
             if name in self._pieces:
-                where, problem = _index_path(self.folder, min(self._pieces[name])), "is saved, but this run has none"
-            else:
-                where, problem = self.folder, "is not in the checkpoint"
-            raise _refused(name, where, problem)
+                raise _refused(name, _index_path(self.folder, min(self._pieces[name])), "is saved, but not of this run")
+            raise _refused(name, self.folder, "is not in the checkpoint")
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads one whole tensor into new memory.
-
-        Raises:
-            CheckpointError: the files lack rows, contradict their indices, or cannot be read.
-        """
+        """Reads one whole tensor into new memory; raises the CheckpointErrors of `rows_of` and `fill`."""
         spec = self.specs[name]
         rows = self.rows_of(name, spec, 0, spec.shape[0] if spec.shape else 1)  # checked before there is memory for it
         tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype), spec.shape, 0)
@@ -153,7 +145,7 @@ class SavedShards:
         return found
 
     def _entry(self, name: str, rank: int, piece: _Piece) -> TensorEntry:
-        """The tensor in a rank's file, whose header must say the same as the index."""
+        """Returns the position of the tensor in a rank's file, after a comparison of its header with the index."""
         path = _tensor_path(self.folder, rank)
         if rank not in self._headers:
             with io_reported(path, "load"):
@@ -172,7 +164,7 @@ Reads = list[tuple[_Rows, ShardedTensor]]
 
 
 def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
-    """Finds the rows of every wanted tensor, which are all that are saved; `fill` reads them.
+    """Finds the rows of every wanted tensor, for `fill` to read; no other tensor may be saved.
 
     Raises:
         CheckpointError: naming tensor and file: a tensor is missing or surplus, has another dtype or global shape, or
@@ -188,11 +180,7 @@ def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
 
 
 def fill(reads: Reads) -> None:
-    """Reads rows into the shares in place and bit for bit, file by file.
-
-    Raises:
-        CheckpointError: the disk refuses; some rows may be read already.
-    """
+    """Reads rows into the shares in place, file by file; CheckpointError if the disk fails, after some were read."""
     by_file: dict[Path, Reads] = {}
     for rows, tensor in reads:
         by_file.setdefault(rows.entry.file, []).append((rows, tensor))
@@ -212,7 +200,7 @@ def write_shard(
 
     Raises:
         CheckpointError: a share does not fit its global shape, a dtype is not supported, `state` is not JSON, or the
-            disk refuses.
+            disk is full or fails.
     """
     index: dict[str, Any] = {"tensors": {}, "state": state}
     for name, tensor in tensors.items():
@@ -228,21 +216,19 @@ def write_shard(
     ordered = sorted(tensors.items(), key=lambda item: -item[1].local.dtype.itemsize)
     specs = [TensorSpec(name, tensor.local.dtype, tuple(tensor.local.shape)) for name, tensor in ordered]
     tensor_path, index_path = _tensor_path(folder, rank), _index_path(folder, rank)
-    with io_reported(tensor_path, "save"):
-        with TensorFileWriter(tensor_path, specs) as file:
-            for name, tensor in ordered:
-                file.write(name, tensor.local)
-        written = file.close()
+    with io_reported(tensor_path, "save"), TensorFileWriter(tensor_path, specs) as file:
+        for name, tensor in ordered:
+            file.write(name, tensor.local)
     with io_reported(index_path, "save"):
         write_synced(index_path, text)
     return [
-        FileRecord(tensor_path.name, written.bytes, written.sha256),
+        file.close(),
         FileRecord(index_path.name, len(text), hashlib.sha256(text).hexdigest()),
     ]
 
 
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:
-    """The `state` that `rank` saved; None if fewer ranks wrote the checkpoint."""
+    """Returns the `state` that `rank` saved; None if fewer ranks wrote the checkpoint."""
     if rank >= writing_ranks(folder):
         return None
     path = _index_path(folder, rank)

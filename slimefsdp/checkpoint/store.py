@@ -26,10 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_files, read_manifest, write_manifest
+from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
 from slimefsdp.errors import CheckpointError, short_repr
-from slimefsdp.io.checksummed_files import damaged, io_reported, sync, write_synced
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FileRecord, FolderLock, damaged, io_reported, remove, sync, write_synced
 
 LATEST = "latest"
 _TMP, _REPLACED, _PART = ".tmp_", ".replaced_", ".part_"
@@ -41,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Choice(NamedTuple):
-    """A checkpoint that was chosen, and why each one that comes before it was passed over: log those loudly."""
+    """A checkpoint that was chosen, and why each one before it was passed over, of which users must be warned."""
 
     manifest: Manifest
     folder: Path
@@ -51,7 +50,7 @@ class Choice(NamedTuple):
 class CheckpointStore:
     """The checkpoints of one run. Only rank 0 calls `begin`, `commit` and `prune`; any process may read."""
 
-    part: str | None = None  # of each checkpoint that is read and written; None: all but its parts
+    part: str | None = None  # the part of each checkpoint that is read and written; None: all but its parts
     before: CheckpointStore | None = None  # see PartStore
 
     def __init__(self, root: Path) -> None:
@@ -66,10 +65,9 @@ class CheckpointStore:
 
     @staticmethod
     def of_job(run_dir: Path, role: str, name: str | None = None) -> CheckpointStore:
-        """Returns the store of a role in the checkpoints of a job: an actor's has all of it, others have their part.
+        """Returns the store of a role in the checkpoints of a job, or in the one that is kept under a name.
 
-        Args:
-            name: of one checkpoint, as in `named`.
+        An actor's store has whole checkpoints; those of other roles have their parts.
         """
         stores = [CheckpointStore.of_run(run_dir, which) for which in ("actor", "critic")]
         whole, critic = stores if name is None else [store.named(name) for store in stores]
@@ -87,11 +85,7 @@ class CheckpointStore:
         return type(self)(self.root / NAMED / name)
 
     def require_empty(self, name: str, save_id: str | None = None) -> None:
-        """Checks that a save under this store's name would replace nothing but what the same save wrote before.
-
-        Raises:
-            CheckpointError: there is another checkpoint.
-        """
+        """Raises a CheckpointError if a save under this name would replace a checkpoint of another save."""
         steps = self.steps()
         written_by = [manifest.info.get("save_id") for manifest in self.manifests()]
         if steps and (save_id is None or written_by != [save_id] * len(steps)):
@@ -137,15 +131,11 @@ class CheckpointStore:
         return temporary
 
     def lock(self) -> None:
-        """Locks the store for this process until it ends.
-
-        Raises:
-            CheckpointError: another process has the lock, or the folder cannot be written.
-        """
+        """Locks the store for this process until it ends; CheckpointError if another process has the lock."""
         FolderLock(self.root).acquire()
 
     def abandon(self, step: int) -> None:
-        """Removes what was written since `begin(step)`; no rank may be writing any more."""
+        """Removes the files written since `begin(step)`; no rank may be writing any more."""
         shutil.rmtree(self.temporary_path(step), ignore_errors=True)
 
     def temporary_path(self, step: int) -> Path:
@@ -162,7 +152,7 @@ class CheckpointStore:
         An earlier save of the same step stays loadable until the new one is in place.
 
         Raises:
-            CheckpointError: the folder does not hold these files, `info` is not plain JSON, or the disk refuses.
+            CheckpointError: the folder does not hold these files, `info` is not plain JSON, or the disk fails.
         """
         temporary, final = self.temporary_path(step), self.final_path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
@@ -186,11 +176,7 @@ class CheckpointStore:
         return sorted(self._folders())
 
     def path_of(self, step: int) -> Path:
-        """Returns the folder of a committed step.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """Returns the folder of a committed step; CheckpointError if there is none."""
         folders = self._folders()
         if step not in folders:
             raise CheckpointError(
@@ -211,11 +197,7 @@ class CheckpointStore:
         return manifest
 
     def manifest_of(self, step_folder: Path) -> Manifest:
-        """Reads and checks a manifest; the files that it lists are not looked at.
-
-        Raises:
-            CheckpointError: it is none, or of another step.
-        """
+        """Reads and checks a manifest, but not the files that it lists. Raises CheckpointError."""
         manifest = read_manifest(step_folder)
         named = _STEP_NAME.search(step_folder.name)
         if named and int(named[1]) != manifest.step:
@@ -264,7 +246,7 @@ class CheckpointStore:
         return [folders[step] for step in _by_preference(folders, latest)], skipped
 
     def manifests(self) -> Iterator[Manifest]:
-        """Yields the manifests of `candidates` that can be read; the files that they list are not looked at."""
+        """Yields the readable manifests of `candidates`, without a look at the files that they list."""
         for folder in self.candidates()[0]:
             try:
                 manifest = self.manifest_of(folder)
@@ -376,11 +358,7 @@ class PartStore(CheckpointStore):
 def first_verified(
     root: Path, folders: Sequence[Path], skipped: Sequence[CheckpointError], verify: Callable[[Path], Manifest]
 ) -> Choice:
-    """Chooses the first of `folders` that `verify` accepts.
-
-    Raises:
-        CheckpointError: with all reasons; there is none.
-    """
+    """Chooses the first of `folders` that `verify` accepts; CheckpointError with all reasons if there is none."""
     reasons = list(skipped)
     for folder in folders:
         try:
@@ -397,26 +375,13 @@ def first_verified(
 
 
 def require_name(name: object) -> None:
-    """Whether a checkpoint can be kept under a name, as a folder is.
-
-    Raises:
-        CheckpointError: it has no letter or digit first, another character than letters, digits, `.`, `_` and `-`, or
-            more than 100 of them.
-    """
+    """Raises a CheckpointError if a folder for a checkpoint cannot have this name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(
             f"name={short_repr(name)} cannot be the name of a checkpoint",
             field="name",
-            hint="use at most 128 letters, digits, and `.`, `_` or `-` behind the first one",
+            hint="use at most 128 letters, digits, and `.`, `_` or `-` after the first one",
         )
-
-
-def remove(path: Path) -> None:
-    """Removes a folder with all that is in it, or whatever else has its name; what a link leads to stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _step_name(step: int) -> str:

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from slimefsdp.checkpoint.compatibility import architecture_of, check_identity, check_info
-from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
-from slimefsdp.checkpoint.manifest import MANIFEST
-from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
+from slimefsdp.checkpoint.export import EXPORT_DTYPES, AdapterFacts, write_model_folder, write_peft_folder
+from slimefsdp.checkpoint.manifest import MANIFEST, architecture_of, check_identity, check_info
 from slimefsdp.checkpoint.shards import SavedShards
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.convert.dcp import read_saved, write_dcp_folder

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor
 from slimefsdp.errors import CheckpointError, SlimeError, short_repr
-from slimefsdp.io.atomic_dir import new_folder
-from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.io.files import io_reported, new_folder
 from slimefsdp.io.safetensors_file import TensorSpec
 
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from slimefsdp.errors import CheckpointError, short_repr
-from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.io.files import io_reported
 
 METADATA_FILE = ".metadata"
 MAX_CHUNKS = 8192  # per tensor: more than anyone has ranks; all pairs of chunks are compared

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slimefsdp import heartbeat
 from slimefsdp.distributed.collectives import collectives_begun
@@ -222,3 +223,11 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     # without autograd the shard itself will do; to_local() of a parameter makes a view, at ten times the cost
     return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the range [start, end) of dim 0 in this rank's shard; an empty range starts at the tensor's end."""
+    if not isinstance(tensor, DTensor):
+        return 0, tensor.shape[0] if tensor.ndim else 1
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], offset[0] + shape[0]

@@ -22,7 +22,7 @@ import torch
 
 from slimefsdp import heartbeat
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import Checksum
+from slimefsdp.io.files import FileRecord
 from slimefsdp.io.safetensors_header import TensorEntry
 
 DTYPE_NAMES = {
@@ -74,7 +74,7 @@ class TensorFileWriter:
         self._left = list(reversed(specs))
         self._hash = hashlib.sha256()
         self._bytes = 0
-        self._checksum: Checksum | None = None
+        self._record: FileRecord | None = None
         self._file = path.open("wb", buffering=0)
         try:
             self._append(memoryview(header))
@@ -99,19 +99,19 @@ class TensorFileWriter:
         self._left.pop()
         heartbeat.tick()
 
-    def close(self) -> Checksum:
-        """Waits until the whole file is on disk; a repeated call returns the same checksum.
+    def close(self) -> FileRecord:
+        """Waits until the whole file is on disk; a repeated call returns the same record.
 
         Raises:
             CheckpointError: tensors are missing. OSError.
         """
-        if self._checksum is None:
+        if self._record is None:
             if self._left:
                 raise _refused(self._path, self._left[-1].name, "was announced and not written")
             os.fsync(self._file.fileno())
             self._file.close()
-            self._checksum = Checksum(self._hash.hexdigest(), self._bytes)
-        return self._checksum
+            self._record = FileRecord(self._path.name, self._bytes, self._hash.hexdigest())
+        return self._record
 
     def __enter__(self) -> TensorFileWriter:
         return self

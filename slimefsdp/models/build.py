@@ -31,10 +31,9 @@ from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
-from slimefsdp.models.load_weights import ReadBy, check_tensor_names, read_weights
+from slimefsdp.models.load_weights import ReadBy, check_tensor_names, draw_weights, read_weights
 from slimefsdp.models.lora import Lora, add_adapters, add_adapters_of, draw_adapters, read_adapters
 from slimefsdp.models.peft_folder import PeftFolder
-from slimefsdp.models.random_init import draw_weights
 
 AnyModel = TypeVar("AnyModel", bound=DecoderModel)
 

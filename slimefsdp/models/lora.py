@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed.mesh import Mesh, local_shard
+from slimefsdp.distributed.mesh import Mesh, local_rows, local_shard
 from slimefsdp.errors import ConfigError, ModelError, short_text
 from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.load_weights import ReadBy, local_rows, read_tensors
+from slimefsdp.models.load_weights import ReadBy, read_tensors, seed_of_module
 from slimefsdp.models.lora_modules import LoraLinear, LoraModule, add_to_experts, stacks_of
 from slimefsdp.models.peft_folder import (
     BASE_DIGEST,
@@ -35,7 +35,6 @@ from slimefsdp.models.peft_folder import (
     tensor_name,
     wrong_tensor,
 )
-from slimefsdp.models.random_init import seed_of_module
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> the integer dtype
 # a keyword of lora.targets -> names of this part in transformers' decoder layers

@@ -19,7 +19,7 @@ from typing import Any, Self, TextIO
 
 from slimefsdp.checkpoint.store import write_synced
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
-from slimefsdp.io.checksummed_files import disk_reported
+from slimefsdp.io.files import disk_reported
 from slimefsdp.io.user_files import open_plain, read_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"

@@ -10,12 +10,10 @@ from typing import Any, Literal, assert_never
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.distributed.mesh import local_rows, local_shard
 from slimefsdp.optim.low_bit import QuantizedState, RoundedState, block_of, update_quantized, update_rounded
 from slimefsdp.optim.muon import update_matrices
 
@@ -83,7 +81,8 @@ def build_optimizer(
         for decays in (True, False)
         for rule in sorted(set(rules.values()))
     ]
-    name_and_offset = {p: (name, _first_element(p)) for name, p in named if rules[p] == "adamw_bfloat16"}
+    # the name of each parameter, and the index of this rank's first element in the whole parameter
+    name_and_offset = {p: (name, local_rows(p)[0] * math.prod(p.shape[1:])) for name, p in named}
     for group in groups:
         if group["rule"] == "adamw_bfloat16":
             group |= {"rounding_seed": options.seed, "places": name_and_offset}
@@ -246,14 +245,6 @@ def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
     assert block is not None
     blocks = math.prod(parameter.shape[1:]) // block
     return torch.zeros_like(parameter.detach().flatten(1)[:, :blocks], dtype=torch.float32)
-
-
-def _first_element(parameter: nn.Parameter) -> int:
-    """Returns the index of this rank's first element in the whole parameter."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offset[0] * math.prod(parameter.shape[1:])
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ from slimefsdp.attention.call_plan import KernelName
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.cost import CostModel
-from slimefsdp.checkpoint.compatibility import check_info
+from slimefsdp.checkpoint.manifest import check_info
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.optim import AdamWSettings, MuonSettings, OptimSettings, SgdSettings

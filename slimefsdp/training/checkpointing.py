@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 
 import slimefsdp
-from slimefsdp.checkpoint.async_save import BackgroundSave
-from slimefsdp.checkpoint.compatibility import (
+from slimefsdp.checkpoint.export import EXPORT_DTYPES, AdapterFacts, write_model_folder, write_peft_folder
+from slimefsdp.checkpoint.manifest import (
+    MANIFEST,
     architecture_of,
     check_identity,
     check_info,
     differences,
 )
-from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
-from slimefsdp.checkpoint.manifest import MANIFEST
-from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
 from slimefsdp.checkpoint.save_load import (
+    BackgroundSave,
     Named,
     choose_checkpoint,
     generator_states,
@@ -44,7 +43,7 @@ from slimefsdp.config.optim import AdamWSettings
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError
-from slimefsdp.io.checksummed_files import io_reported, json_bytes
+from slimefsdp.io.files import io_reported, json_bytes
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder

@@ -135,7 +135,7 @@ def test_the_lock_ends_with_the_block(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder, RunFolder(tmp_path / "other"):
         folder.batches.write(0, small_batch(), NOTES)
     other = HOLDER.replace("time.sleep(600)", "FolderLock(Path(sys.argv[1]) / 'batches').acquire()")
-    other = "from slimefsdp.io.file_lock import FolderLock" + other
+    other = "from slimefsdp.io.files import FolderLock" + other
     subprocess.run([sys.executable, "-c", other, str(tmp_path)], env=environment(), check=True, timeout=PATIENCE_S)
 
 

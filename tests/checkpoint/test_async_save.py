@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slimefsdp.checkpoint.async_save import BackgroundSave
+from slimefsdp.checkpoint.save_load import BackgroundSave
 from slimefsdp.checkpoint.shards import ShardedTensor
 from slimefsdp.errors import PeerFailed, ResourceError
 from tests.support.refusals import refused

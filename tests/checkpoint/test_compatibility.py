@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slimefsdp.checkpoint.compatibility import architecture_of, check_identity, differences
+from slimefsdp.checkpoint.manifest import architecture_of, check_identity, differences
 from slimefsdp.errors import CheckpointError
 from tests.support.refusals import names, refused
 

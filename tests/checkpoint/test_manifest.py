@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, record_of, write_manifest
+from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import MAX_DEPTH, MAX_JSON_BYTES, json_bytes
+from slimefsdp.io.files import MAX_DEPTH, MAX_JSON_BYTES, json_bytes, record_of
 from tests.support.refusals import refused
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}

@@ -19,11 +19,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.checkpoint import save_load
-from slimefsdp.checkpoint.async_save import BackgroundSave
+from slimefsdp.checkpoint.save_load import BackgroundSave
 from slimefsdp.checkpoint.store import LATEST, CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.file_lock import LOCK, FolderLock
+from slimefsdp.io.files import LOCK, FolderLock
 from slimefsdp.results import LoadReport
 from slimefsdp.trainer import Trainer
 from tests.support.disk_points import watch_disk

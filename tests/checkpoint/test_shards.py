@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from slimefsdp.checkpoint.manifest import FileRecord
 from slimefsdp.checkpoint.shards import (
     ShardedTensor,
     fill,
@@ -26,6 +25,7 @@ from slimefsdp.checkpoint.shards import (
 )
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.errors import CheckpointError
+from slimefsdp.io.files import FileRecord
 from tests.support.refusals import refused
 from tests.support.tiers import examples
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, record_of
+from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.store import LATEST, CheckpointStore, PartStore
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import write_synced
-from slimefsdp.io.file_lock import LOCK
+from slimefsdp.io.files import LOCK, FileRecord, record_of, write_synced
 from tests.support.refusals import refused
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}

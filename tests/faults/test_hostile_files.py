@@ -45,7 +45,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
 from slimefsdp.estimate.hardware import Rates, read_calibration
 from slimefsdp.estimate.schedule import read_samples
-from slimefsdp.io.file_lock import LOCK, FolderLock
+from slimefsdp.io.files import LOCK, FolderLock
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.build import build_for_sampling, build_policy
 from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, SUPPORTED_MODELS, check_architecture, read_model_folder

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.file_lock import LOCK, FolderLock
+from slimefsdp.io.files import LOCK, FolderLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock
 FolderLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(600)
@@ -73,7 +73,7 @@ def test_a_folder_that_was_removed_and_made_again_is_locked_again(tmp_path):
 FORK = """
 import os, sys, time
 from pathlib import Path
-from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.files import FolderLock
 FolderLock(Path(sys.argv[1])).acquire()
 if not os.fork():
     print("held", flush=True)  # by its parent, when the child is on its way

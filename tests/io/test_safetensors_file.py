@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import math
 import tracemalloc
 from pathlib import Path
@@ -16,7 +15,8 @@ from safetensors.torch import load_file
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io import safetensors_file
-from slimefsdp.io.safetensors_file import DTYPE_NAMES, Checksum, TensorFileWriter, TensorSpec, read_rows
+from slimefsdp.io.files import FileRecord, record_of
+from slimefsdp.io.safetensors_file import DTYPE_NAMES, TensorFileWriter, TensorSpec, read_rows
 from slimefsdp.io.safetensors_header import read_header
 from tests.support.refusals import refused
 from tests.support.tiers import examples
@@ -42,7 +42,7 @@ def specs_of(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
-def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> Checksum:
+def written(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> FileRecord:
     with TensorFileWriter(path, specs_of(tensors), metadata=metadata) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
@@ -58,8 +58,8 @@ def mixed() -> dict[str, torch.Tensor]:
 
 def test_safetensors_own_library_reads_every_dtype_and_shape(tmp_path):
     path, tensors = tmp_path / "x", mixed()
-    seal = written(path, tensors, {"format": "pt"})
-    assert seal == Checksum(hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size)
+    record = written(path, tensors, {"format": "pt"})
+    assert record == record_of(path)
     read = load_file(path)
     assert read.keys() == tensors.keys() and all(same_bits(read[name], tensors[name]) for name in tensors)
     header_bytes = int.from_bytes(path.read_bytes()[:8], "little")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slimefsdp.checkpoint.hf_export import write_model_folder
+from slimefsdp.checkpoint.export import write_model_folder
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.io.safetensors_file import TensorSpec

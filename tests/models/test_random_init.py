@@ -22,7 +22,7 @@ from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
 from slimefsdp.models.build import build_policy, load_policy, materialise
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.models.random_init import draw_weights
+from slimefsdp.models.load_weights import draw_weights
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused

@@ -24,7 +24,7 @@ from actors.cli.main import main
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
-from slimefsdp.io.file_lock import LOCK
+from slimefsdp.io.files import LOCK
 from tests.support.service import Server, datum, log_probs_of, service_tree, tokens_of
 from tests.support.waiting import PATIENCE_S
 

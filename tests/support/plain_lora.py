@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.distributed.mesh import local_shard
-from slimefsdp.models.load_weights import local_rows
+from slimefsdp.distributed.mesh import local_rows, local_shard
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.build import compute_dtype
 from slimefsdp.training.plan import plan_training

@@ -340,8 +340,8 @@ WAITS_WITHOUT = {
     "slimefsdp/attention/ring.py: returning.wait()": "as comm.py",
     "slimefsdp/attention/ring.py: transfer.wait()": "as comm.py",
     "slimefsdp/attention/cp_comm.py: request.wait()": "the process group has a timeout",
-    "slimefsdp/checkpoint/async_save.py: running.result()": "its thread waits for its process group alone",
-    "slimefsdp/checkpoint/async_save.py: self._is_copied.wait()": "as the other one",
+    "slimefsdp/checkpoint/save_load.py: running.result()": "its thread waits for its process group alone",
+    "slimefsdp/checkpoint/save_load.py: self._is_copied.wait()": "as the other one",
 }
 """And why that is no wait without an end."""
 

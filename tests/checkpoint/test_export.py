@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from slimefsdp.checkpoint.hf_export import write_model_folder
+from slimefsdp.checkpoint.export import write_model_folder
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io import atomic_dir
-from slimefsdp.io.atomic_dir import require_free_folder
+from slimefsdp.io import files
+from slimefsdp.io.files import require_free_folder
 from slimefsdp.io.safetensors_file import TensorFileWriter, TensorSpec
 from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
 from tests.support.refusals import refused
@@ -311,7 +311,7 @@ def test_a_place_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path, so
         write(tmp_path / "file" / "out", [("a", torch.ones(1))], source)
 
 
-@pytest.mark.parametrize(("owner", "moment"), [(TensorFileWriter, "close"), (atomic_dir, "sync")])
+@pytest.mark.parametrize(("owner", "moment"), [(TensorFileWriter, "close"), (files, "sync")])
 def test_the_final_name_appears_only_with_the_last_step(
     tmp_path: Path, source: ModelFolder, monkeypatch: pytest.MonkeyPatch, owner: Any, moment: str
 ):
