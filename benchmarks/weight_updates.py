@@ -37,22 +37,24 @@ import torch  # noqa: E402
 from actors.cluster.connect import connect, disconnect  # noqa: E402
 from actors.engines.embedded import EmbeddedEngine  # noqa: E402
 from actors.engines.pool import EnginePool  # noqa: E402
-from actors.workers import weights_folder  # noqa: E402
+from actors.workers import disk_update  # noqa: E402
 from actors.workers.broadcast_update import BroadcastUpdate  # noqa: E402
 from actors.workers.disk_update import DiskUpdate  # noqa: E402
-from actors.workers.ipc_update import IpcUpdate  # noqa: E402
-from actors.workers.object_store_update import ObjectStoreUpdate  # noqa: E402
+from actors.workers.transports import IpcUpdate  # noqa: E402
 from actors.workers.watchdog import Watched, remote_class  # noqa: E402
-from actors.workers.weight_update import WeightUpdate  # noqa: E402
+from actors.workers.weight_update import ObjectStoreUpdate, WeightUpdate  # noqa: E402
 from actors.workers.worker_group import WorkerGroup  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig, config_from_dict  # noqa: E402
 from slimefsdp.distributed.mesh import start_process_group  # noqa: E402
 from slimefsdp.trainer import Trainer  # noqa: E402
 from slimefsdp.weight_sync.broadcast import BroadcastGroup  # noqa: E402
-from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES  # noqa: E402
-from slimefsdp.weight_sync.packed_bucket import packed_bytes  # noqa: E402
-from slimefsdp.weight_sync.shared_buffer import OpenedBuffers, SharedBuffer  # noqa: E402
+from slimefsdp.weight_sync.buckets import (  # noqa: E402
+    OpenedBuffers,
+    SharedBuffer,
+    packed_bytes,
+)
+from slimefsdp.weight_sync.send import DEFAULT_BUCKET_BYTES  # noqa: E402
 
 TRANSPORTS = ("object_store", "broadcast", "disk", "ipc")
 TIMEOUT_S = 600.0
@@ -77,7 +79,7 @@ class TimedEngine(Measured, EmbeddedEngine):
         super().__init__(config, index)
         self._own_s = 0.0
         self._receiver.receive = self._timed(self._receiver.receive)  # type: ignore[method-assign]
-        weights_folder.checked_weights = self._timed(weights_folder.checked_weights)  # type: ignore[assignment]
+        disk_update.checked_weights = self._timed(disk_update.checked_weights)  # type: ignore[assignment]
 
     def begin_peak(self) -> None:
         """With every page of the model resident: of a file that was mapped, they come when they are first touched."""

@@ -54,9 +54,8 @@ class EmbeddedEngine(Engine):
         from slimefsdp.models.build import build_for_sampling
         from slimefsdp.sampling.sampler import Sampler
         from slimefsdp.training.build import lora_of
-        from slimefsdp.weight_sync.packed_bucket import host_buffers
+        from slimefsdp.weight_sync.buckets import OpenedBuffers, host_buffers
         from slimefsdp.weight_sync.receive import WeightReceiver
-        from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
         self._is_on_cuda = config.mesh.device != "cpu" and torch.cuda.is_available()
         if not self._is_on_cuda:
@@ -191,7 +190,7 @@ class EmbeddedEngine(Engine):
         self._between_tokens(begin)
 
     def receive(self, bucket: Any) -> None:
-        from actors.workers.object_store_update import unpack_bucket
+        from actors.workers.weight_update import unpack_bucket
 
         self._receiver.receive(unpack_bucket(bucket))
 
@@ -210,7 +209,7 @@ class EmbeddedEngine(Engine):
         import torch
 
         from slimefsdp.weight_sync.broadcast import BroadcastError
-        from slimefsdp.weight_sync.packed_bucket import packed_bytes
+        from slimefsdp.weight_sync.buckets import packed_bytes
 
         if self._group is None:
             raise StateError("receive_broadcast() before join()", field="update_weights", hint="call join first")
@@ -226,7 +225,7 @@ class EmbeddedEngine(Engine):
         self._take(flat, tensors, digest)
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        from slimefsdp.weight_sync.packed_bucket import packed_bytes
+        from slimefsdp.weight_sync.buckets import packed_bytes
 
         try:
             data = self._buffers.get(handle)
@@ -243,14 +242,14 @@ class EmbeddedEngine(Engine):
             torch.cuda.synchronize()
 
     def receive_disk(self, path: str) -> None:
-        from actors.workers.weights_folder import checked_weights, read_weights
+        from actors.workers.disk_update import checked_weights, read_weights
 
         for named in read_weights(checked_weights(path), self._manifest):
             self._receiver.receive([named])
 
     def _take(self, data: Any, tensors: Sequence[TensorInfo], digest: str | None) -> None:
-        from actors.workers.object_store_update import altered
-        from slimefsdp.weight_sync.packed_bucket import check_digest, unpack
+        from actors.workers.weight_update import altered
+        from slimefsdp.weight_sync.buckets import check_digest, unpack
 
         try:
             check_digest(data, digest)

@@ -1,23 +1,20 @@
-"""The rollout engines of a run, as the driver has them: requests are split over them, samples come as they end.
+"""The rollout engines of a run: they get the trainer's weights, and draw responses to prompts.
 
-A pool replaces engines that are lost, where it was told to; `EngineProcesses` are the processes, `EngineStreams` how
-they are asked.
+`EngineProcesses` are the processes, `EngineRequests` asks them for samples, `EngineUpdates` sends them weights and
+replaces lost ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from actors.cluster.ray_errors import require_cluster
-from actors.engines.engine_requests import EngineRequests
-from actors.engines.handshake import means_apart, require_room
 from actors.engines.processes import EngineProcesses
 from actors.engines.protocol import Request, Sample, VersionSpan
-from actors.engines.streams import EngineStreams, is_complete
+from actors.engines.requests import EngineRequests, is_complete
 from actors.engines.updates import EngineUpdates
 from actors.fault_tolerance.recovery import Restarts
 from actors.fault_tolerance.supervisor import SupervisedGroup
@@ -25,51 +22,56 @@ from actors.model_folders import with_model_folders
 from actors.workers.group_calls import EndsWithBlock
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, EngineError, StateError
-from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.errors import EngineError, StateError
 
-_CHECK = 4  # first number of a seed: what is drawn for the check is drawn for nothing else
+_CHECK = 4  # first number of the seed of the check's samples, which no other samples use
 _CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine
-_MOST_IN_VAIN = 3  # rounds; of one an engine may have taken the requests before it heard of an abort
+_MOST_IN_VAIN = 3  # rounds without a sample; in one, an engine may have got its requests just before an abort
 
 
 @dataclass(frozen=True, slots=True)
 class SampledResponse:
     """Holds a response to a prompt."""
 
-    prompt: int  # the place of its prompt among those of the call
+    prompt: int  # index of its prompt among those of the call
     number: int  # among the samples of that prompt
     tokens: list[int]  # prompt and response
     response_length: int
     log_probs: list[float]  # [response_length], at the sampling temperature; greedy ones at temperature 1
     text: str  # the response without special tokens, stripped
-    finished: bool  # ended by an end token; an episode, by its environment
+    finished: bool  # whether an end token, or the environment of an episode, ended it
     versions: tuple[VersionSpan, ...] = ()  # of the weights that drew the response
-    loss_mask: list[bool] | None = None  # [response_length], False where an environment spoke; None: all True
+    loss_mask: list[bool] | None = None  # [response_length], False for tokens of an environment; None: all True
     turns: int = 1  # responses of an episode
 
+    @classmethod
+    def of(cls, request: Request, sample: Sample) -> SampledResponse:
+        tokens = [*request.prompt, *sample.tokens]
+        return cls(
+            sample.request, sample.number, tokens, len(sample.tokens), sample.log_probs, sample.text,
+            sample.finish_reason == "stop", sample.versions,
+        )  # fmt: skip
 
-class EnginePool(EndsWithBlock):
+
+class EnginePool(EngineRequests, EndsWithBlock):
     """The driver's handle on the rollout engines of a run; `with` ends them.
 
     With rollout.placement=colocated the engines sleep unless they have a turn. It begins with `update_from` or
     `take_turn` and ends with `sleep`; the trainer's group sleeps from the first to the second.
 
-    A pool that restarts engines starts another one when one is lost: at most cluster.max_restarts times in all, and
-    three times in a row. What engines draw follows from the seed and the weights, so what was lost is drawn as it was.
+    A pool that restarts engines replaces lost ones: at most cluster.max_restarts times in all, and three times in a
+    row. Samples follow from the seed and the weights, so those that were lost are drawn again as they were.
 
     Args:
-        beside: the actor's group in whose places the engines are, with rollout.placement=colocated.
-        restarts: engines that are lost are replaced, once `update_from` has said where their weights come from.
+        beside: the actor's group with which the engines share devices, with rollout.placement=colocated.
+        restarts: replace lost engines, once `update_from` has told where their weights come from.
     """
 
     def __init__(self, config: RunConfig, beside: Any = None, *, restarts: bool = False) -> None:
-        self._config = config
-        self._processes = EngineProcesses(config, beside)
+        processes = EngineProcesses(config, beside)
         limit = Restarts(config.cluster.max_restarts, "engines") if restarts else None
-        self._updates = EngineUpdates(self._processes, limit)
-        self._streams = EngineStreams(self._processes, self._updates.replace_lost)
-        self._asking = EngineRequests(self._processes, self._updates.replace_lost)
+        self._updates = EngineUpdates(processes, limit)
+        super().__init__(processes, self._updates.replace_lost)
 
     def __repr__(self) -> str:
         rollout = self._config.rollout
@@ -82,12 +84,11 @@ class EnginePool(EndsWithBlock):
         """Starts `rollout.engines` engines; they hold no weights yet.
 
         Args:
-            beside: the actor's group, with rollout.placement=colocated and with it alone.
-            restarts: as of `EnginePool`.
+            beside, restarts: see `EnginePool`.
 
         Raises:
-            ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
-            EngineError: one is of no use to this run. StateError, ConfigError: no such group, or too small a one.
+            ResourceError: the cluster is too small. WorkerDied: an engine did not start.
+            EngineError: the run cannot use one. StateError, ConfigError: the group is missing, surplus or too small.
         """
         pool = cls(with_model_folders(config), beside, restarts=restarts)
         try:
@@ -99,42 +100,40 @@ class EnginePool(EndsWithBlock):
             raise
         return pool
 
-    def relaunch(self, indices: Sequence[int] | None = None) -> None:
-        """Ends engines as they are and starts others in their places, or in new ones if those are gone.
+    @property
+    def receivers(self) -> list[Any]:
+        """Returns the receivers for `WorkerGroup.update_weights`."""
+        return list(self._processes.engines)
 
-        They hold no weights yet.
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Returns the tokens that end a response."""
+        return self._processes.end_token_ids
 
-        Args:
-            indices: the engines to restart; None: all.
+    def shutdown(self) -> None:
+        """Ends the engines; idempotent."""
+        self._processes.end()
 
-        Raises:
-            ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.
-        """
-        self._processes.relaunch(indices)
-
-    def dead(self) -> list[int]:
-        """Waits for the earlier requests of all engines; returns the indices of those that are dead."""
-        return self._processes.dead()
+    # ------------------------------------------------------------------ weights
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
         """Takes the weights of a trainer group; returns their version. With colocated engines their turn begins.
 
         Args:
-            aborts: what is being sampled is aborted, and drawn anew from the new weights; else it goes on with them.
+            aborts: abort what is being sampled and draw it again with the new weights; otherwise it continues with
+                them.
 
         Raises:
             SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
-                weights, where there are any; it samples nothing until it has been sent them.
+                weights; this one does not sample until it has been sent weights.
         """
         return self._updates.update_from(group, self.abort if aborts else None)
 
     def take_turn(self, seconds: dict[str, float]) -> None:
-        """Wakes colocated engines with the group's present weights, and puts the group to sleep.
-
-        Nothing happens where they have their turn already.
+        """Wakes colocated engines with the group's weights, and puts the group to sleep; nothing if they are awake.
 
         Args:
-            seconds: what sending weights took is added here as `sync`, and the rest as `turn`.
+            seconds: the time of sending weights is added to `sync`, and the rest to `turn`.
 
         Raises:
             As `update_from`.
@@ -144,37 +143,49 @@ class EnginePool(EndsWithBlock):
     def sleep(self) -> None:
         """Has colocated engines free their devices; they lose their weights. Idempotent.
 
-        One that is lost, or does not answer, is ended: the next update finds it gone.
+        An engine that is lost, or does not answer, is ended: the next update finds it gone.
 
         Raises:
-            SyncError: one refused.
+            SyncError: an engine refused.
         """
         self._updates.sleep()
 
     def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
-        """Colocated engines sleep, and the trainer may wake.
+        """Puts colocated engines to sleep, and may wake the trainer; raises as `sleep`, and what the group raises.
 
         Args:
             seconds: as `take_turn`.
-
-        Raises:
-            As `sleep`, and what the group raises.
         """
         self._updates.end_turn(seconds, wakes_trainer=wakes_trainer)
 
+    # ------------------------------------------------------------------ checks before a run
+
     def check_room(self, longest: int, *, evaluates: bool = False) -> None:
-        """Checks that every engine takes the longest prompt of a run, of a held-out set if it evaluates.
+        """Checks that every engine takes the longest prompt of a run with its response.
+
+        Args:
+            longest: tokens of that prompt.
+            evaluates: the prompt is of a held-out set.
 
         Raises:
-            EngineError: one takes fewer tokens than this prompt and its response have.
+            EngineError: an engine takes fewer tokens.
         """
-        require_room(self._config, self._processes.max_tokens, longest, evaluates=evaluates)
+        sampling = self._config.sampling(evaluates=evaluates)
+        needed = longest + sampling.max_new_tokens
+        for index, most in sorted(self._processes.max_tokens.items()):
+            if most is not None and most < needed:
+                raise EngineError(
+                    f"engine {index} takes {most} tokens of prompt and response; the longest prompt has {longest}, and "
+                    f"{sampling.length_setting} is {sampling.max_new_tokens}",
+                    field=sampling.length_setting, rank=index,
+                    hint=f"start the engine with {needed} or more, lower it, or set data.max_prompt_tokens",
+                )  # fmt: skip
 
     def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
-        """Compares log-probs of a few sampled tokens with the trainer's; by engine, the mean difference.
+        """Compares log-probs of a few sampled tokens with the trainer's; returns each engine's mean difference.
 
-        Every engine samples for all prompts, from the weights that it has; they must be the trainer's present ones. It
-        ends the turn of colocated engines.
+        Every engine samples for all prompts, with weights that must be the trainer's present ones. This ends the turn
+        of colocated engines.
 
         Args:
             group: the trainer's.
@@ -183,49 +194,29 @@ class EnginePool(EndsWithBlock):
         Raises:
             EngineError: a mean is above rollout.engine_logprob_bound; it names the engine and the likely cause.
         """
-        few = self.requests(prompts, samples_per_prompt=_CHECKED_SAMPLES, seed=(_CHECK,))
         few = [
-            replace(one, params=replace(one.params, max_new_tokens=min(_CHECKED_TOKENS, one.params.max_new_tokens)))
-            for one in few
+            replace(
+                request,
+                params=replace(request.params, max_new_tokens=min(_CHECKED_TOKENS, request.params.max_new_tokens)),
+            )
+            for request in self.requests(prompts, samples_per_prompt=_CHECKED_SAMPLES, seed=(_CHECK,))
         ]
         count = len(self._processes.engines)
         shares = {index: list(range(index * len(few), (index + 1) * len(few))) for index in range(count)}
-        found = sorted(self._streams.stream(few * count, shares), key=lambda sample: (sample.request, sample.number))
-        settings = self._config.rollout
-        samples = [sampled(few[sample.request % len(few)], sample) for sample in found]
-        drawn = np.concatenate([sample.log_probs for sample in samples])
-        owners = np.concatenate([[one.request // len(few)] * len(one.tokens) for one in found]).astype(int)
+        drawn = sorted(self._stream(few * count, shares), key=lambda sample: (sample.request, sample.number))
+        responses = [SampledResponse.of(few[sample.request % len(few)], sample) for sample in drawn]
+        log_probs = np.concatenate([response.log_probs for response in responses])
+        owners = np.concatenate([[sample.request // len(few)] * len(sample.tokens) for sample in drawn]).astype(int)
 
-        if self._processes.beside is not None:
+        if self._processes.colocated is not None:
             self.sleep()
         batch = RolloutBatch.from_samples(
-            [{"tokens": one.tokens, "response_length": one.response_length} for one in samples],
-            temperature=settings.temperature,
+            [{"tokens": response.tokens, "response_length": response.response_length} for response in responses],
+            temperature=self._config.rollout.temperature,
         )
-        return means_apart(self._config, owners, np.abs(group.compute_log_probs(batch).log_probs - drawn))
+        return mean_differences(self._config, owners, np.abs(group.compute_log_probs(batch).log_probs - log_probs))
 
     # ------------------------------------------------------------------ sampling
-
-    @property
-    def receivers(self) -> list[Any]:
-        """Returns what `WorkerGroup.update_weights` sends to."""
-        return list(self._processes.engines)
-
-    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of prompts, as `EngineRequests.encode`."""
-        return self._asking.encode(prompts)
-
-    def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of what follows responses, as `EngineRequests.encode_observations`."""
-        return self._asking.encode_observations(observations)
-
-    def requests(self, prompts: Sequence[Any], **how: Any) -> list[Request]:
-        """Returns what `generate` has the engines asked for, as `EngineRequests.requests`."""
-        return self._asking.requests(prompts, **how)
-
-    def params(self, seed: Sequence[int], **how: Any) -> SamplingParams:
-        """Returns how a request of the run samples, as `EngineRequests.params`."""
-        return self._asking.params(seed, **how)
 
     def generate(
         self,
@@ -233,40 +224,29 @@ class EnginePool(EndsWithBlock):
         *,
         samples_per_prompt: int,
         seed: int | Sequence[int],
-        greedy: bool = False,
-        max_new_tokens: int | None = None,
-        evaluates: bool = False,
         each: Callable[[SampledResponse], None] | None = None,
         may_mix: bool = False,
+        **sampling: Any,
     ) -> tuple[int, list[SampledResponse]]:
-        """Samples for all prompts, split evenly over the engines; prompt-major. What is aborted is drawn anew.
+        """Samples for all prompts, split evenly over the engines; prompt-major. Aborted samples are drawn again.
 
         Args:
             prompts: texts, lists of chat messages, or token ids.
-            seed: what the draws depend on, e.g. (run seed, step); a number alone is that number in a list.
-            greedy: take the likeliest token each time, whatever the seed.
-            max_new_tokens: of a response; None: rollout.max_new_tokens.
-            evaluates: sample as the settings of `evaluation` say, where they differ from those of `rollout`.
-            each: called with a sample when it has ended, while others have not; again, if it has to be drawn again.
-            may_mix: new weights may come meanwhile.
+            seed: determines the draws, e.g. (run seed, step); a number stands for a list of this number.
+            each: is called with each sample that has ended, while others have not; again, if it is drawn again.
+            may_mix: new weights may come during the call.
+            sampling: see `params`.
 
         Returns:
-            The weight version that sampled, the oldest where there are several, and the samples.
+            The version of the weights that sampled, the oldest if there are several, and the samples.
 
         Raises:
-            BatchError: no prompt, or no sample of one, is asked for.
+            BatchError: there is no prompt, or no sample of one is requested.
             StateError: an engine has no committed weights, or engines hold different versions.
             EngineError: an engine cannot do this, or did not do it.
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
-        requests = self.requests(
-            prompts,
-            samples_per_prompt=samples_per_prompt,
-            seed=seed,
-            greedy=greedy,
-            max_new_tokens=max_new_tokens,
-            evaluates=evaluates,
-        )
+        requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, **sampling)
         return self.draw(requests, each, may_mix=may_mix)
 
     def draw(
@@ -276,15 +256,15 @@ class EnginePool(EndsWithBlock):
         *,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
-        """Does as `generate`, of requests."""
+        """Samples as `generate` does, for requests."""
         while True:
-            updates = self._updates.count()
+            updates = self._updates.count
             try:
                 drawn = self._drawn(requests, each, may_mix=may_mix)
             except StateError:
                 if self._updates.restarts is None or not self._updates.came_since(updates):
                     raise
-                continue  # other weights came meanwhile
+                continue  # other weights came during the call
             if self._updates.restarts is not None:
                 self._updates.restarts.progress()
             return drawn
@@ -292,11 +272,11 @@ class EnginePool(EndsWithBlock):
     def _drawn(
         self, requests: Sequence[Request], each: Callable[[SampledResponse], None] | None, *, may_mix: bool
     ) -> tuple[int, list[SampledResponse]]:
-        found: dict[tuple[int, int], SampledResponse] = {}
+        drawn: dict[tuple[int, int], SampledResponse] = {}
         left = list(range(len(requests)))
         in_vain, before = 0, (-1, 0)
         while left:
-            now = len(found), self._streams.aborts
+            now = len(drawn), self._aborts
             in_vain, before = in_vain + 1 if now == before else 0, now
             if in_vain > _MOST_IN_VAIN:
                 raise EngineError(
@@ -305,69 +285,47 @@ class EnginePool(EndsWithBlock):
                 )  # fmt: skip
             for sample in self.stream([requests[place] for place in left]):
                 place = left[sample.request]
-                if sample.finish_reason == "abort" or (place, sample.number) in found:
+                if sample.finish_reason == "abort" or (place, sample.number) in drawn:
                     continue
-                one = found[place, sample.number] = sampled(requests[place], replace(sample, request=place))
+                response = SampledResponse.of(requests[place], replace(sample, request=place))
+                drawn[place, sample.number] = response
                 if each is not None:
-                    each(one)
-            left = [place for place in left if not is_complete(place, requests[place], found)]
-        versions = {span.version for one in found.values() for span in one.versions}
+                    each(response)
+            left = [place for place in left if not is_complete(place, requests[place], drawn)]
+        versions = {span.version for response in drawn.values() for span in response.versions}
         if len(versions) != 1 and not may_mix:
             raise StateError(
                 f"engines hold different weights: versions {sorted(versions)}",
                 field="update_weights",
                 hint="call update_weights",
             )
-        return min(versions), [found[place] for place in sorted(found)]
-
-    @property
-    def max_tokens(self) -> int | None:
-        """The most tokens of prompt and response that every engine takes; None: as many as memory holds."""
-        return min((most for most in self._processes.max_tokens.values() if most is not None), default=None)
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """The tokens that end a response."""
-        return self._processes.end_token_ids
-
-    def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
-        """The samples of all requests as they end, in no order; requests are split evenly over the engines.
-
-        Raises:
-            As `generate`.
-        """
-        self._processes.require_running("stream")
-        require_cluster()
-        if not requests:
-            raise BatchError("there are no requests", field="requests", hint="give one or more")
-        for place, request in enumerate(requests):
-            self._asking.require_known(request.prompt, place)
-        places = np.array_split(np.arange(len(requests)), len(self._processes.engines))
-        shares = {index: part.tolist() for index, part in enumerate(places) if len(part)}
-        yield from self._streams.stream(requests, shares)
-
-    def abort(self) -> None:
-        """Has all samples end that are running or wait, as they are.
-
-        Raises:
-            WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
-        """
-        self._streams.abort()
-
-    def shutdown(self) -> None:
-        """Ends the engines; idempotent."""
-        self._processes.end()
+        return min(versions), [drawn[place] for place in sorted(drawn)]
 
 
-def sampled(request: Request, sample: Sample) -> SampledResponse:
-    """A sample with its prompt."""
-    return SampledResponse(
-        sample.request,
-        sample.number,
-        [*request.prompt, *sample.tokens],
-        len(sample.tokens),
-        sample.log_probs,
-        sample.text,
-        sample.finish_reason == "stop",
-        sample.versions,
-    )
+def mean_differences(config: RunConfig, owners: np.ndarray, differences: np.ndarray) -> list[float]:
+    """Returns each engine's mean difference between its log-probs of sampled tokens and the trainer's.
+
+    Args:
+        owners: [tokens], the engine that sampled each; every engine has some.
+        differences: [tokens], absolute values.
+
+    Raises:
+        EngineError: a mean is above rollout.engine_logprob_bound; it names the engine and the likely cause.
+    """
+    means = [float(differences[owners == index].mean()) for index in range(int(owners.max()) + 1)]
+    is_float32 = config.precision.compute_dtype == "float32"
+    bound = config.rollout.engine_logprob_bound or (0.001 if is_float32 else 0.05)
+    worst = int(np.argmax(means))
+    if not means[worst] <= bound:  # NaN is not below the bound either
+        cause = "its weights are not those that were sent, or it computes otherwise than the trainer"
+        if config.rollout.temperature != 1:
+            cause += ", or they are those without the temperature (vLLM: --logprobs-mode processed_logprobs; "
+            cause += "SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)"
+        raise EngineError(
+            f"log-probs of what engine {worst} sampled differ from the trainer's by {means[worst]:.3g} in the mean "
+            f"of {int((owners == worst).sum())} tokens, more than {bound:g}: {cause}",
+            field="rollout.engine_logprob_bound",
+            hint="correct the engine, or raise the bound where its arithmetic is coarser",
+            rank=worst,
+        )
+    return means

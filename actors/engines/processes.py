@@ -1,4 +1,4 @@
-"""The processes of a run's rollout engines: they are started, watched, put to sleep, and ended here."""
+"""The processes of a run's rollout engines: starts them, watches them, puts them to sleep, and ends them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from ray.exceptions import RayError
 
 from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster
-from actors.engines.colocated import RanksBeside, ranks_beside
-from actors.engines.handshake import require_fit
-from actors.engines.protocol import Engine, EngineTag, is_info
+from actors.engines.protocol import Engine, EngineInfo, EngineTag, is_info
 from actors.fault_tolerance.recovery import LOST
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture
@@ -40,40 +38,78 @@ _HOMES = {"embedded": "actors.engines.embedded:EmbeddedEngine"}
 _HOMES |= dict.fromkeys(SERVERS, "actors.engines.served:ServedEngine")
 
 
+class ColocatedRanks:
+    """A trainer group with which colocated engines share devices.
+
+    While engines sample, the trainer has nothing on the devices; while it trains, the engines have nothing there. In
+    between, weights are sent: then a device has the parameters of its rank and the weights of its engine.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group  # a WorkerGroup or a SupervisedGroup
+
+    def sleep(self) -> None:
+        """Frees the devices; idempotent. Calls on the group wake what they need."""
+        self.keep_parameters_only()
+        self.free_parameters()
+
+    def keep_parameters_only(self) -> None:
+        """Frees all that is not needed to send weights; idempotent."""
+        critic = self.group.critic
+        if critic is not None and self.group.config.critic.placement == "colocated":
+            critic.sleep()
+        self.group.sleep(("optimizer", "reference"))
+
+    def free_parameters(self) -> None:
+        """Frees the parameters, when they have been sent; idempotent."""
+        self.group.sleep(("parameters",))
+
+    def wake_up(self) -> None:
+        """Takes back what the trainer needs for a step. Reference and critic wake when they are called."""
+        self.group.wake_up(("parameters", "optimizer"))
+
+
 class EngineProcesses:
     """The engines of a pool, which are Ray actors.
 
     Args:
-        group: the actor's, in whose places the engines are, with rollout.placement=colocated.
+        group: the actor's group with which engines share devices, if rollout.placement=colocated.
 
     Raises:
-        ConfigError, StateError: as `engine_class` and `ranks_beside`.
+        StateError: the settings require a group and there is none, or the other way round.
+        ConfigError: there are more engines than ranks; or as `engine_class`.
     """
 
     def __init__(self, config: RunConfig, group: Any = None) -> None:
         self.config = config
         self.engines: list[Any] = []
-        self.beside: RanksBeside | None = ranks_beside(config, group)
-        self.are_asleep = False  # all of them, which are colocated
-        self.places = PlacementGroups() if self.beside is None else self.beside.places
+        _require_matching_group(config, group)
+        self.colocated = None if group is None else ColocatedRanks(group)
+        self.are_asleep = False  # whether all engines, which are colocated, are asleep
+        self.places = PlacementGroups() if group is None else group.places
         self.vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
         self.end_token_ids: frozenset[int] = frozenset()  # the tokens that end a response
-        self.max_tokens: dict[int, int | None] = {}  # of a prompt and its response, by engine
+        self.max_tokens: dict[int, int | None] = {}  # engine -> limit on the tokens of a prompt and its response
         self.is_ended = False
-        self.may_ask = threading.Event()  # not, while what was aborted is to wait for new weights
+        self.may_ask = threading.Event()  # cleared while aborted samples must wait for new weights
         self.may_ask.set()
         self._class: Any = engine_class(config)
         self._watchdog: Watchdog | None = None
-        self._starting = threading.Lock()  # or a thread that replaces an engine starts one after the end
+        self._starting = threading.Lock()  # prevents a thread that replaces an engine from starting one after `end`
 
     def start(self, indices: Sequence[int]) -> None:
-        """Starts the engines of these indices, in place of those that are there."""
+        """Starts the engines of these indices; they hold no weights yet.
+
+        Raises:
+            ResourceError: the cluster is too small. WorkerDied, WorkerHung: an engine did not start.
+            EngineError: the run cannot use one of them.
+        """
         self.require_running("launch")
         require_cluster()
         config, began = self.config, time.monotonic()
-        if self.beside is not None:
-            self.beside.sleep()  # what is started measures what is free
-            placement, gpus = self.places.reserve_for_ranks(self.beside.config, "actor")
+        if self.colocated is not None:
+            self.colocated.sleep()  # new engines measure what memory is free
+            placement, gpus = self.places.reserve_for_ranks(self.colocated.group.config, "actor")
         else:
             count, timeout_s = config.rollout.engines, config.cluster.launch_timeout_s
             each = 0 if config.rollout.engine_urls is not None else config.rollout.gpus_per_engine
@@ -81,13 +117,13 @@ class EngineProcesses:
             placement = self.places.reserve("engine", count, gpus_per_rank=gpus, timeout_s=timeout_s)
         actor_class = remote_class(self._class)
         with self._starting:
-            if self.is_ended:  # meanwhile, by another thread, which has given places back
+            if self.is_ended:  # another thread has ended all, and released places, meanwhile
                 self._release_places()
             self.require_running("launch")
             engines = list(self.engines) or [None] * config.rollout.engines
             for index in indices:
                 options = actor_options(placement, index, gpus)
-                if config.rollout.engine not in ENGINES:  # a class that this process finds in a folder of its own
+                if config.rollout.engine not in ENGINES:  # a user's class, which may be in a folder of this process
                     variables = {**options["runtime_env"].get("env_vars", {}), "PYTHONPATH": os.pathsep.join(sys.path)}
                     options["runtime_env"] = {"env_vars": variables}
                 engines[index] = actor_class.options(**options).remote(config, index)
@@ -101,59 +137,39 @@ class EngineProcesses:
                     _, info = (
                         self.wait([ref], "launch", "launch_timeout_s", began, first_rank=index)[0] for ref in refs
                     )
-                if not is_info(info):
-                    problem = f"info of engine {index} is {short_repr(info)}"
-                    hint = "return an EngineInfo, its fields of the types that actors/engines/protocol.py says"
-                    raise EngineError(problem, field="rollout.engine", hint=hint, rank=index)
-                require_fit(config, index, info, self.vocab_size)
+                _require_usable(config, index, info, self.vocab_size)
                 self.max_tokens[index] = info.max_tokens
-        first = indices[0]  # of those that were just started: another one may be lost
+        first = indices[0]  # one that was just started: others may be lost
         with errors_of(first, "end_token_ids"):
             (self.end_token_ids,) = self.wait(
                 [engines[first].end_token_ids.remote()], "launch", "launch_timeout_s", began, first_rank=first
             )
-        if self.beside is not None:
+        if self.colocated is not None:
             self.put_to_sleep(indices)
             self.are_asleep |= len(indices) == len(engines)
 
-    def relaunch(self, indices: Sequence[int] | None = None) -> None:
-        """Ends engines as they are and starts others in their places, or in new ones if those are gone.
-
-        They hold no weights yet.
-
-        Args:
-            indices: the engines to restart; None: all.
-
-        Raises:
-            ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.
-        """
-        self.require_running("relaunch")
-        count = len(self.engines)
-        indices = range(count) if indices is None else indices
-        if not indices or not all(0 <= index < count for index in indices):
-            raise StateError(
-                f"indices={list(indices)} of {count} engines", field="indices", hint=f"give some of 0 to {count - 1}"
-            )
+    def restart(self, indices: Sequence[int]) -> None:
+        """Ends engines and starts others in their places, or in new places if those are gone; raises as `start`."""
+        self.require_running("restart")
         end_processes([self.engines[index] for index in indices])
         self.start(indices)
 
-    def dead(self) -> list[int]:
-        """The indices of engines that are of no more use, once they have done what they were asked before."""
-        self.require_running("dead")
+    def lost(self) -> list[int]:
+        """Waits for the earlier calls of all engines; returns the indices of the engines that are lost."""
         began, refs = time.monotonic(), [engine.health.remote() for engine in self.engines]
-        found = []
+        lost = []
         for index, ref in enumerate(refs):
             try:
                 self.wait([ref], "check", "sync_timeout_s", began, first_rank=index)
             except (WorkerDied, WorkerHung):
-                found.append(index)
-        return found
+                lost.append(index)
+        return lost
 
-    def found_hanging(self, heard: Mapping[int, float], asked: float) -> dict[int, SlimeError]:
-        """The engine that hangs, if one of these does.
+    def hanging(self, heard: Mapping[int, float], asked: float) -> dict[int, SlimeError]:
+        """Returns the engine that hangs and its error, if one of these does.
 
         Args:
-            heard: when they were asked, or last handed samples over.
+            heard: engine -> when it was asked, or last handed samples over, by time.monotonic.
             asked: when the last one was asked.
         """
         assert self._watchdog is not None
@@ -168,45 +184,37 @@ class EngineProcesses:
         return {}
 
     def put_to_sleep(self, indices: Sequence[int]) -> None:
+        """Has engines free their devices; ends those that are lost or do not answer, so that the next update fails."""
         began, refs = time.monotonic(), {index: self.engines[index].sleep.remote() for index in indices}
         for index, ref in refs.items():
             try:
                 self.wait([ref], "sleep", "sync_timeout_s", began, first_rank=index)
             except LOST:
-                # its memory is needed now, and it when engines have their turn again: who sends it weights finds out
                 end_processes([self.engines[index]])
 
     def wake_up(self, indices: Sequence[int], tags: Sequence[EngineTag]) -> None:
-        """
-        Raises:
-            SyncError: an engine refused, or is no more.
-        """
+        """Has engines take their devices' memory; raises a SyncError if one refuses or is lost."""
         began, refs = time.monotonic(), {index: self.engines[index].wake_up.remote(tags) for index in indices}
         for index, ref in refs.items():
             try:
                 self.wait([ref], "wake_up", "sync_timeout_s", began, first_rank=index)
             except LOST as error:
-                raise SyncError(
-                    f"engine {index} was lost before it was sent weights: {error.message}",
-                    field="update_weights", hint="restart it", rank=index,
-                ) from error  # fmt: skip
+                problem = f"engine {index} was lost before it was sent weights: {error.message}"
+                raise SyncError(problem, field="update_weights", hint="restart it", rank=index) from error
 
     def end(self) -> None:
         """Ends the engines; idempotent."""
         with self._starting:
             self.is_ended = True
-        end_processes(self.engines)  # the handles stay: another thread may be about to ask one
+        end_processes(self.engines)  # the handles stay: another thread may be about to call one
         self._release_places()
 
     def _release_places(self) -> None:
-        if self.beside is None:
+        if self.colocated is None:
             self.places.release()
 
     def require_running(self, name: str) -> None:
-        """
-        Raises:
-            StateError: the engines have been ended.
-        """
+        """Raises a StateError if the engines have been ended."""
         if self.is_ended:
             raise StateError(f"{name}() after shutdown()", field=name, hint="launch other engines")
 
@@ -218,32 +226,26 @@ class EngineProcesses:
         began: float | None = None,
         first_rank: int = 0,
     ) -> Any:
-        """Returns what calls of engines return.
+        """Returns the results of calls of engines.
 
         Args:
-            limit: the setting of `cluster` that says how long they may take, from `began` on.
+            limit: the setting of `cluster` that limits their duration from `began` on.
             first_rank: the index of the first of these engines.
 
         Raises:
             WorkerDied, WorkerHung: an engine is lost. Exception: what an engine raises.
         """
         return CallFuture(
-            refs,
-            name=name,
-            timeout_s=getattr(self.config.cluster, limit),
-            setting=f"cluster.{limit}",
-            first_only=False,
-            first_rank=first_rank,
-            watchdog=self._watchdog,
-            since=began,
-        ).result()
+            refs, name=name, timeout_s=getattr(self.config.cluster, limit), setting=f"cluster.{limit}",
+            first_only=False, first_rank=first_rank, watchdog=self._watchdog, since=began,
+        ).result()  # fmt: skip
 
 
 def engine_class(config: RunConfig) -> type[Engine]:
-    """The class that `rollout.engine` names.
+    """Returns the class that `rollout.engine` names.
 
     Raises:
-        ConfigError: it cannot be imported, is no `Engine`, or is to sleep and cannot.
+        ConfigError: it cannot be imported, is no `Engine`, or has to sleep and cannot.
     """
     name = config.rollout.engine
     found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")
@@ -255,10 +257,8 @@ def engine_class(config: RunConfig) -> type[Engine]:
             hint = "write it: docs/engines.md says what an engine of your own needs"
             raise ConfigError(f"{name} has no {needed}() of its own", field="rollout.engine", hint=hint)
     if config.rollout.placement == "colocated" and (found.sleep is Engine.sleep or found.wake_up is Engine.wake_up):
-        raise ConfigError(
-            f"{name} has no sleep() and wake_up(), by which rollout.placement=colocated has it share a device",
-            field="rollout.engine", hint="write both, or set rollout.placement=own",
-        )  # fmt: skip
+        problem = f"{name} has no sleep() and wake_up(), by which rollout.placement=colocated has it share a device"
+        raise ConfigError(problem, field="rollout.engine", hint="write both, or set rollout.placement=own")
     return found
 
 
@@ -274,3 +274,53 @@ def errors_of(index: int, call: str) -> Iterator[None]:
             f"{call} of engine {index} raised {type(error).__name__}: {short_repr(str(error))}",
             field="rollout.engine", hint="correct the engine: its log has the traceback", rank=index,
         ) from error  # fmt: skip
+
+
+def _require_matching_group(config: RunConfig, group: Any) -> None:
+    if (config.rollout.placement == "colocated") != (group is not None):
+        raise StateError(
+            f"rollout.placement={config.rollout.placement}, and {'no' if group is None else 'a'} trainer group for the "
+            "engines to share devices with",
+            field="beside",
+            hint="give the actor's group with rollout.placement=colocated, and with it alone",
+        )
+    if group is not None and config.rollout.engines > group.config.ranks:
+        raise ConfigError(
+            f"rollout.engines={config.rollout.engines} are more than the {group.config.ranks} ranks of the group that "
+            "they are to share devices with",
+            field="rollout.engines",
+            hint="start fewer, or launch a larger group",
+        )
+
+
+def _require_usable(config: RunConfig, index: int, info: EngineInfo, vocab_size: int) -> None:
+    """Raises an EngineError if a run cannot use an engine with these properties, before it is sent weights.
+
+    Args:
+        vocab_size: the vocabulary of the trainer's model.
+    """
+
+    def refuse(problem: str, field: str, hint: str) -> EngineError:
+        return EngineError(f"engine {index} {problem}", field=field, hint=hint, rank=index)
+
+    if not is_info(info):
+        hint = "return an EngineInfo, its fields of the types that actors/engines/protocol.py says"
+        raise refuse(f"returned {short_repr(info)} from info()", "rollout.engine", hint)
+    dtype, rollout = config.precision.compute_dtype, config.rollout
+    same_model = "start the engine with the model and the dtype of the run"
+    if info.vocab_size != vocab_size:
+        has = f"({info.name}) has a vocabulary of {info.vocab_size}, and the trainer of {vocab_size}"
+        raise refuse(has, "model.path", same_model)
+    if info.dtype != dtype:
+        has = f"({info.name}) has weights in {info.dtype}, and the trainer in {dtype}"
+        raise refuse(has, "precision.compute_dtype", same_model)
+    if info.max_tokens is not None and rollout.max_new_tokens >= info.max_tokens:
+        has = f"({info.name}) takes {info.max_tokens} tokens of prompt and response"
+        has += f", and rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt"
+        raise refuse(has, "rollout.max_new_tokens", "lower it, or start the engine with a longer context")
+    if rollout.placement == "colocated" and info.processes > 1:
+        has = f"({info.name}) has {info.processes} workers, and rollout.placement=colocated gives an engine one device"
+        raise refuse(has, "rollout.placement", "start it with one worker, or set rollout.placement=own")
+    if rollout.transport not in info.transports:
+        takes = f"({info.name}) takes weights by {' or '.join(info.transports)}, not by {rollout.transport}"
+        raise refuse(takes, "rollout.weight_transport", f"set it to {info.transports[0]}")

@@ -205,7 +205,7 @@ class Engine(Watched):
         """Takes a bucket that rank 0 broadcasts now as one tensor of bytes, one after another.
 
         Args:
-            digest: of these bytes, as `slimefsdp.weight_sync.packed_bucket.digest_of`; None: they are not checked.
+            digest: of these bytes, as `slimefsdp.weight_sync.buckets.digest_of`; None: they are not checked.
 
         Raises:
             SyncError: they were altered on the way. One with `is_of_group`: the group broke, for all that is known.
@@ -216,7 +216,7 @@ class Engine(Watched):
         """Takes a bucket whose bytes lie at the beginning of a shared buffer until this returns.
 
         Args:
-            handle: of `slimefsdp.weight_sync.shared_buffer`; one of few, that come again.
+            handle: of `slimefsdp.weight_sync.buckets`; one of few, that come again.
 
         Raises:
             SyncError: the buffer is on another machine, or what came is not what was sent.
@@ -224,7 +224,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def receive_disk(self, path: str) -> None:
-        """Takes all weights of an update from a folder that `actors.workers.weights_folder` wrote.
+        """Takes all weights of an update from a folder that `actors.workers.disk_update` wrote.
 
         Raises:
             SyncError: it is not there, not whole, or was altered.

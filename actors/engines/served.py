@@ -190,7 +190,7 @@ class ServedEngine(Engine):
 
     def receive_disk(self, path: str) -> None:
         """Takes weights as `receive_broadcast` does."""
-        from actors.workers.weights_folder import checked_adapter, checked_weights
+        from actors.workers.disk_update import checked_adapter, checked_weights
 
         self._require_begun("receive_disk")
         with self._updating, self._or_fail():

@@ -1,4 +1,4 @@
-"""New weights for the engines of a pool, their turns with the trainer, and other engines for those that are lost."""
+"""Sends new weights to the engines of a pool, in turns with the trainer if colocated, and replaces lost engines."""
 
 from __future__ import annotations
 
@@ -9,43 +9,39 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from actors.engines.colocated import RanksBeside
-from actors.engines.processes import EngineProcesses
+from actors.engines.processes import ColocatedRanks, EngineProcesses
 from actors.fault_tolerance.recovery import LOST, Restarts
 from slimefsdp.errors import SlimeError, StateError, SyncError
 from slimefsdp.results import FailedReceiver, SyncReport
 
 
 class EngineUpdates:
-    """Keeps track of which weights the engines have, and sends new ones.
+    """Knows which weights the engines have, and sends new ones; its public methods are those of `EnginePool`.
 
     Args:
-        restarts: of engines; None: none that is lost is replaced.
+        restarts: the budget for replacing engines; None: lost engines are not replaced.
     """
 
     def __init__(self, processes: EngineProcesses, restarts: Restarts | None) -> None:
         self.restarts = restarts
         self._processes = processes
-        self._group: Any = None  # that the weights come from
+        self._group: Any = None  # the trainer group that sends the weights
         self._version: int | None = None  # of the engines' weights
         self._replacing = threading.RLock()  # one thread may update while another samples
         self._updating = threading.RLock()
-        self._count = 0  # of updates, counted when they begin and when they have ended
-
-    def count(self) -> int:
-        """Returns a number that is another one once an update has begun or ended since."""
-        return self._count
+        self._sending_s = 0.0  # time spent on sending weights to colocated engines, over all turns
+        self.count = 0  # changes when an update begins, and when it has ended
 
     def came_since(self, count: int) -> bool:
-        """Returns whether an update came since `count` returned this; waits for the end of one that goes on."""
-        with self._updating:  # an engine that failed in one has no weights until it ends
-            return self._count != count
+        """Returns whether an update came since `count` was this; waits for the end of one that is going on."""
+        with self._updating:  # an engine that failed in an update has no weights until it ends
+            return self.count != count
 
     def update_from(self, group: Any, abort: Callable[[], None] | None = None) -> int:
-        """Does as `EnginePool.update_from`.
+        """Sends the group's weights, as `EnginePool.update_from` does.
 
         Args:
-            abort: ends what is being sampled, before the update; None: that goes on.
+            abort: ends what is being sampled before the update; None: it continues.
         """
         self._processes.require_running("update_from")
         if not hasattr(group, "update_weights"):
@@ -53,25 +49,25 @@ class EngineUpdates:
             raise StateError(problem, field="group", hint="give a WorkerGroup or a SupervisedGroup")
         self._group = group
         with self._updating:
-            self._count += 1
-            if self._processes.beside is not None:
-                self._processes.beside.keep_parameters_only()
+            self.count += 1
+            if self._processes.colocated is not None:
+                self._processes.colocated.keep_parameters_only()
             if abort is not None:
                 self._processes.may_ask.clear()
             try:
                 if abort is not None:
-                    with suppress(*LOST):  # the update finds out
+                    with suppress(*LOST):  # the update will find the loss
                         abort()
                 self._version = self._update(group, range(len(self._processes.engines)))
             finally:
                 self._processes.may_ask.set()
-            self._count += 1
+            self.count += 1
         return self._version
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
         """Sends these engines the weights; returns their version.
 
-        Engines that fail are replaced, where engines are restarted, and sent the weights by themselves.
+        If engines are restarted, those that fail are replaced, and the weights are sent to the new ones alone.
         """
         if self.restarts is None:
             report = self._delivered(group, indices)
@@ -83,17 +79,17 @@ class EngineUpdates:
             engines = list(self._processes.engines)
             try:
                 report = self._delivered(group, indices)
-            except SyncError as error:  # of all of them
+            except SyncError as error:  # the whole update failed
                 with self._replacing:
-                    lost = self._processes.dead()
+                    lost = self._processes.lost()
                     if lost:
                         self._replace(lost, error)
                         wanted.update(lost)
                         indices = sorted({*indices, *lost})
-                    elif self._processes.engines == engines:  # else one was replaced while it was sent to
+                    elif self._processes.engines == engines:  # otherwise one was replaced during the update
                         raise
                 continue
-            if version not in (None, report.version):  # the others are of an earlier one
+            if version not in (None, report.version):  # the other engines have an older version
                 version, indices = None, sorted(wanted)
                 continue
             version, indices = report.version, [failure.receiver for failure in report.failed]
@@ -105,13 +101,13 @@ class EngineUpdates:
                         self._replace([failure.receiver], failure.error)
 
     def replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
-        """Replaces an engine that was lost, unless another one stands in its place, and sends it the weights.
+        """Replaces a lost engine, unless another thread has replaced it already, and sends the new one the weights.
 
-        Where the policy has gone on since the engines had its weights, all of them get its present ones, but under
-        rollout.max_staleness, where the new engine alone does.
+        If the policy has newer weights than the engines, all engines get these; with rollout.max_staleness, only the
+        new engine does.
 
         Raises:
-            SlimeError: the error, where engines are not restarted, or no more.
+            SlimeError: the error, if engines are not restarted or the budget is spent.
         """
         if self.restarts is None or self._group is None:
             raise error
@@ -124,90 +120,69 @@ class EngineUpdates:
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:
         assert self.restarts is not None
-        self.restarts.start_another(error, lambda: self._processes.relaunch(indices), tuple(indices))
+        self.restarts.start_another(error, lambda: self._processes.restart(indices), tuple(indices))
 
     def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
-        """An update of these engines, which may be asleep; failed ones are named by their index."""
-        return self._sent(group, indices) if self._processes.beside is None else self._sent_to_sleepers(group, indices)
+        """Sends weights to these engines, which may be asleep; returns a report whose failures have their indices."""
+        if self._processes.colocated is None:
+            return self._sent(group, indices)
+        return self._sent_to_sleepers(self._processes.colocated, group, indices)
 
     def _sent(self, group: Any, indices: Sequence[int]) -> SyncReport:
         receivers = [self._processes.engines[index] for index in indices]
         report: SyncReport = group.update_weights(receivers, drop_failed=True)
-        failed = [FailedReceiver(indices[one.receiver], one.error) for one in report.failed]
-        for one in failed:
-            one.error.rank = one.receiver
+        failed = [FailedReceiver(indices[failure.receiver], failure.error) for failure in report.failed]
+        for failure in failed:
+            failure.error.rank = failure.receiver
         return replace(report, failed=tuple(failed))
 
     # ------------------------------------------------------------------ turns with the trainer
 
     def take_turn(self, seconds: dict[str, float]) -> None:
-        """Wakes colocated engines with the group's present weights, and puts the group to sleep.
-
-        Nothing happens where they have their turn already.
-
-        Args:
-            seconds: what sending weights took is added here as `sync`, and the rest as `turn`.
-
-        Raises:
-            As `update_from`.
-        """
-        beside = self._ranks_beside("take_turn")
+        ranks = self._colocated_ranks("take_turn")
         if not self._processes.are_asleep:
             return
-        began, sent_before = time.perf_counter(), beside.sending_s
-        self.update_from(beside.group)
-        sending_s = beside.sending_s - sent_before
+        began, sent_before = time.perf_counter(), self._sending_s
+        self.update_from(ranks.group)
+        sending_s = self._sending_s - sent_before
         seconds["sync"] = seconds.get("sync", 0.0) + sending_s
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began - sending_s
 
     def sleep(self) -> None:
-        """Has colocated engines free their devices; they lose their weights. Idempotent.
-
-        One that is lost, or does not answer, is ended: the next update finds it gone.
-
-        Raises:
-            SyncError: one refused.
-        """
-        if self._processes.is_ended:  # and a supervisor has them sleep before it starts ranks
+        if self._processes.is_ended:  # a supervisor puts engines to sleep before it starts ranks
             return
-        self._ranks_beside("sleep")
+        self._colocated_ranks("sleep")
         if not self._processes.are_asleep:
             self._processes.put_to_sleep(range(len(self._processes.engines)))
             self._processes.are_asleep = True
 
     def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
-        """Colocated engines sleep, and the trainer may wake.
-
-        Args:
-            seconds: as `take_turn`.
-
-        Raises:
-            As `sleep`, and what the group raises.
-        """
-        beside = self._ranks_beside("end_turn")
+        ranks = self._colocated_ranks("end_turn")
         began = time.perf_counter()
         self.sleep()
         if wakes_trainer:
-            beside.wake_up()
+            ranks.wake_up()
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began
 
-    def _ranks_beside(self, name: str) -> RanksBeside:
+    def _colocated_ranks(self, name: str) -> ColocatedRanks:
         self._processes.require_running(name)
-        if self._processes.beside is None:
+        if self._processes.colocated is None:
             problem = f"{name}() of engines that have devices of their own"
             raise StateError(problem, field=name, hint="set rollout.placement=colocated, or do not call it")
-        return self._processes.beside
+        return self._processes.colocated
 
-    def _sent_to_sleepers(self, group: Any, indices: Sequence[int]) -> SyncReport:
+    def _sent_to_sleepers(self, ranks: ColocatedRanks, group: Any, indices: Sequence[int]) -> SyncReport:
         """Sends weights to colocated engines; once all have them, the engines take the rest of their memory."""
-        assert self._processes.beside is not None
         while True:
             self._processes.are_asleep = False
             try:
                 self._processes.wake_up(indices, ("weights",))
-                with self._processes.beside.sending():
+                began = time.perf_counter()
+                try:
                     report = self._sent(group, indices)
-                self._processes.beside.free_parameters()
+                finally:
+                    self._sending_s += time.perf_counter() - began
+                ranks.free_parameters()
             except SyncError:
                 if not self._processes.are_asleep:
                     raise
@@ -215,6 +190,6 @@ class EngineUpdates:
                 if not report.failed:
                     self._processes.wake_up(range(len(self._processes.engines)), ("kv_cache",))
                 return report
-            # ranks were lost, and all engines sleep since others were started
+            # ranks were lost, and all engines were put to sleep before others were started
             indices = range(len(self._processes.engines))
-            self._processes.beside.keep_parameters_only()
+            ranks.keep_parameters_only()

@@ -19,8 +19,7 @@ from ray.exceptions import RayError
 from actors.workers.weight_update import AGAIN, WeightUpdate, as_sync_error, in_thread
 from slimefsdp.errors import SyncError
 from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous, TorchBroadcastGroup
-from slimefsdp.weight_sync.gather import Bucket
-from slimefsdp.weight_sync.packed_bucket import digest_of
+from slimefsdp.weight_sync.buckets import Bucket, digest_of
 from slimefsdp.weight_sync.receive import Manifest
 from slimefsdp.weight_sync.send import BeginAgain
 

@@ -1,12 +1,18 @@
-"""Weights to engines by a folder on a disk that they and rank 0 see."""
+"""Sends weights to engines by a folder on a disk that rank 0 and the engines see.
+
+The folder appears only when it is complete, with checksums. `AutoModelForCausalLM` can open it, unless frozen weights
+that the engines have already are left out. An adapter is a subfolder of peft's format.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -14,29 +20,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from actors.workers.weight_update import WeightUpdate, in_thread
-from actors.workers.weights_folder import write_adapter, write_weights
-from slimefsdp.errors import SlimeError, SyncError
-from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.models.peft_folder import MATRICES
-from slimefsdp.training.build import compute_dtype
-from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.checkpoint.export import AdapterFacts, write_model_folder, write_peft_folder
+from slimefsdp.errors import ModelError, SlimeError, SyncError
+from slimefsdp.io.files import record_of
+from slimefsdp.io.safetensors_file import TensorSpec
+from slimefsdp.io.safetensors_header import read_header
+from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
+from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.load_weights import OpenTensors
+from slimefsdp.models.peft_folder import ADAPTER_FOLDER, MATRICES, TENSOR_FILE
+from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
 if TYPE_CHECKING:
     from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
-WEIGHTS = "weights"  # below run.dir
+WEIGHTS = "weights"  # subfolder of run.dir
+CHECKSUMS = "weights_sha256.json"
 _LOOK_S = 0.1
 
 
 class DiskUpdate(WeightUpdate):
-    """An update of engines (`actors.engines.protocol.Engine`), which keep their weights while the folder is written.
+    """An update of engines, which keep their weights while the folder is written.
 
-    Once all have committed, the folders of earlier updates are removed.
+    When all have committed, the folders of earlier updates are removed.
 
     Args:
-        folder: for the folders of updates, and nothing else.
+        folder: contains the folders of updates, and nothing else.
         source: the model's folder.
         dtype: of the tensors that are sent.
     """
@@ -46,9 +57,9 @@ class DiskUpdate(WeightUpdate):
 
     def __init__(
         self, actors: Sequence[Any], timeout_s: float, *, folder: Path, source: ModelFolder, dtype: torch.dtype,
-        **how: bool,
+        **options: bool,
     ) -> None:  # fmt: skip
-        super().__init__(actors, timeout_s, **how)
+        super().__init__(actors, timeout_s, **options)
         self._folder, self._source, self._dtype = folder.absolute(), source, dtype
         self._begun: tuple[Any, ...] = ()
         self._path = self._folder
@@ -57,13 +68,19 @@ class DiskUpdate(WeightUpdate):
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **options: bool
     ) -> DiskUpdate:
-        """Makes an update of the trainer's weights; see `WeightUpdate`."""
+        from slimefsdp.training.build import compute_dtype  # engines, which import this file, do not need it
+
         run_dir, dtype = trainer.config.run.dir, compute_dtype(trainer.config)
         assert run_dir is not None  # which the settings require
         return cls(
-            actors, config.cluster.sync_timeout_s, folder=run_dir / WEIGHTS, source=trainer.folder, dtype=dtype, **how
+            actors,
+            config.cluster.sync_timeout_s,
+            folder=run_dir / WEIGHTS,
+            source=trainer.folder,
+            dtype=dtype,
+            **options,
         )
 
     def begin(
@@ -125,12 +142,12 @@ class DiskUpdate(WeightUpdate):
         """Yields the tensors to write as they come."""
         while True:
             try:
-                found = self._coming.get(timeout=self._left_s())
+                item = self._coming.get(timeout=self._left_s())
             except Empty:
                 raise self._too_slow() from None
-            if found is None:
+            if item is None:
                 return
-            bucket, is_written = found
+            bucket, is_written = item
             yield from bucket
             is_written.set()
 
@@ -154,3 +171,104 @@ class DiskUpdate(WeightUpdate):
             f"weights were not written to {self._path} within {self._timeout_s:g} s",
             field="cluster.sync_timeout_s", hint="use a faster disk, or raise the timeout",
         )  # fmt: skip
+
+
+def write_weights(
+    path: Path, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]], source: ModelFolder, dtype: torch.dtype
+) -> None:
+    """Writes a new folder at `path`, durably.
+
+    Args:
+        manifest: names and shapes of the tensors, in their order.
+        source: the folder to copy config.json and the tokenizer's files from.
+
+    Raises:
+        CheckpointError: the disk refused; no folder is left, as after any other error.
+    """
+    specs = [TensorSpec(name, dtype, shape) for name, shape in manifest.items()]
+    write_model_folder(path, specs, tensors, source, checksum_file=CHECKSUMS)
+
+
+def checked_weights(path: str | Path) -> ModelFolder:
+    """Returns the folder after its files were compared with its checksums.
+
+    Raises:
+        SyncError: it does not exist, or was cut or altered.
+    """
+    with _whole(Path(path)):
+        folder = read_model_folder(path)
+        _compare({entry.file for entry in folder.tensors.values()}, folder.path / CHECKSUMS)
+    return folder
+
+
+def write_adapter(
+    path: Path, matrices: Sequence[tuple[str, torch.Tensor]], scale: float, source: ModelFolder, dtype: torch.dtype
+) -> None:
+    """Writes an adapter into a folder of weights at `path`, which may have nothing else; durably.
+
+    Args:
+        matrices: whole A and B of linear modules, under their names in memory.
+        scale: the factor on B A x.
+
+    Raises:
+        CheckpointError: the disk refused.
+    """
+    rank = next(len(tensor) for name, tensor in matrices if name.endswith(MATRICES[0]))
+    facts = AdapterFacts(rank, scale * rank, source.path, None, str(dtype).removeprefix("torch."))
+    specs = [TensorSpec(name, dtype, tuple(tensor.shape)) for name, tensor in matrices]
+    write_peft_folder(path / ADAPTER_FOLDER, specs, matrices, facts, checksum_file=CHECKSUMS)
+
+
+def checked_adapter(path: str | Path) -> set[str]:
+    """Returns the names in memory of the matrices of a folder's adapter, after its file was compared with its checksum.
+
+    Raises:
+        SyncError: it does not exist, or was cut or altered.
+    """
+    file = Path(path) / ADAPTER_FOLDER / TENSOR_FILE
+    with _whole(Path(path)):
+        _compare({file}, file.with_name(CHECKSUMS))
+        return {name.removeprefix("base_model.model.").removesuffix(".weight") for name in read_header(file).tensors}
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SlimeError, OSError, ValueError, AttributeError) as error:
+        cause = error.message if isinstance(error, SlimeError) else error
+        raise SyncError(
+            f"weights did not arrive: {path} is not a whole folder of weights: {cause}",
+            field="rollout.weight_transport",
+            hint="send the update again; engines must see run.dir under the trainer's path",
+        ) from error
+
+
+def _compare(files: Collection[Path], checksum_file: Path) -> None:
+    checksums = json.loads(checksum_file.read_text())
+    if {file.name for file in files} != checksums.keys():
+        raise ValueError(f"{CHECKSUMS} is of other files")
+    for file in files:
+        if checksums[file.name] != record_of(file).sha256:
+            raise ValueError(f"{file.name} was altered: its checksum is another one")
+
+
+def read_weights(folder: ModelFolder, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of the manifest that the folder has, one at a time.
+
+    Raises:
+        SyncError: a file cannot be read.
+    """
+    with OpenTensors(folder.tensors) as files:
+        for name, shape in manifest.items():
+            parts = hub_parts(folder.model_type, name, shape)
+            if parts[0].name not in folder.tensors:
+                continue
+            tensor = torch.empty(shape, dtype=files.dtype(parts[0].name))
+            for part in parts:
+                rows = tensor if part.expert is None else tensor[part.expert, part.start : part.end]
+                try:
+                    files.read(part.name, 0, rows.view(-1))
+                except (ModelError, KeyError) as error:
+                    raise SyncError(f"weights did not arrive: {error}", field="rollout.weight_transport") from error
+            yield name, tensor

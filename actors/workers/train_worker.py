@@ -159,7 +159,7 @@ class TrainWorker(Watched):
 
     def receive(self, bucket: Any) -> None:
         """Receives a bucket from the object store."""
-        from actors.workers.object_store_update import unpack_bucket
+        from actors.workers.weight_update import unpack_bucket
 
         self.trainers["ref"].receiver.receive(unpack_bucket(bucket))
 

@@ -1,15 +1,56 @@
-"""Chooses the transport of a weight update. Each transport is a module of its own and has one line here."""
+"""Chooses the transport of a weight update, and sends weights to engines by shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from actors.workers.broadcast_update import BroadcastUpdate
 from actors.workers.disk_update import DiskUpdate
-from actors.workers.ipc_update import IpcUpdate
-from actors.workers.object_store_update import ObjectStoreUpdate
-from actors.workers.weight_update import WeightUpdate
+from actors.workers.weight_update import ObjectStoreUpdate, WeightUpdate
+from slimefsdp.weight_sync.buckets import Bucket, KeptBuffers, SharedBuffer, digest_of, layout_of, pack, packed_bytes
+
+if TYPE_CHECKING:
+    from slimefsdp.config import RunConfig
+    from slimefsdp.trainer import Trainer
+
+
+class IpcUpdate(WeightUpdate):
+    """An update of engines that read one of two buffers while the other is filled.
+
+    Args:
+        device: of the tensors that are sent. If it is a GPU, engines are on the same one; else on the same machine.
+        before: the last update, whose buffers are taken over.
+    """
+
+    call = "receive_ipc"
+    takes_device_tensors = True
+
+    def __init__(
+        self, actors: Sequence[Any], timeout_s: float, *, device: torch.device, before: IpcUpdate | None = None,
+        **options: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(actors, timeout_s, **options)
+        self._device = device
+        new_buffers = KeptBuffers(2, lambda nbytes: SharedBuffer(nbytes, device))
+        self._buffers: KeptBuffers = new_buffers if before is None else before._buffers
+
+    @classmethod
+    def from_trainer(
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **options: bool
+    ) -> IpcUpdate:
+        return cls(actors, config.cluster.sync_timeout_s, device=trainer.mesh.device, before=before, **options)
+
+    def _prepared(self, bucket: Bucket) -> Any:
+        layout = layout_of(bucket)
+        buffer: SharedBuffer = self._buffers.next(packed_bytes(layout))
+        flat = pack((tensor for _, tensor in bucket), into=buffer.data)
+        if self._device.type == "cuda":  # engines do not know this process's streams
+            torch.cuda.synchronize(self._device)
+        return buffer.handle, layout, *((digest_of(flat),) if self._checksums else ())
+
 
 TRANSPORTS: dict[str, type[WeightUpdate]] = {
     "object_store": ObjectStoreUpdate,

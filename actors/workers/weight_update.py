@@ -1,31 +1,40 @@
 """Sends one weight update to several Ray actors, with one deadline, and decides what becomes of those that fail.
 
-A subclass says how a bucket travels. A new transport needs a module with its subclass, a line in transports.py and its
-name in config/rollout.py. To the trainer on rank 0 an update is one receiver that stands for all actors.
+A subclass says how a bucket travels. A new transport needs a subclass, its line in transports.py and its name in
+config/rollout.py. To the trainer on rank 0 an update is one receiver that stands for all actors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import ray
+import torch
 
+from actors.cluster.ray_errors import store
 from actors.workers.futures import SLICE_S, CallFuture
 from slimefsdp import heartbeat
-from slimefsdp.errors import SlimeError, SyncError
+from slimefsdp.errors import ResourceError, SlimeError, SyncError
+from slimefsdp.io.safetensors_file import memory_of
 from slimefsdp.results import FailedReceiver
-from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
 if TYPE_CHECKING:
     from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
-_HERE_S = 5.0  # for an answer that Ray says is here
+# name, dtype, shape, bytes and perhaps their sha256: numpy has no bfloat16, and plain arrays travel through the object
+# store without a copy
+WireBucket = list[tuple[Any, ...]]
+_HERE_S = 5.0  # timeout of getting an answer that Ray reports as ready
 AGAIN = "restart the receiver; none may sample until a later update reaches it"
 
 
@@ -61,7 +70,7 @@ class WeightUpdate:
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **options: bool
     ) -> WeightUpdate:
         """Makes an update of the trainer's weights.
 
@@ -69,17 +78,17 @@ class WeightUpdate:
             trainer: of rank 0.
             config: of the run.
             before: the last update by this transport, whose group or buffers may be taken over; None: it is the first.
-            how: `drops` and `checksums`.
+            options: `drops` and `checksums`.
         """
-        return cls(actors, config.cluster.sync_timeout_s, **how)
+        return cls(actors, config.cluster.sync_timeout_s, **options)
 
     def has_frozen(self, source: str) -> bool:
-        """Whether all receivers are engines that have the frozen weights of `source`."""
+        """Returns whether all receivers are engines that have the frozen weights of `source`."""
         return self._all_have("has_frozen") and all(self._call("has_frozen", source).values())
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether all receivers have adapters of their own, as embedded engines may."""
+        """Returns whether all receivers may have adapters of their own, as embedded engines may."""
         return self._all_have("takes_adapters")
 
     def _all_have(self, name: str) -> bool:
@@ -101,19 +110,19 @@ class WeightUpdate:
         self._call("commit", version)
 
     def _prepared(self, bucket: Bucket) -> Any:
-        """Prepares what `_send` is given, while the bucket before is on its way."""
+        """Prepares the argument of `_send`, while the bucket before is on its way."""
         raise NotImplementedError
 
     def _send(self, ready: Any) -> None:
-        """Sends a prepared bucket; returns when all receivers have it."""
-        raise NotImplementedError
+        """Sends a prepared bucket, by default the arguments of the receivers' `call`; returns when all have it."""
+        self._call(self.call, *ready)
 
     def _finish(self) -> None:
         sending, self._sending = self._sending, None
         if sending is not None:
             sending.result()
 
-    # ------------------------------------------------------------------ calls, and what comes of them
+    # ------------------------------------------------------------------ calls and their errors
 
     def _call(self, name: str, *args: Any) -> dict[int, Any]:
         """Calls a method of all receivers; returns the answers of those that did not fail, by receiver."""
@@ -140,15 +149,15 @@ class WeightUpdate:
         errors: dict[int, Exception] = {}
         while waiting and not is_over(errors):
             left_s = deadline - time.monotonic()
-            found = ray.wait(list(waiting), num_returns=1, timeout=min(SLICE_S, max(0.0, left_s)))[0]
-            for ref in found:
+            ready = ray.wait(list(waiting), num_returns=1, timeout=min(SLICE_S, max(0.0, left_s)))[0]
+            for ref in ready:
                 index = waiting.pop(ref)
-                one = CallFuture([ref], name=name, timeout_s=max(_HERE_S, left_s), first_only=True, first_rank=index)
+                answer = CallFuture([ref], name=name, timeout_s=max(_HERE_S, left_s), first_only=True, first_rank=index)
                 try:
-                    answers[index] = one.result()
-                except Exception as error:  # whatever a receiver raises
+                    answers[index] = answer.result()
+                except Exception as error:  # a receiver can raise anything
                     errors[index] = error
-            if not found and left_s <= 0:
+            if not ready and left_s <= 0:
                 break
         return answers, errors
 
@@ -167,7 +176,7 @@ class WeightUpdate:
             self.failed.append(FailedReceiver(index, error))
         if not self._left:
             first, *others = self.failed
-            first.error.others += tuple(f"receiver {one.receiver}: {one.error.message}" for one in others)
+            first.error.others += tuple(f"receiver {other.receiver}: {other.error.message}" for other in others)
             raise first.error
         self._deadline = time.monotonic() + self._timeout_s
         heartbeat.tick()
@@ -187,12 +196,11 @@ def as_sync_error(error: Exception, index: int, name: str) -> SyncError:
     """Turns whatever a receiver raised into the error that all sending ranks raise."""
     if isinstance(error, SyncError):
         return error
-    said = error.message if isinstance(error, SlimeError) else error
-    made = SyncError(
-        f"weights did not arrive: {name} failed at receiver {index}: {said}", field="update_weights", hint=AGAIN
-    )
-    made.__cause__ = error
-    return made
+    cause = error.message if isinstance(error, SlimeError) else error
+    problem = f"weights did not arrive: {name} failed at receiver {index}: {cause}"
+    sync_error = SyncError(problem, field="update_weights", hint=AGAIN)
+    sync_error.__cause__ = error
+    return sync_error
 
 
 def in_thread(action: Callable[[], Any], name: str) -> Future[Any]:
@@ -202,8 +210,64 @@ def in_thread(action: Callable[[], Any], name: str) -> Future[Any]:
     def act() -> None:
         try:
             done.set_result(action())
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # raised by `result`
             done.set_exception(error)
 
     threading.Thread(target=act, name=name, daemon=True).start()
     return done
+
+
+# ---------------------------------------------------------------------- through Ray's object store
+
+
+class ObjectStoreUpdate(WeightUpdate):
+    """An update of Ray actors that have `begin`, `receive` and `commit`, through Ray's object store."""
+
+    call = "receive"
+
+    def _prepared(self, bucket: Bucket) -> Any:
+        """Stores the bucket once, for every actor to read."""
+        try:
+            return (store(pack_bucket(bucket, with_digests=self._checksums), "weights"),)
+        except ResourceError as error:  # a receiver's errors reach all ranks, others would stay on this one
+            raise SyncError(f"weights cannot be sent: {error.message}", field=error.field, hint=error.hint) from error
+
+
+def pack_bucket(bucket: Bucket, *, with_digests: bool = False) -> WireBucket:
+    """Returns contiguous tensors as bytes that share their memory."""
+    packed: WireBucket = []
+    for name, tensor in bucket:
+        data = np.frombuffer(memory_of(tensor), np.uint8)
+        digest = (_sha256(data),) if with_digests else ()
+        packed.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data, *digest))
+    return packed
+
+
+def unpack_bucket(bucket: WireBucket) -> Bucket:
+    """Returns the tensors that `pack_bucket` packed, as read-only views, to be copied from.
+
+    Raises:
+        SyncError: a tensor was altered in transit, if they came with digests.
+    """
+    for name, _, _, data, *digest in bucket:
+        if digest and [_sha256(data)] != digest:
+            raise altered(f"tensor {name!r}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # the views are only read
+        return [
+            (name, torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape))
+            for name, dtype, shape, data, *_ in bucket
+        ]
+
+
+def altered(what: str) -> SyncError:
+    """Returns the error for data whose checksum differs from the sender's."""
+    return SyncError(
+        f"weights did not arrive: {what} was altered on the way: its checksum is another one",
+        field="rollout.weight_checksums",
+        hint="send the update again; where it comes back, look for faulty memory, disks or network cards",
+    )
+
+
+def _sha256(data: np.ndarray) -> str:
+    return hashlib.sha256(data.data).hexdigest()

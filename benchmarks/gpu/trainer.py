@@ -42,7 +42,7 @@ from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import start_process_group_from_environment
 from slimefsdp.trainer import Trainer
-from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
 COMMON = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True,

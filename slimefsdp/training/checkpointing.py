@@ -52,7 +52,8 @@ from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import LoadReport
 from slimefsdp.rpc import JobCheckpoint, Role
 from slimefsdp.training.build import is_host_memory_pinned, master_dtype
-from slimefsdp.weight_sync.gather import Bucket, full_weights
+from slimefsdp.weight_sync.buckets import Bucket
+from slimefsdp.weight_sync.send import full_weights
 
 EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
 

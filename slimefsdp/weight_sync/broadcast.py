@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from slimefsdp.weight_sync.packed_bucket import ALIGNMENT, Layout, host_buffers, layout_of, pack, packed_bytes
+from slimefsdp.weight_sync.buckets import ALIGNMENT, Layout, host_buffers, layout_of, pack, packed_bytes
 
 _POLL_S = 0.0005
 _JOIN_POLL_S = 0.05  # interval of checking whether all members have joined

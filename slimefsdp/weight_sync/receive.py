@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slimefsdp.errors import StateError, SyncError
-from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.buckets import Bucket
 
 Manifest = dict[str, tuple[int, ...]]  # name -> full shape
 

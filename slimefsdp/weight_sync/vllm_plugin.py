@@ -31,8 +31,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slimefsdp.weight_sync.broadcast import BroadcastGroup
-from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
-from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
+from slimefsdp.weight_sync.buckets import OpenedBuffers, check_digest, packed_bytes, unpack
 
 BACKEND = "slimefsdp"
 PROTOCOL = 4  # version of the two classes below; must be equal on both sides
@@ -60,7 +59,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     `parts` lists for each tensor the tensors of a Hugging Face folder that it holds, as (name, expert or None, first
     row, end), with rows of the expert. A whole tensor is one part without an expert; a tensor to skip has no part. The
-    bytes are broadcast, or are in a `buffer` of `slimefsdp.weight_sync.shared_buffer`.
+    bytes are broadcast, or are in a `buffer` of `slimefsdp.weight_sync.buckets`.
     """
 
     names: list[str]

@@ -14,12 +14,12 @@ import ray
 
 from actors import loop
 from actors.cluster.placement import PlacementGroups
-from actors.engines.colocated import RanksBeside
 from actors.engines.pool import EnginePool
+from actors.engines.processes import ColocatedRanks
 from actors.engines.protocol import ENGINE_TAGS, EngineTag
 from actors.engines.updates import EngineUpdates
 from actors.run_dir import RunFolder
-from actors.workers.object_store_update import ObjectStoreUpdate
+from actors.workers.weight_update import ObjectStoreUpdate
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, EngineError, StateError, SyncError
@@ -325,7 +325,7 @@ def straight(cluster: None, make_run: Any) -> Record:
 
 
 def of_ranks(thing: Any) -> list[int]:
-    group = thing.group if isinstance(thing, RanksBeside) else thing._processes.beside.group
+    group = thing.group if isinstance(thing, ColocatedRanks) else thing._processes.colocated.group
     return [answer.pid for answer in group.health()]
 
 
@@ -347,8 +347,8 @@ LOSSES: list[tuple[Any, str, Callable[[Any], list[int]], Callable[[Any], list[in
     (EnginePool, "take_turn", nobody, of_engines),  # an engine that is asked for samples
     (EnginePool, "take_turn", nobody, of_ranks),  # a rank that sleeps
     (EngineUpdates, "_sent", of_ranks, nobody),  # a rank that is to send
-    (RanksBeside, "free_parameters", of_ranks, nobody),  # a rank that has sent
-    (RanksBeside, "wake_up", of_ranks, nobody),  # a rank that is to wake
+    (ColocatedRanks, "free_parameters", of_ranks, nobody),  # a rank that has sent
+    (ColocatedRanks, "wake_up", of_ranks, nobody),  # a rank that is to wake
 ]
 
 

@@ -13,11 +13,10 @@ import torch
 
 from actors.engines.protocol import Request
 from actors.engines.served import ServedEngine
-from actors.workers.weights_folder import write_weights
+from actors.workers.disk_update import write_weights
 from slimefsdp.errors import EngineError, StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.weight_sync.packed_bucket import digest_of, layout_of, pack
-from slimefsdp.weight_sync.shared_buffer import SharedBuffer
+from slimefsdp.weight_sync.buckets import SharedBuffer, digest_of, layout_of, pack
 from tests.support import sglang_server, vllm_server
 from tests.support.refusals import refused
 from tests.support.served import END, MOST_TOKENS, PROMPT, SGLANG, VLLM, Kind, drawn, params

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.engines.embedded import EmbeddedEngine
 from actors.engines.protocol import Request, Sample
-from actors.workers.object_store_update import pack_bucket
+from actors.workers.weight_update import pack_bucket
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError

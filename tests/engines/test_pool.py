@@ -11,10 +11,10 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from actors.cluster.placement import is_alive
-from actors.engines.pool import EnginePool, SampledResponse
+from actors.engines.pool import EnginePool, SampledResponse, mean_differences
 from actors.rollout.tokenizer import encode_records
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, StateError, SyncError
+from slimefsdp.errors import BatchError, EngineError, StateError, SyncError
 from tests.support.refusals import assert_refusal, names, refused
 from tests.support.runs import bits
 from tests.support.waiting import PATIENCE_S
@@ -45,8 +45,8 @@ def test_engines_whose_places_are_gone_come_up_in_others(cluster: None, make_con
     try:
         (lost,) = pool._processes.places._groups.values()
         remove_placement_group(lost)
-        pool.relaunch()
-        assert pool.dead() == []
+        pool._processes.restart([0])
+        assert pool._processes.lost() == []
         (place,) = pool._processes.places._groups.values()
         assert is_alive(place) and not is_alive(lost)
     finally:
@@ -214,3 +214,12 @@ def test_a_dead_engine_is_a_sync_error_and_the_trainer_works_on(
     assert bits(group.train_step(batch)) == expected[1]
     group.update_weights(two_engines[0].receivers)
     assert two_engines[0].generate(PROMPTS, samples_per_prompt=1, seed=(0,))[0] > 0
+
+
+def test_an_engine_whose_log_probs_differ_from_the_trainers_is_refused_by_its_index(make_config: Any) -> None:
+    config, owners = make_config(rollout={"engine_logprob_bound": 0.5}), np.array([0, 0, 1, 1])
+    assert mean_differences(config, owners, np.array([0.25, 0.75, 0.0, 0.25])) == [0.5, 0.125]
+    for last in (0.76, float("nan"), float("inf")):
+        with refused(EngineError, "rollout.engine_logprob_bound", "engine 1") as caught:
+            mean_differences(config, owners, np.array([0.25, 0.75, 0.25, last]))
+        assert caught.value.rank == 1

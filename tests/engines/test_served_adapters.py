@@ -13,7 +13,7 @@ import torch
 from actors.engines.dialect import ADAPTER
 from actors.engines.pool import EnginePool
 from actors.engines.protocol import Request
-from actors.workers.weights_folder import write_adapter, write_weights
+from actors.workers.disk_update import write_adapter, write_weights
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, StateError, SyncError

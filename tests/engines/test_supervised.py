@@ -14,7 +14,7 @@ import ray
 from actors.engines.pool import EnginePool
 from actors.engines.protocol import Request, Sample, check_sample
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
-from actors.workers.object_store_update import ObjectStoreUpdate
+from actors.workers.weight_update import ObjectStoreUpdate
 from slimefsdp.errors import BatchError, ConfigError, EngineError, StateError, SyncError, WorkerDied
 from slimefsdp.results import SyncReport
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
@@ -215,9 +215,7 @@ def test_a_pool_that_is_shut_down_refuses_what_it_is_asked(launch: Launch) -> No
         ("generate", lambda: engines.generate(["a text"], samples_per_prompt=1, seed=(0,))),
         ("encode", lambda: engines.encode(["a text"])),
         ("stream", lambda: list(engines.stream([]))),
-        ("relaunch", engines.relaunch),
         ("abort", engines.abort),
-        ("dead", engines.dead),
     ):
         with refused(StateError, name, "shutdown()"):
             call()
@@ -267,9 +265,6 @@ def test_calls_that_cannot_be_meant_are_refused_before_an_engine_is_asked(launch
         with refused(BatchError, field):
             engines.generate(arguments.pop("prompts"), **arguments)
             pytest.fail(name)
-    for indices in ([], [7], [-1]):
-        with refused(StateError, "indices"):
-            engines.relaunch(indices)
     for name, call in (
         ("take_turn", lambda: engines.take_turn({})),
         ("sleep", engines.sleep),

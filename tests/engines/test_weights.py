@@ -14,14 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from actors.engines.embedded import EmbeddedEngine
 from actors.engines.protocol import Request
-from actors.workers.object_store_update import pack_bucket
-from actors.workers.weights_folder import CHECKSUMS, write_weights
+from actors.workers.disk_update import CHECKSUMS, write_weights
+from actors.workers.weight_update import pack_bucket
 from slimefsdp.errors import StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.weight_sync.gather import Bucket
-from slimefsdp.weight_sync.packed_bucket import digest_of, layout_of, pack, packed_bytes
-from slimefsdp.weight_sync.shared_buffer import SharedBuffer, opened
+from slimefsdp.weight_sync.buckets import Bucket, SharedBuffer, digest_of, layout_of, opened, pack, packed_bytes
 from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
 

@@ -335,7 +335,7 @@ def test_what_ray_raises_for_a_rank_is_typed_unless_it_is_a_bug_to_show() -> Non
 
 def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     from actors.cluster import ray_errors
-    from actors.workers.object_store_update import ObjectStoreUpdate
+    from actors.workers.weight_update import ObjectStoreUpdate
 
     def full(value: Any) -> None:
         raise OutOfDiskError("the disk is full")

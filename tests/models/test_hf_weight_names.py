@@ -24,8 +24,8 @@ from slimefsdp.models import load_weights
 from slimefsdp.models.build import build_for_sampling, load_policy
 from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts
-from slimefsdp.weight_sync.gather import full_weights
 from slimefsdp.weight_sync.receive import WeightReceiver
+from slimefsdp.weight_sync.send import full_weights
 from tests.support.all_pairs import all_pairs
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model

@@ -18,7 +18,7 @@ from slimefsdp.distributed.mesh import local_rows, local_shard
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.build import compute_dtype
 from slimefsdp.training.plan import plan_training
-from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep

@@ -12,13 +12,12 @@ import ray
 import torch
 
 from actors.engines.protocol import EngineInfo, Manifest, TensorInfo
-from actors.workers.object_store_update import unpack_bucket
+from actors.workers.disk_update import checked_weights, read_weights
 from actors.workers.watchdog import Watched
-from actors.workers.weights_folder import checked_weights, read_weights
+from actors.workers.weight_update import unpack_bucket
 from slimefsdp.errors import SyncError
 from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup, Rendezvous
-from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
-from slimefsdp.weight_sync.shared_buffer import opened
+from slimefsdp.weight_sync.buckets import check_digest, opened, packed_bytes, unpack
 
 HOUR_S = 3600.0
 

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from slimefsdp.weight_sync.broadcast import BroadcastGroup
-from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
-from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
+from slimefsdp.weight_sync.buckets import OpenedBuffers, check_digest, packed_bytes, unpack
 from tests.support.table_server import (
     EMBEDDING,
     Adapter,

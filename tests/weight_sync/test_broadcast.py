@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
-from slimefsdp.weight_sync.packed_bucket import ALIGNMENT, pack, packed_bytes, unpack
+from slimefsdp.weight_sync.buckets import ALIGNMENT, pack, packed_bytes, unpack
 from tests.support.forks import FORKS
 from tests.support.waiting import PATIENCE_S
 

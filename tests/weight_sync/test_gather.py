@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from slimefsdp.weight_sync import gather
-from slimefsdp.weight_sync.gather import full_weights
+from slimefsdp.weight_sync import send
+from slimefsdp.weight_sync.send import full_weights
 from tests.support.all_pairs import all_pairs
 from tests.support.rank_pool import RankPool
 
@@ -31,7 +31,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def gathered(rank: int, dtype: torch.dtype, alone_bytes: int) -> list[list[list[tuple[str, torch.Tensor]]]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     named = [(name, nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)]))) for name, tensor in tensors().items()]
-    with patch.object(gather, "_ALONE_BYTES", alone_bytes):
+    with patch.object(send, "_ALONE_BYTES", alone_bytes):
         return [
             list(full_weights(named, mesh.get_group(), dtype=dtype, bucket_bytes=bucket_bytes))
             for bucket_bytes in BUCKET_BYTES

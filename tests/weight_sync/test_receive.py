@@ -16,8 +16,9 @@ from slimefsdp.errors import StateError, SyncError
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
 from slimefsdp.weight_sync import send
-from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket, full_weights
+from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
+from slimefsdp.weight_sync.send import DEFAULT_BUCKET_BYTES, full_weights
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder

@@ -15,9 +15,9 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync import send
-from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket
+from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
-from slimefsdp.weight_sync.send import BeginAgain, HostCopy, stream_weights
+from slimefsdp.weight_sync.send import DEFAULT_BUCKET_BYTES, BeginAgain, HostCopy, stream_weights
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import CPU, fresh_batch, settings

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from actors.engines.embedded import EmbeddedEngine
 from actors.engines.protocol import EngineInfo
 from actors.workers.broadcast_update import BroadcastUpdate
-from actors.workers.object_store_update import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.watchdog import remote_class
+from actors.workers.weight_update import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
 from slimefsdp.weight_sync.broadcast import Rendezvous

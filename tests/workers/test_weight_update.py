@@ -15,10 +15,9 @@ import torch
 
 from actors.workers.broadcast_update import BroadcastUpdate
 from actors.workers.disk_update import DiskUpdate
-from actors.workers.ipc_update import IpcUpdate
-from actors.workers.object_store_update import ObjectStoreUpdate
+from actors.workers.transports import IpcUpdate
 from actors.workers.watchdog import remote_class
-from actors.workers.weight_update import WeightUpdate
+from actors.workers.weight_update import ObjectStoreUpdate, WeightUpdate
 from slimefsdp.errors import SyncError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.weight_sync.send import BeginAgain

@@ -23,7 +23,7 @@ from actors.engines.protocol import Request, Sample
 from actors.engines.served import ServedEngine
 from actors.engines.server_launch import free_port, longest_sample
 from actors.engines.sglang import SglangDialect
-from actors.workers.weights_folder import write_adapter, write_weights
+from actors.workers.disk_update import write_adapter, write_weights
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder

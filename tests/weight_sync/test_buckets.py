@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from slimefsdp.weight_sync.broadcast import BroadcastGroup, TorchBroadcastGroup
-from slimefsdp.weight_sync.gather import Bucket
-from slimefsdp.weight_sync.packed_bucket import KeptBuffers, pack, packed_bytes, unpack
+from slimefsdp.weight_sync.buckets import Bucket, KeptBuffers, pack, packed_bytes, unpack
 
 
 def bucket(seed: int, sizes: tuple[int, ...]) -> Bucket:

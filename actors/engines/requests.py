@@ -1,0 +1,285 @@
+"""Asks rollout engines for samples: makes requests of prompts, splits them over engines, and survives losing one."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from ray.exceptions import RayError
+
+from actors.cluster.ray_errors import require_cluster
+from actors.engines.processes import EngineProcesses, errors_of
+from actors.engines.protocol import Request, Sample, check_sample, is_whole
+from actors.fault_tolerance.recovery import LOST
+from actors.workers.futures import SLICE_S, meaning_of
+from slimefsdp.errors import BatchError, EngineError, SlimeError, short_repr
+from slimefsdp.sampling.params import SamplingParams
+
+_GET_S = 10.0  # timeout of fetching samples that Ray reports as ready
+_LOOK_S = 1.0  # interval of checking for engines that hang, while others hand samples over
+
+
+class EngineRequests:
+    """Encodes prompts, asks engines for samples, and takes these as they end.
+
+    Args:
+        replace_lost: is called with the index, the handle and the loss of an engine that was lost while it was asked;
+            it puts another one in its place, or raises.
+    """
+
+    def __init__(self, processes: EngineProcesses, replace_lost: Callable[[int, Any, SlimeError], None]) -> None:
+        self._processes, self._replace_lost = processes, replace_lost
+        self._config = processes.config
+        self._aborts = 0  # number of calls of `abort`
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Returns the most tokens of prompt and response that every engine takes; None: no limit but memory."""
+        return min((most for most in self._processes.max_tokens.values() if most is not None), default=None)
+
+    # ------------------------------------------------------------------ requests
+
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Returns the token ids of texts, lists of chat messages (also with tools), or token ids.
+
+        Raises:
+            ConfigError: as `actors.engines.tokenizer.encode_prompt`.
+            BatchError: the model does not have a token id, or `prompts` is not a list.
+            EngineError: the engine's tokenizer failed, or returned no token ids.
+        """
+        return self._encoded("encode", prompts)
+
+    def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
+        """Returns the token ids of what follows a response's text; raises as `encode`. Token ids stay as they are."""
+        return self._encoded("encode_observations", observations)
+
+    def _encoded(self, method: Literal["encode", "encode_observations"], prompts: Sequence[Any]) -> list[list[int]]:
+        """Has the first engine encode what is not encoded yet; it is replaced if it is lost."""
+        self._processes.require_running(method)
+        if not isinstance(prompts, list | tuple):
+            problem = f"prompts is a {type(prompts).__name__}"
+            raise BatchError(problem, field="prompts", hint="give a list of texts, chats or lists of token ids")
+        encoded = {place: list(prompt) for place, prompt in enumerate(prompts) if _is_encoded(prompt)}
+        for place, tokens in encoded.items():
+            self._require_known(tokens, place)
+        others = [place for place in range(len(prompts)) if place not in encoded]
+        while others:
+            require_cluster()
+            engine = self._processes.engines[0]
+            ref = getattr(engine, method).remote([prompts[place] for place in others])
+            try:
+                with errors_of(0, method):
+                    (answer,) = self._processes.wait([ref], "generate", "call_timeout_s")
+            except LOST as error:
+                self._processes.require_running(method)
+                self._replace_lost(0, engine, error)
+                continue
+            if not isinstance(answer, list) or len(answer) != len(others) or not all(map(_is_encoded, answer)):
+                problem = f"engine 0 encoded {len(others)} prompts as {short_repr(answer)}"
+                raise EngineError(problem, field="rollout.engine", hint="return a list of token ids each", rank=0)
+            encoded |= dict(zip(others, map(list, answer), strict=True))
+            break
+        return [encoded[place] for place in range(len(prompts))]
+
+    def requests(
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: int | Sequence[int], **sampling: Any
+    ) -> list[Request]:
+        """Returns one request for each prompt; see `EnginePool.generate` for the arguments and `params` for `sampling`.
+
+        Raises:
+            BatchError: there is no prompt, or no sample of one is requested. As `encode`.
+        """
+        self._processes.require_running("generate")
+        if isinstance(prompts, list | tuple) and not prompts:
+            raise BatchError("there are no prompts to sample for", field="prompts", hint="give one or more")
+        if not is_whole(samples_per_prompt) or samples_per_prompt < 1:
+            problem = f"samples_per_prompt={samples_per_prompt!r}; it must be a whole number from 1"
+            raise BatchError(problem, field="samples_per_prompt", hint="raise it")
+        seeds = (seed,) if is_whole(seed) else seed
+        if not isinstance(seeds, list | tuple) or not all(map(is_whole, seeds)):
+            problem = f"seed={short_repr(seed)}; it must be a whole number, or a list of them"
+            raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
+        return [
+            Request(prompt, samples_per_prompt, self.params((*seeds, place), **sampling))
+            for place, prompt in enumerate(self.encode(prompts))
+        ]
+
+    def params(
+        self, seed: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None, evaluates: bool = False
+    ) -> SamplingParams:
+        """Returns the sampling parameters of the run's settings.
+
+        Args:
+            greedy: take the most likely token each time, whatever the seed.
+            max_new_tokens: lowers the limit of the settings.
+            evaluates: use the settings of `evaluation` where they differ from those of `rollout`.
+        """
+        sampling = self._config.sampling(evaluates=evaluates)
+        limits: dict[str, Any] = (
+            {} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        )
+        return SamplingParams(
+            sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, sampling.max_new_tokens),
+            sampling.temperature,
+            greedy=greedy,
+            tempered=not greedy,  # all engines support this; a greedy choice does not use the temperature
+            # the trainer's log-probs are over all tokens too, so that the first ratio is 1; evaluations do not use them
+            renormalized=evaluates,
+            end_token_ids=self._processes.end_token_ids,
+            stop=self._config.rollout.stop,
+            seed=tuple(seed),
+            **limits,
+        )
+
+    def _require_known(self, prompt: Sequence[int], place: int) -> None:
+        """Raises a BatchError if a prompt, the `place`-th of a call, has a token id that the model does not have."""
+        size = self._processes.vocab_size
+        unknown = [token for token in prompt if not (is_whole(token) and 0 <= token < size)]
+        if unknown:
+            problem = f"prompt {place} has token id {short_repr(unknown[0])}, outside the vocabulary of {size}"
+            raise BatchError(problem, field="prompts", hint="encode it with the tokenizer of model.path")
+
+    # ------------------------------------------------------------------ samples
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        """Yields the samples of all requests as they end, in no order; requests are split evenly over the engines.
+
+        Raises:
+            As `EnginePool.generate`.
+        """
+        self._processes.require_running("stream")
+        require_cluster()
+        if not requests:
+            raise BatchError("there are no requests", field="requests", hint="give one or more")
+        for place, request in enumerate(requests):
+            self._require_known(request.prompt, place)
+        parts = np.array_split(np.arange(len(requests)), len(self._processes.engines))
+        yield from self._stream(requests, {index: part.tolist() for index, part in enumerate(parts) if len(part)})
+
+    def _stream(self, requests: Sequence[Request], shares: dict[int, list[int]]) -> Iterator[Sample]:
+        """Yields samples as `stream` does.
+
+        Args:
+            shares: engine -> the indices of the requests that it is asked for.
+        """
+        engines = list(self._processes.engines)  # a copy: another thread may replace one meanwhile
+        streams: dict[Any, tuple[int, str]] = {}  # the engine of each, and the stream's name there
+        given: set[tuple[int, int]] = set()
+        try:
+            for index, places in shares.items():
+                streams |= self._asked(index, [requests[place] for place in places])
+            asked = looked = time.monotonic()
+            heard = dict.fromkeys(shares, asked)  # when each engine was asked, or last handed samples over
+            while streams:
+                require_cluster()
+                ready, _ = ray.wait(list(streams), num_returns=1, timeout=SLICE_S, fetch_local=False)
+                lost: dict[int, SlimeError] = {}
+                if not ready or time.monotonic() - looked > _LOOK_S:  # one may hang while others hand samples over
+                    looked = time.monotonic()
+                    answering, _ = ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
+                    quiet = {index: heard[index] for stream, (index, _) in streams.items() if stream not in answering}
+                    lost = self._processes.hanging(quiet, asked) if quiet else {}
+                for stream in ready:
+                    index, _ = streams[stream]
+                    try:
+                        samples = _next_item(stream, index)
+                    except LOST as error:
+                        lost[index] = error
+                        continue
+                    share = [requests[place] for place in shares[index]]
+                    if samples is None:
+                        del streams[stream]
+                        _require_whole(index, share, shares[index], given)
+                        continue
+                    heard[index] = time.monotonic()
+                    for sample in samples:
+                        check_sample(sample, share, self._processes.vocab_size, index)
+                        place = shares[index][sample.request]
+                        if (place, sample.number) not in given:
+                            given.add((place, sample.number))
+                            yield replace(sample, request=place)
+                for index, loss in lost.items():
+                    self._processes.require_running("generate")  # `shutdown` in another thread loses engines, too
+                    self._replace_lost(index, engines[index], loss)
+                    engines[index] = self._processes.engines[index]
+                    streams = {stream: owner for stream, owner in streams.items() if owner[0] != index}
+                    # A request that is not complete is drawn again as a whole, with the same samples; those that were
+                    # yielded are not yielded twice. An engine that hangs may have been asked for nothing.
+                    places = shares.get(index, [])
+                    shares[index] = left = [place for place in places if not is_complete(place, requests[place], given)]
+                    if left:
+                        streams |= self._asked(index, [requests[place] for place in left])
+                    asked = heard[index] = time.monotonic()
+        finally:
+            for index, name in streams.values():  # these samples are not needed any more
+                with suppress(RayError):
+                    engines[index].end_stream.remote(name)
+
+    def _asked(self, index: int, requests: Sequence[Request]) -> dict[Any, tuple[int, str]]:
+        """Asks an engine for samples; returns the stream, with the engine and the stream's name."""
+        while not self._processes.may_ask.wait(SLICE_S):  # an update is going on, which has a deadline
+            pass
+        name = uuid.uuid4().hex
+        return {self._processes.engines[index].stream.remote(name, list(requests)): (index, name)}
+
+    def abort(self) -> None:
+        """Ends all running and waiting samples as they are.
+
+        Raises:
+            WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
+        """
+        self._processes.require_running("abort")
+        self._aborts += 1
+        began = time.monotonic()
+        refs = [engine.abort.options(concurrency_group="control").remote() for engine in self._processes.engines]
+        lost: list[SlimeError] = []
+        for index, ref in enumerate(refs):
+            try:
+                with errors_of(index, "abort"):
+                    self._processes.wait([ref], "abort", "call_timeout_s", began, first_rank=index)
+            except LOST as error:
+                lost.append(error)
+        if lost:
+            raise lost[0]
+
+
+def is_complete(place: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
+    """Returns whether all samples of a request are among those given, as (index of the request, number)."""
+    return all((place, number) in given for number in range(request.samples))
+
+
+def _is_encoded(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and all(map(is_whole, prompt))
+
+
+def _next_item(stream: Any, index: int) -> list[Sample] | None:
+    """Returns the next samples of a stream that is ready; None at its end."""
+    try:
+        ref = next(stream)
+    except StopIteration:
+        return None
+    with errors_of(index, "generate"):
+        try:
+            samples: list[Sample] = ray.get(ref, timeout=_GET_S)
+        except RayError as error:
+            raise meaning_of(error, index, "generate") from error
+    if not isinstance(samples, list | tuple):
+        problem = f"engine {index} handed over {short_repr(samples)}"
+        raise EngineError(problem, field="rollout.engine", hint="yield lists of samples", rank=index)
+    return list(samples)
+
+
+def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], given: set[tuple[int, int]]) -> None:
+    """Raises an EngineError if an engine ended a call without all samples; asked again, it would do the same."""
+    wanted = {(place, number) for place, one in zip(places, asked, strict=True) for number in range(one.samples)}
+    if missing := wanted - given:
+        raise EngineError(
+            f"engine {index} ended a call without {len(missing)} of its {len(wanted)} samples",
+            field="rollout.engine", hint="have it hand over each sample, aborted ones too", rank=index,
+        )  # fmt: skip
