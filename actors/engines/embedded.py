@@ -30,7 +30,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
 
 if TYPE_CHECKING:  # finding an engine's class costs no torch
-    from slimefsdp.sampling.sampler import Completion
+    from slimefsdp.sampling.params import SampledTokens
     from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous
 
 _LOOK_S = 1.0  # of a call that waits for weights
@@ -41,7 +41,7 @@ class _Call:
     """A call of `generate` that has not ended."""
 
     left: int  # samples that were not handed over
-    ended: SimpleQueue[tuple[int, int, Completion] | Exception] = field(default_factory=SimpleQueue)
+    ended: SimpleQueue[tuple[int, int, SampledTokens] | Exception] = field(default_factory=SimpleQueue)
 
 
 class EmbeddedEngine(Engine):
@@ -116,7 +116,7 @@ class EmbeddedEngine(Engine):
         finally:
             self._between_tokens(give_up)
 
-    def _next(self, call: _Call) -> list[tuple[int, int, Completion]]:
+    def _next(self, call: _Call) -> list[tuple[int, int, SampledTokens]]:
         """Waits for a sample of a call, and takes what else has ended."""
         ended = [self._first(call)]
         with suppress(Empty):
@@ -127,7 +127,7 @@ class EmbeddedEngine(Engine):
                 raise one
         return [one for one in ended if not isinstance(one, Exception)]
 
-    def _first(self, call: _Call) -> tuple[int, int, Completion] | Exception:
+    def _first(self, call: _Call) -> tuple[int, int, SampledTokens] | Exception:
         """Waits for a sample, which goes on after an update, whether it began before or meanwhile."""
         since = time.monotonic()  # when there were no weights first
         while True:
@@ -151,12 +151,12 @@ class EmbeddedEngine(Engine):
             for call in {id(call): call for call, _ in self._calls.values()}.values():
                 call.ended.put(error)
 
-    def _hand_out(self, ended: Sequence[tuple[int, int, Completion]]) -> None:
+    def _hand_out(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> None:
         for request, number, completion in ended:
             call, place = self._calls[request]
             call.ended.put((place, number, completion))
 
-    def _samples(self, ended: Sequence[tuple[int, int, Completion]]) -> list[Sample]:
+    def _samples(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[Sample]:
         texts = self.decode([completion.tokens for _, _, completion in ended])
         return [
             Sample(place, number, one.tokens, one.log_probs, one.finish_reason, one.versions, text)

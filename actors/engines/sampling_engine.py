@@ -25,7 +25,7 @@ from actors.workers.watchdog import Watched, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, portable
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats
 
 if TYPE_CHECKING:  # whoever only starts an engine needs no torch
     from slimefsdp.sampling.turns import Versions
@@ -60,9 +60,8 @@ class SamplingEngine(Watched):
 
         from slimefsdp.distributed.mesh import choose_device
         from slimefsdp.models.build import load_for_sampling
-        from slimefsdp.sampling.adapter_versions import AdapterVersions
-        from slimefsdp.sampling.model_versions import ModelVersions
         from slimefsdp.sampling.turns import VersionedSampler
+        from slimefsdp.sampling.versions import AdapterVersions, ModelVersions
         from slimefsdp.training.build import compute_dtype, lora_of, set_numerics
 
         set_numerics(config)

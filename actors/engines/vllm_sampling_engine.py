@@ -52,7 +52,7 @@ from slimefsdp.errors import (
     portable,
 )
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats
 
 Result = TypeVar("Result")
 MOST_VERSIONS = 31

@@ -28,8 +28,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import BatchError, EngineError
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.sampling.requests import SampledTokens, SampleRequest, TopTokens
+from slimefsdp.sampling.params import SampledTokens, SampleRequest, SamplingParams, TopTokens
 
 Decode = Callable[[list[int]], str]
 _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])

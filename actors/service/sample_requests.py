@@ -8,7 +8,7 @@ import numpy as np
 
 from actors.service import tinker_pb2, wire
 from slimefsdp.errors import BatchError
-from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest
 
 _BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
 _NO_LOG_PROB = -99999.0  # with token 0, it marks a position without top tokens

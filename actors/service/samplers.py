@@ -16,7 +16,7 @@ from actors.fault_tolerance.recovery import LOST
 from actors.service.results import Result
 from actors.service.supervised_engine import EngineReplaced, SupervisedEngine
 from slimefsdp.errors import ResourceError, StateError
-from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest
 
 
 @dataclass(frozen=True, slots=True)

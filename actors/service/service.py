@@ -33,7 +33,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
-from slimefsdp.sampling.requests import SamplingStats
+from slimefsdp.sampling.params import SamplingStats
 
 _MOST_LR = 1000.0  # an update of AdamW changes a weight by about this; finite gradients then never make it infinite
 _LEAST_EPS = 1e-15  # AdamW divides by eps alone if the second moment has decayed to 0 and the first has not

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.service.service import Service
-from slimefsdp.sampling.requests import SamplingStats
+from slimefsdp.sampling.params import SamplingStats
 
 _SHOWN = 10  # versions of the engine to show
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from actors.workers.futures import meaning_of
 from actors.workers.watchdog import Limits, Waiting, Watchdog
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied, WorkerHung
-from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats
 
 _ANSWER_S = 2.0  # how long `stats` waits for an engine; after that it returns the last known values
 _SLOW_S = 10.0  # an engine that does not answer for longer is reported as a problem

@@ -1,9 +1,12 @@
-"""Defines how the samples of a request are drawn, by any engine. Importing this file does not import torch."""
+"""Requests for samples, and the answers of engines to them. Importing this file does not import torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from slimefsdp.errors import BatchError
 
@@ -66,3 +69,89 @@ class SamplingParams:
         ):
             if not is_valid:
                 raise BatchError(f"{name}={value!r} cannot be sampled with", field=name, hint="give a valid one")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """A request for samples of a prompt by one version, and for log-probs of the prompt."""
+
+    version: str | None  # None: the base model
+    prompt: Sequence[int]  # token ids
+    num_samples: int  # at least 1, or at least 0 with prompt_log_probs
+    params: SamplingParams  # params.seed and a sample's number determine its draws
+    prompt_log_probs: bool = False
+    prompt_top_k: int = 0  # number of most likely tokens to return for each prompt position; needs prompt_log_probs
+    client: str | None = None  # the sender; clients that wait for rows get equal shares of them
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
+
+    tokens: list[int]
+    log_probs: list[float]  # as `SamplingParams.tempered` says; float32, or float64 if the model is
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...] = ()  # consecutive spans that cover all tokens; empty if one version is sampled
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether an end token or a stop text ended it."""
+        return self.finish_reason == "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most likely tokens at each prompt position but the first, given the tokens before it; most likely first."""
+
+    tokens: np.ndarray  # int64 [prompt tokens - 1, k]
+    log_probs: np.ndarray  # [prompt tokens - 1, k] log_softmax(logits), like the prompt's own
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAnswer:
+    samples: list[SampledTokens]  # in the order of their numbers
+    # [prompt tokens] log_softmax(logits) of each token given those before it, NaN for the first; float32, or float64 if
+    # the model is; None: not requested
+    prompt_log_probs: np.ndarray | None
+    prompt_top_tokens: TopTokens | None = None  # None: not requested
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingStats:
+    running_rows: int  # samples that are being drawn
+    waiting_requests: int  # requests with samples that wait for a row, or a prompt to be read
+    waiting_rows: int  # samples of these requests; a prompt that is only to be read counts as one
+    tokens_drawn: int  # since the start
+    cache_bytes: int  # keys and values of the running samples
+    versions: dict[str, int]  # bytes of each version
+    memory_bytes: int  # limit on the bytes of all versions together
+
+
+def checked_prompt(request: SampleRequest, vocab_size: int, max_samples: int) -> list[int]:
+    """Returns the prompt's token ids.
+
+    Args:
+        max_samples: limit on the samples of a request.
+
+    Raises:
+        BatchError: the prompt has no tokens of this vocabulary, or there are too few or too many samples.
+    """
+    least = 0 if request.prompt_log_probs else 1
+    if type(request.num_samples) is not int or not least <= request.num_samples <= max_samples:
+        problem = f"num_samples={request.num_samples!r}; it must be from 1 to {max_samples}, or 0 with prompt_log_probs"
+        hint = "ask for as many in several requests, or for at least one"
+        raise BatchError(problem, field="num_samples", hint=hint)
+    try:
+        prompt = np.asarray(request.prompt)
+    except ValueError:  # ragged lists
+        prompt = np.asarray(None)
+    if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
+        raise BatchError("the prompt is not a list of integers", field="prompt", hint="give token ids")
+    if not prompt.size:
+        raise BatchError("the prompt has no tokens", field="prompt", hint="give it some")
+    outside = np.flatnonzero((prompt < 0) | (prompt >= vocab_size))
+    if outside.size:
+        position = int(outside[0])
+        problem = f"token {position} of the prompt is {int(prompt[position])}, and the vocabulary has {vocab_size}"
+        raise BatchError(problem, field="prompt", hint="encode it with the model's tokenizer")
+    return [int(token) for token in prompt]

@@ -22,27 +22,11 @@ from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.sampling.draw import draw, require_finite
 from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
-from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
-from slimefsdp.sampling.requests import TopTokens
+from slimefsdp.sampling.params import FinishReason, SampledTokens, SamplingParams, TopTokens, VersionSpan
 
 _DRAWS = 64  # random numbers of a row to generate at once
 _TOP_ROWS = 128  # rows of logits to hold at once when their largest are searched
 _LARGEST_WORD = 2**32 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Holds a sampled response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
-
-    tokens: list[int]
-    log_probs: list[float]  # as `SamplingParams.tempered` says; float32, or float64 if the model is
-    finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]  # consecutive spans that cover all tokens
-
-    @property
-    def finished(self) -> bool:
-        """Returns whether an end token or a stop text ended it."""
-        return self.finish_reason == "stop"
 
 
 @dataclass(slots=True, eq=False)
@@ -83,10 +67,10 @@ class _Sample:
         self.tokens.append(token)
         self.log_probs.append(log_prob)
 
-    def completion(self, finish_reason: FinishReason) -> tuple[int, int, Completion]:
+    def completion(self, finish_reason: FinishReason) -> tuple[int, int, SampledTokens]:
         """Returns the sample as `step` returns it."""
         spans = map(VersionSpan, self.versions, self.firsts, [*self.firsts[1:], len(self.tokens)])
-        return *self.place, Completion(self.tokens, self.log_probs, finish_reason, tuple(spans))
+        return *self.place, SampledTokens(self.tokens, self.log_probs, finish_reason, tuple(spans))
 
 
 class Sampler:
@@ -128,8 +112,7 @@ class Sampler:
         self._next_request = 0
         self.tokens_drawn = 0  # of all samples so far
         self._version = 0  # of the current weights
-        self._prompt_log_probs: list[tuple[int, np.ndarray]] = []  # not returned yet
-        self._prompt_top_tokens: dict[int, TopTokens] = {}  # by request; not returned yet
+        self._read_prompts: list[tuple[int, np.ndarray, TopTokens | None]] = []  # not returned yet
 
     @property
     def is_idle(self) -> bool:
@@ -168,8 +151,8 @@ class Sampler:
 
         Args:
             samples: at least 1, or at least 0 with prompt_log_probs.
-            prompt_log_probs: makes `take_prompt_log_probs` return those of this prompt once it was read.
-            prompt_top_k: makes `take_prompt_top_tokens` return this many tokens for each position; 0: none.
+            prompt_log_probs: makes `take_prompts` return those of this prompt once it was read.
+            prompt_top_k: makes `take_prompts` return this many of the most likely tokens for each position; 0: none.
             client: the sender; None is a client, too.
 
         Returns:
@@ -195,19 +178,15 @@ class Sampler:
         self._waiting.append(_Request(number, prompt, drawn, prompt_log_probs, prompt_top_k, client))
         return number
 
-    def take_prompt_log_probs(self) -> list[tuple[int, np.ndarray]]:
+    def take_prompts(self) -> list[tuple[int, np.ndarray, TopTokens | None]]:
         """Returns the log-probs of prompts that were read since the last call, for requests that want them.
 
         Returns:
-            (number of the request, [prompt tokens] log_softmax(logits) of each token given those before it): NaN for
-            the first; float32, or float64 if the model is. They are of the weights that read the prompt first.
+            (number of the request, [prompt tokens] log_softmax(logits) of each token given those before it, the most
+            likely tokens if requested): NaN for the first token; float32, or float64 if the model is. They are of the
+            weights that read the prompt first.
         """
-        taken, self._prompt_log_probs = self._prompt_log_probs, []
-        return taken
-
-    def take_prompt_top_tokens(self) -> dict[int, TopTokens]:
-        """Returns the most likely tokens of these prompts by request number, for requests that want them."""
-        taken, self._prompt_top_tokens = self._prompt_top_tokens, {}
+        taken, self._read_prompts = self._read_prompts, []
         return taken
 
     def take_new_weights(self, version: int) -> None:
@@ -219,7 +198,7 @@ class Sampler:
         self._waiting.extendleft(reversed(running))
         self._forget_rows()
 
-    def abort(self, requests: Collection[int] | None = None) -> list[tuple[int, int, Completion]]:
+    def abort(self, requests: Collection[int] | None = None) -> list[tuple[int, int, SampledTokens]]:
         """Ends all running and waiting samples as they are, and returns them like `step`.
 
         Args:
@@ -244,7 +223,7 @@ class Sampler:
         self._cache = RowCache(self._max_rows)  # a new one, since an error may have left the old one in any state
 
     @torch.no_grad()
-    def step(self, may_begin: int | None = None) -> list[tuple[int, int, Completion]]:
+    def step(self, may_begin: int | None = None) -> list[tuple[int, int, SampledTokens]]:
         """Fills free rows and draws one more token for every row; returns the samples that have ended.
 
         Args:
@@ -270,9 +249,9 @@ class Sampler:
         heartbeat.tick()
         return ended
 
-    def _fill_rows(self, may_begin: int | None) -> list[tuple[int, int, Completion]]:
+    def _fill_rows(self, may_begin: int | None) -> list[tuple[int, int, SampledTokens]]:
         """Moves waiting samples into free rows, and draws their first tokens."""
-        ended: list[tuple[int, int, Completion]] = []
+        ended: list[tuple[int, int, SampledTokens]] = []
         begun = 0
         prompts: Counter[str | None] = Counter()  # by client, prompts that this step reads only for their log-probs
         while self._waiting and (room := self._max_rows - len(self._rows)) > 0:
@@ -280,7 +259,7 @@ class Sampler:
                 break
             share = self._bring_forward(room, prompts)
             if not self._waiting[0].cached:
-                self._read_prompts(room)
+                self._read_next_prompts(room)
             request = self._waiting[0]
             assert request.logits is not None
             begins = request.samples[:share]
@@ -315,7 +294,7 @@ class Sampler:
         self._waiting.appendleft(request)
         return max(1, room // len(clients))
 
-    def _read_prompts(self, free: int) -> None:
+    def _read_next_prompts(self, free: int) -> None:
         """Reads the next waiting prompts as one pack, as many as the free rows need and the token budget allows."""
         requests: list[_Request] = []
         rows = tokens = 0
@@ -345,10 +324,10 @@ class Sampler:
             request.logits = row
             if request.wants_prompt_log_probs:
                 request.wants_prompt_log_probs = False
-                self._prompt_log_probs.append((request.number, self._prompt_log_probs_of(request, hidden[start:end])))
-                if request.prompt_top_k:
-                    top = self._top_tokens(hidden[start : end - 1], request.prompt_top_k)
-                    self._prompt_top_tokens[request.number] = top
+                log_probs = self._prompt_log_probs_of(request, hidden[start:end])
+                k = request.prompt_top_k
+                top = self._top_tokens(hidden[start : end - 1], k) if k else None
+                self._read_prompts.append((request.number, log_probs, top))
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
         """Returns [prompt tokens] from the prompt's [prompt tokens, hidden_dim]; bit-equal to the trainer's."""
@@ -376,7 +355,7 @@ class Sampler:
 
     def _draw(
         self, samples: Sequence[_Sample], logits: torch.Tensor, *, first_row: int
-    ) -> list[tuple[int, int, Completion]]:
+    ) -> list[tuple[int, int, SampledTokens]]:
         """Draws a token for each of these consecutive rows; removes the rows whose samples end with it."""
         tokens, log_probs = draw(
             logits,
@@ -426,7 +405,7 @@ def sample(
     *,
     max_rows: int = 256,
     decode: Callable[[Sequence[int]], str] | None = None,
-) -> list[tuple[int, Completion]]:
+) -> list[tuple[int, SampledTokens]]:
     """Draws several completions of each prompt; returns each with the index of its prompt, grouped and in order.
 
     The same weights and arguments give the same completions. The draws for a prompt depend on its index, and not on the
@@ -442,7 +421,7 @@ def sample(
     prompt_indices = list(prompts)
     for prompt_index, prompt in prompts.items():
         sampler.add(prompt, samples_per_prompt, replace(params, seed=(*params.seed, prompt_index)))
-    completions: dict[tuple[int, int], Completion] = {}
+    completions: dict[tuple[int, int], SampledTokens] = {}
     while not sampler.is_idle:
         for request, index, completion in sampler.step():
             completions[request, index] = completion

@@ -11,34 +11,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from slimefsdp.distributed.collectives import is_out_of_memory
 from slimefsdp.errors import BatchError, ResourceError, StateError, byte_text
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats, TopTokens
-from slimefsdp.sampling.sampler import Completion, Sampler
-
-
-class Versions(Protocol):
-    """Versions of weights that take turns in one model; see `AdapterVersions` and `ModelVersions`."""
-
-    version_bytes: int  # of each version
-
-    def read(self, folder: Path) -> Any:
-        """Reads the version in a folder. May be called from any thread."""
-        ...
-
-    def take_turn(self, version: Any) -> None:
-        """Makes the model compute with a version; None: with the base model."""
-        ...
-
-    def forget(self, version: Any) -> None:
-        """Frees what the model holds of a version."""
-        ...
+from slimefsdp.sampling.params import (
+    SampleAnswer,
+    SampledTokens,
+    SampleRequest,
+    SamplingStats,
+    TopTokens,
+    checked_prompt,
+)
+from slimefsdp.sampling.sampler import Sampler
+from slimefsdp.sampling.versions import Versions
 
 
 @dataclass(slots=True, eq=False)
@@ -160,15 +149,8 @@ class VersionedSampler:
             StateError: the version does not exist. BatchError: a value is invalid; the message names it.
         """
         lane = self._lane(request.version)
-        prompt = self._checked_prompt(request)
-        least = 0 if request.prompt_log_probs else 1
-        if type(request.num_samples) is not int or not least <= request.num_samples <= self._max_samples:
-            raise BatchError(
-                f"num_samples={request.num_samples!r}; it must be from 1 to {self._max_samples}, or 0 with "
-                "prompt_log_probs",
-                field="num_samples",
-                hint="ask for as many in several requests, or for at least one",
-            )
+        prompt = checked_prompt(request, self._vocab_size, self._max_samples)
+        self._check_positions(request, len(prompt))
         most = self._policy.hf.config.get_text_config().vocab_size if request.prompt_log_probs else 0
         if type(request.prompt_top_k) is not int or not 0 <= request.prompt_top_k <= most:
             raise BatchError(
@@ -223,8 +205,7 @@ class VersionedSampler:
             answers += self._taken(lane, lane.sampler.step(self._may_begin(lane)))
         except Exception as error:  # the sampler has dropped all samples of this version; other versions continue
             meant = _meant(error)
-            lane.sampler.take_prompt_log_probs()
-            lane.sampler.take_prompt_top_tokens()
+            lane.sampler.take_prompts()
             for pending in lane.pending.values():
                 del self._lane_of[pending.number]
                 answers.append((pending.number, meant))
@@ -268,19 +249,16 @@ class VersionedSampler:
         wanted = sum(max(0, min(share - sampler.running_rows, sampler.waiting_rows)) for sampler in others)
         return max(0, min(free, max(free - wanted, share - running)))
 
-    def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, Completion]]) -> list[tuple[int, SampleAnswer]]:
+    def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[tuple[int, SampleAnswer]]:
         """Adds new results to their requests; returns the requests that are complete."""
         came: list[int] = []
-        tops = lane.sampler.take_prompt_top_tokens()
-        for inside, log_probs in lane.sampler.take_prompt_log_probs():
+        for inside, log_probs, top in lane.sampler.take_prompts():
             if inside in lane.pending:
                 lane.pending[inside].prompt_log_probs = log_probs
-                lane.pending[inside].prompt_top_tokens = tops.get(inside)
+                lane.pending[inside].prompt_top_tokens = top
                 came.append(inside)
-        for inside, index, completion in ended:
-            lane.pending[inside].samples[index] = SampledTokens(
-                completion.tokens, completion.log_probs, completion.finish_reason
-            )
+        for inside, index, sample in ended:
+            lane.pending[inside].samples[index] = sample
             came.append(inside)
         answers = []
         for inside in came:
@@ -294,32 +272,15 @@ class VersionedSampler:
                 )
         return answers
 
-    def _checked_prompt(self, request: SampleRequest) -> list[int]:
-        try:
-            prompt = np.asarray(request.prompt)
-        except ValueError:  # ragged lists
-            prompt = np.asarray(None)
-        if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
-            raise BatchError("the prompt is no list of integers", field="prompt", hint="give token ids")
-        if not prompt.size:
-            raise BatchError("the prompt has no tokens", field="prompt", hint="give it some")
-        outside = np.flatnonzero((prompt < 0) | (prompt >= self._vocab_size))
-        if outside.size:
-            position = int(outside[0])
-            raise BatchError(
-                f"token {position} of the prompt is {int(prompt[position])}, and the vocabulary has {self._vocab_size}",
-                field="prompt",
-                hint="encode it with the model's tokenizer",
-            )
+    def _check_positions(self, request: SampleRequest, length: int) -> None:
         drawn = request.params.max_new_tokens if request.num_samples else 0
-        if self._max_positions is not None and prompt.size + drawn > self._max_positions:
+        if self._max_positions is not None and length + drawn > self._max_positions:
             raise BatchError(
-                f"a prompt of {prompt.size} tokens and max_new_tokens={drawn} are more than the model's "
+                f"a prompt of {length} tokens and max_new_tokens={drawn} are more than the model's "
                 f"{self._max_positions} positions",
-                field="max_new_tokens" if drawn and prompt.size < self._max_positions else "prompt",
+                field="max_new_tokens" if drawn and length < self._max_positions else "prompt",
                 hint="lower it, or shorten the prompt",
             )
-        return [int(token) for token in prompt]
 
 
 def _meant(error: Exception) -> Exception:

@@ -11,7 +11,7 @@ import torch
 
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ModelError, ResourceError
-from slimefsdp.sampling.requests import SampleAnswer
+from slimefsdp.sampling.params import SampleAnswer
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool

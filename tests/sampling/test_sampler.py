@@ -23,8 +23,8 @@ from transformers import (
 
 from slimefsdp.errors import BatchError, StateError
 from slimefsdp.sampling.draw import draw
-from slimefsdp.sampling.params import SamplingParams, VersionSpan
-from slimefsdp.sampling.sampler import Completion, Sampler, sample
+from slimefsdp.sampling.params import SampledTokens, SamplingParams, VersionSpan
+from slimefsdp.sampling.sampler import Sampler, sample
 from tests.support.float64 import KeepFloat64
 from tests.support.refusals import refused
 from tests.support.tiny_models import plain_model, save_tiny_model, to_sample_from
@@ -65,7 +65,7 @@ def tiny(family: str, vocab: int = VOCAB):
     return model.eval()
 
 
-def drawn(model, prompts, samples=1, *, max_rows=64, **changes) -> list[Completion]:
+def drawn(model, prompts, samples=1, *, max_rows=64, **changes) -> list[SampledTokens]:
     params = SamplingParams(**({"max_new_tokens": 9} | changes))
     places = dict(enumerate(prompts))
     return [found for _, found in sample(to_sample_from(model), places, samples, params, max_rows=max_rows)]
@@ -210,8 +210,8 @@ def test_prompt_log_probs_are_those_of_a_full_forward_with_samples_and_without(f
         sampler.add(prompt, place, SamplingParams(4, 0.5, seed=(place,)), prompt_log_probs=place != 1)
     while not sampler.is_idle:
         ended |= {(request, number): completion for request, number, completion in sampler.step()}
-        found |= dict(sampler.take_prompt_log_probs())
-    assert sorted(found) == [0, 2, 3] and sampler.take_prompt_log_probs() == []
+        found |= {number: log_probs for number, log_probs, _ in sampler.take_prompts()}
+    assert sorted(found) == [0, 2, 3] and sampler.take_prompts() == []
     assert sorted(ended) == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
     for place, log_probs in found.items():
         prompt = PROMPTS[place]
@@ -238,7 +238,7 @@ def test_a_float64_model_has_float64_log_probs(kind, tmp_path):
         prompts = {}
         while not sampler.is_idle:
             found |= {(request, number): completion for request, number, completion in sampler.step()}
-            prompts |= dict(sampler.take_prompt_log_probs())
+            prompts |= {number: log_probs for number, log_probs, _ in sampler.take_prompts()}
         for (place, _), completion in found.items():
             temperature = 0.7 if place % 2 == 0 else 1.0
             expected = full_forward_log_probs(model, PROMPTS[place], completion.tokens, temperature)
@@ -341,7 +341,7 @@ def test_free_rows_are_shared_between_clients_and_each_keeps_its_order():
     assert set(small) <= set(order) and order.count(many) >= 2 and order.count(large[0]) >= 6
     while not sampler.is_idle:
         step()
-    assert sorted(number for number, _ in sampler.take_prompt_log_probs()) == read
+    assert sorted(number for number, _, _ in sampler.take_prompts()) == read
     assert [one for one in order if one in large] == [one for one in large for _ in range(8)]
     for request, prompt, count in ((large[1], [1, 2, 1], 8), (small[1], [5, 1], 1)):
         alone = Sampler(policy)

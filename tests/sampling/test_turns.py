@@ -12,7 +12,7 @@ import torch
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError, ResourceError, StateError
 from slimefsdp.models.lora_modules import LoraExperts
-from slimefsdp.sampling.requests import SampleAnswer
+from slimefsdp.sampling.params import SampleAnswer
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_lora import EXPERTS

@@ -27,8 +27,7 @@ from actors.service.service import Service
 from actors.service.users import User, Users
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
-from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.sampling.requests import SampleRequest
+from slimefsdp.sampling.params import SampleRequest, SamplingParams
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
 from tests.support.service_standins import ADAM, ASKED, LOCAL, Engine, Group, answer, new_run

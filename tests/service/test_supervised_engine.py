@@ -21,7 +21,7 @@ from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.supervised_engine import SupervisedEngine
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ResourceError, StateError, WorkerDied
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
+from slimefsdp.sampling.params import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 from tests.support.refusals import refused
 from tests.support.versions import asked, random_adapters
 from tests.support.waiting import PATIENCE_S

@@ -15,7 +15,7 @@ from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.results import ForwardBackward, LogProbs
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
+from slimefsdp.sampling.params import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 
 LOCAL = "http://127.0.0.1"  # what a client names that was given no key
 ASKED: dict[str, Any] = {"model_seq_id": 0, "base_model": "tiny/model", "lora_config": {"rank": 4}}

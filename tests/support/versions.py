@@ -12,11 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from slimefsdp.models.build import load_for_sampling
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.lora import Lora
-from slimefsdp.sampling.adapter_versions import AdapterVersions
-from slimefsdp.sampling.model_versions import ModelVersions
-from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingParams
 from slimefsdp.sampling.turns import VersionedSampler, Versions
+from slimefsdp.sampling.versions import AdapterVersions, ModelVersions
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_lora import ALL
 from tests.support.tiny_models import plain_model

@@ -1,20 +1,19 @@
-"""Lets several adapters take turns in one model: the model's A and B become the tensors of the current one, uncopied.
-
-Every version has the shapes of the model's adapters; a smaller rank is padded with zeros, as in a trainer with room for
-more. A version therefore computes the same bits as its trainer, and all versions have the same size.
-"""
+"""Lets several versions of weights take turns in one model, uncopied: versions of adapters, or of whole models."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.models.build import load_for_sampling
 from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.lora import (
     AdaptedMatrix,
     adapted_matrices,
@@ -27,6 +26,24 @@ from slimefsdp.models.lora import (
 from slimefsdp.models.peft_folder import read_peft_folder
 
 
+class Versions(Protocol):
+    """Versions of weights that take turns in one model; see `AdapterVersions` and `ModelVersions`."""
+
+    version_bytes: int  # of each version
+
+    def read(self, folder: Path) -> Any:
+        """Reads the version in a folder. May be called from any thread."""
+        ...
+
+    def take_turn(self, version: Any) -> None:
+        """Makes the model compute with a version; None: with the base model."""
+        ...
+
+    def forget(self, version: Any) -> None:
+        """Frees what the model holds of a version."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterVersion:
     """The tensors A and B of each adapted matrix, in the model's order, and the factor on B A x."""
@@ -36,7 +53,10 @@ class AdapterVersion:
 
 
 class AdapterVersions:
-    """Lets several versions of adapters take turns in one model.
+    """Lets several versions of adapters take turns in one model: its A and B become the tensors of the current version.
+
+    Every version has the shapes of the model's adapters; a smaller rank is padded with zeros, as in a trainer with room
+    for more. A version therefore computes the same bits as its trainer, and all versions have the same size.
 
     Args:
         policy: a model with adapters and whole weights; its own A and B are freed.
@@ -87,24 +107,19 @@ class AdapterVersions:
         check_is_of(folder, self._policy, self._base)
         check_base_weights(folder, self._policy, self._base_digest, self._base)
         tensors = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
-        matrices: list[AdaptedMatrix] = []
-        targets = set(folder.targets)
+        # read at the folder's own rank, into contiguous tensors, and copied into tensors with room for the largest rank
+        read: list[AdaptedMatrix] = []
+        rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, matrix in enumerate(self._matrices):
-            if matrix.name not in targets:
-                continue
-            a, b = tensors[2 * index : 2 * index + 2]
-            if folder.rank < self._rank:  # read into contiguous tensors, which are copied into the larger ones below
-                a, b = (torch.empty_like(part) for part in _of_rank(folder.rank, a, b))
-            matrices.append(
-                matrix._replace(a=nn.Parameter(a, requires_grad=False), b=nn.Parameter(b, requires_grad=False))
-            )
-        fill_matrices(folder, matrices, None, device=self._device)
-        if folder.rank < self._rank:
-            indices = {matrix.name: index for index, matrix in enumerate(self._matrices)}
-            for matrix in matrices:
-                a, b = tensors[2 * indices[matrix.name] : 2 * indices[matrix.name] + 2]
-                for part, read in zip(_of_rank(folder.rank, a, b), (matrix.a, matrix.b), strict=True):
-                    part.copy_(read)
+            if matrix.name in folder.targets:
+                a, b = tensors[2 * index : 2 * index + 2]
+                rooms.append((a[..., : folder.rank, :], b[..., : folder.rank]))
+                a, b = (nn.Parameter(torch.empty_like(part), requires_grad=False) for part in rooms[-1])
+                read.append(matrix._replace(a=a, b=b))
+        fill_matrices(folder, read, None, device=self._device)
+        for (a, b), matrix in zip(rooms, read, strict=True):
+            a.copy_(matrix.a)
+            b.copy_(matrix.b)
         return AdapterVersion(tensors, folder.alpha / folder.rank)
 
     def take_turn(self, version: AdapterVersion | None) -> None:
@@ -135,6 +150,54 @@ class AdapterVersions:
             return self._digest
 
 
-def _of_rank(rank: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the parts of A, [(experts,) room, in], and of B, [(experts,) out, room], that adapters of a rank fill."""
-    return a[..., :rank, :], b[..., :rank]
+class ModelVersions:
+    """Lets several versions of whole weights take turns in one model. A version is its tensors, in the model's order.
+
+    Read from an exported folder, a version computes the same bits as the trainer that exported it. The base's own
+    weights stay in memory.
+
+    Args:
+        policy: a model without adapters, with the whole weights of the base.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._parameters = [parameter for _, parameter in policy.named_weights()]
+        self._base = [parameter.data for parameter in self._parameters]
+        self._in_model = self._base
+        self.version_bytes = sum(parameter.nbytes for parameter in self._parameters)
+        self._building = threading.Lock()  # `load_for_sampling` patches torch classes while it builds
+
+    def read(self, folder: Path) -> list[torch.Tensor]:
+        """Reads the weights of a Hugging Face folder. May be called from any thread.
+
+        Raises:
+            ModelError: the folder is malformed, or of another model.
+        """
+        dtype, device = self._parameters[0].dtype, self._parameters[0].device
+        try:
+            model_folder = read_model_folder(folder)
+            with self._building:
+                policy = load_for_sampling(model_folder, dtype, device)
+            if not policy.is_like(self._policy):
+                raise ModelError(
+                    f"{folder} is of another model than the one that is sampled",
+                    hint="give a folder that was exported from it",
+                )
+        except ModelError as error:
+            error.field = "folder"
+            raise
+        return [parameter.data for _, parameter in policy.named_weights()]
+
+    def take_turn(self, version: list[torch.Tensor] | None) -> None:
+        """Makes the model compute with these weights; None: with those of the base."""
+        turn = self._base if version is None else version
+        if turn is self._in_model:
+            return
+        for parameter, tensor in zip(self._parameters, turn, strict=True):
+            parameter.data = tensor
+        self._in_model = turn
+
+    def forget(self, version: list[torch.Tensor]) -> None:
+        if version is self._in_model:
+            self.take_turn(None)
