@@ -1,8 +1,7 @@
-"""Sampling as a service: one process with a base, many versions of adapters beside it or of all weights, and many
-requests at once.
+"""Sampling as a service: one process with a base model, many versions of adapters or of all weights, and many requests.
 
-The engine is an asynchronous Ray actor: its methods wait, and one thread computes. Whatever changes what is sampled
-happens in that thread between two tokens, so that requests join and leave there. Files of versions are read beside it.
+The engine is an asynchronous Ray actor: its methods wait, and one thread computes. All changes to what is sampled
+happen in that thread between two tokens. Versions are read from their files in other threads.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from actors.cluster.allocator import ALLOCATOR
+from actors.cluster.capacity import gpus_of_engines
 from actors.cluster.placement import gpus_per_rank
 from actors.engines.sampling_thread import SamplingThread, settle, use_one_thread
 from actors.engines.tokenizer import decoder_of
@@ -31,22 +30,22 @@ if TYPE_CHECKING:  # whoever only starts an engine needs no torch
     from slimefsdp.sampling.turns import Versions
 
 Result = TypeVar("Result")
-_CALLS = 4096  # that an engine answers at once; more of them wait in Ray
-_CANCELLED_KEPT = 1000  # keys of requests, until they are forgotten: one may be cancelled before it has come
+_CALLS = 4096  # limit on concurrent calls of an engine; others wait in Ray
+_CANCELLED_KEPT = 1000  # keys of cancelled requests to remember: a request may be cancelled before it arrives
 
 
 class SamplingEngine(Watched):
-    """A process that samples; a Ray actor, as `start_sampling_engine` makes one.
+    """A process that samples; a Ray actor, started by `start_sampling_engine`.
 
-    The base has the weights of model.path in precision.compute_dtype, to the bit those that a trainer of the same
-    settings freezes or begins with. Versions have the adapters' layout of lora.rank and lora.targets; without lora.rank
-    they are whole models.
+    The base has the weights of model.path in precision.compute_dtype, bit-equal to those that a trainer of the same
+    settings freezes or begins with. Versions are adapters of lora.rank and lora.targets; without lora.rank they are
+    whole models.
 
     Args:
         config: its model.path is a folder.
-        max_rows: the most samples drawn at once, over all versions.
-        memory_bytes: the most that versions may have together.
-        max_samples: of a request.
+        max_rows: limit on the samples drawn at once, over all versions.
+        memory_bytes: limit on the bytes of all versions together.
+        max_samples: limit on the samples of a request.
 
     Raises:
         ModelError, ConfigError: as `slimefsdp.models.build.load_for_sampling`.
@@ -57,7 +56,6 @@ class SamplingEngine(Watched):
     def __init__(
         self, config: RunConfig, *, max_rows: int = 256, memory_bytes: int = 2**30, max_samples: int = 1024
     ) -> None:
-
         from slimefsdp.distributed.mesh import choose_device
         from slimefsdp.models.build import load_for_sampling
         from slimefsdp.sampling.turns import VersionedSampler
@@ -72,22 +70,11 @@ class SamplingEngine(Watched):
         path = Path(config.model.path)
         folder = read_model_folder(path, field="model.path", with_weights=config.model.init == "folder")
         lora = lora_of(config)
-        policy = load_for_sampling(
-            folder,
-            compute_dtype(config),
-            device,
-            lora,
-            random_seed=None if folder.has_weights else config.run.seed,
-        )
+        random_seed = None if folder.has_weights else config.run.seed
+        policy = load_for_sampling(folder, compute_dtype(config), device, lora, random_seed=random_seed)
         self._weights: Versions = ModelVersions(policy) if lora is None else AdapterVersions(policy, path)
-        self._sampler = VersionedSampler(
-            policy,
-            self._weights,
-            max_rows=max_rows,
-            memory_bytes=memory_bytes,
-            max_samples=max_samples,
-            decode=decoder_of(str(path)),
-        )
+        limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
+        self._sampler = VersionedSampler(policy, self._weights, **limits, decode=decoder_of(str(path)))
         # used by the sampling thread alone: answers by number of the sampler's request, and the numbers by their keys
         self._answers: dict[int, _Answer] = {}
         self._numbers: dict[str, int] = {}
@@ -97,34 +84,24 @@ class SamplingEngine(Watched):
         )
 
     async def load(self, version: str, folder: str) -> int:
-        """Reads a version's folder and holds it under that name, for `sample`; returns its bytes.
+        """Reads a version from a folder, to be sampled under this name; returns its bytes.
 
         Args:
-            folder: of PEFT; without lora.rank a model's.
+            folder: a PEFT folder; without lora.rank a model folder.
 
         Raises:
             StateError: there is a version of this name.
-            ResourceError: versions have all of `memory_bytes`; nothing is given up for a new one.
-            ModelError: the folder is malformed, of another model or base, or of more than lora.rank.
+            ResourceError: the versions use all of `memory_bytes`; none is dropped for a new one.
+            ModelError: the folder is malformed, of another model or base, or of a larger rank than lora.rank.
         """
-        reserved: list[str] = []  # by this call, and not by another one of that name
-
-        def reserve() -> None:
-            self._sampler.reserve(version)
-            reserved.append(version)
-
-        def release() -> None:
-            for name in reserved:
-                self._sampler.release(name)
-
+        await self._do(lambda: self._sampler.reserve(version))
         try:
-            await self._do(reserve)
             read = await asyncio.to_thread(self._read, folder)
         except BaseException:  # a call that was cancelled, too
             with suppress(StateError):
-                self._thread.do(release)
+                self._thread.do(lambda: self._sampler.release(version))
             raise
-        return await self._do(partial(self._sampler.hold, version, read))
+        return await self._do(lambda: self._sampler.hold(version, read))
 
     async def drop(self, version: str) -> None:
         """Forgets a version and frees its memory; its requests end with a StateError.
@@ -135,67 +112,49 @@ class SamplingEngine(Watched):
 
         def drop() -> None:
             for number in self._sampler.drop(version):
-                self._settle(
-                    number,
-                    StateError(
-                        f"version {version!r} was dropped while it was sampled",
-                        field="version",
-                        hint="load it again, and drop it when its requests have been answered",
-                    ),
-                )
+                problem = f"version {version!r} was dropped while it was sampled"
+                hint = "load it again, and drop it when its requests have been answered"
+                self._settle(number, StateError(problem, field="version", hint=hint))
 
         await self._do(drop)
 
     async def versions(self) -> list[str]:
-        """Names of those that are held, in the order in which they came."""
+        """Returns the names of the versions in the order of their arrival."""
         return await self._do(lambda: self._sampler.versions)
 
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
-        """Answers when all samples have ended; a call that is cancelled frees its rows.
+        """Returns the answer when all samples have ended.
+
+        The draws of a sample depend on its version, `params.seed` and its number. Other samples only change the
+        rounding of its probabilities.
 
         Args:
-            key: of this request alone, for `cancel`.
-
-        What a sample draws follows from its version, `params.seed` and its number. What else is sampled enters by the
-        rounding of its probabilities alone.
+            key: identifies this request, for `cancel`.
 
         Raises:
-            StateError: there is no such version, or it was dropped meanwhile; its logits are not finite; the request
-                was cancelled by its key; or the engine has been shut down.
-            BatchError: naming what of the request cannot be. ResourceError: there was no memory to sample with.
+            StateError: there is no such version, or it was dropped during the call; its logits are not finite; the
+                request was cancelled; or the engine has been shut down.
+            BatchError: a value of the request is invalid. ResourceError: there was no memory to sample with.
         """
         answer: Future[SampleAnswer] = Future()
-        numbers: list[int] = []
 
         def add() -> None:
             if key is not None and key in self._numbers:
                 raise StateError(f"there is a request {key!r}", field="key", hint="give each a key of its own")
             if key is not None and key in self._cancelled:
                 raise _was_cancelled(key)
-            numbers.append(self._sampler.add(request))
-            self._answers[numbers[0]] = _Answer(answer, key)
+            number = self._sampler.add(request)
+            self._answers[number] = _Answer(answer, key)
             if key is not None:
-                self._numbers[key] = numbers[0]
+                self._numbers[key] = number
 
-        def give_up() -> None:
-            for number in numbers:
-                if number in self._answers:
-                    self._settle(number, _was_cancelled(key or ""))
-                    self._sampler.cancel(number)
-
-        try:
-            await self._do(add)
-            return await asyncio.wrap_future(answer)
-        except asyncio.CancelledError:
-            with suppress(StateError):
-                self._thread.do(give_up)
-            raise
+        await self._do(add)
+        return await asyncio.wrap_future(answer)
 
     async def cancel(self, key: str) -> None:
-        """Ends the request of this key, now or when it comes, with a StateError; nothing where it was answered.
+        """Ends the request of this key with a StateError, also if it arrives later; nothing if it was answered.
 
-        For callers that wait by Ray: `ray.cancel` of a call that has not left its caller holds up the ones behind it
-        (Ray 2.60).
+        `ray.cancel` is not used: on a call that has not left its caller, it delays all later calls (Ray 2.60).
         """
 
         def cancel() -> None:
@@ -207,11 +166,11 @@ class SamplingEngine(Watched):
         await self._do(cancel)
 
     async def stats(self) -> SamplingStats:
-        """Returns how much is being sampled and held."""
+        """Returns counts of running and waiting samples, and of versions."""
         return await self._do(self._sampler.stats)
 
     async def shutdown(self) -> None:
-        """Ends the sampling: what has no answer fails with a StateError, and so does what comes later; idempotent."""
+        """Ends the sampling: open requests and later calls fail with a StateError; idempotent."""
         end = StateError("the engine has been shut down", field="engine", hint="start another one")
         await asyncio.to_thread(self._thread.stop, end)
         for number in list(self._answers):
@@ -220,7 +179,7 @@ class SamplingEngine(Watched):
     # ------------------------------------------------------------------ inside
 
     async def _do(self, function: Callable[[], Result]) -> Result:
-        """Returns what a function returns that the sampling thread calls between two tokens."""
+        """Has the sampling thread call a function between two tokens, and returns its result."""
         try:
             return await asyncio.wrap_future(self._thread.do(function))
         except Exception as error:
@@ -231,7 +190,7 @@ class SamplingEngine(Watched):
         try:
             for number, outcome in self._sampler.step():
                 self._settle(number, outcome)
-        except Exception as error:  # of this file or the sampler's own: the thread ends by it
+        except Exception as error:  # a defect, which ends the thread
             for number in list(self._answers):
                 self._settle(number, error)
             raise
@@ -250,38 +209,34 @@ class SamplingEngine(Watched):
 
 
 class _Answer(NamedTuple):
-    """A request that waits for its answer."""
+    """An open request."""
 
     future: Future[SampleAnswer]
     key: str | None
 
 
-def start_sampling_engine(
-    config: RunConfig, *, max_rows: int = 256, memory_bytes: int = 2**30, max_samples: int = 1024
-) -> Any:
-    """Returns the handle of a `SamplingEngine` that is being started; `ray.kill` ends its process.
+def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
+    """Returns the handle of the engine of these settings, which is being started; `ray.kill` ends it and its server.
+
+    Args:
+        config: rollout.engine=vllm starts a `VllmSamplingEngine`, which needs a call of `begin`.
+        limits: of the engine's class.
 
     Raises:
         ModelError, ConfigError, ResourceError: as `with_model_folders`.
     """
-    limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
-    return started_for_service(SamplingEngine, config, gpus_per_rank(config.mesh.device), limits)
+    from actors.engines.vllm_sampling_engine import VllmSamplingEngine
 
-
-def started_for_service(kind: Any, config: RunConfig, gpus: float, limits: dict[str, int]) -> Any:
-    """Returns the handle of an engine of a service that is being started.
-
-    Args:
-        gpus: that it reserves.
-        limits: further arguments of the engine.
-    """
+    uses_vllm = config.rollout.engine == "vllm"
+    gpus = gpus_per_rank(config.mesh.device) * (gpus_of_engines(config) if uses_vllm else 1)
     options: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": gpus,
-        "max_restarts": 0,  # a restarted one would come back without its versions
+        "max_restarts": 0,  # a restarted engine would have no versions
         "max_concurrency": _CALLS,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
     }
+    kind: Any = VllmSamplingEngine if uses_vllm else SamplingEngine
     return remote_class(kind).options(**options).remote(with_model_folders(config), **limits)
 
 

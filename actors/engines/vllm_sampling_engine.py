@@ -1,8 +1,7 @@
-"""Sampling as a service by a server of vLLM: one process beside it, with the calls of a `SamplingEngine`.
+"""Sampling as a service by a server of vLLM: a process next to it, with the calls of a `SamplingEngine`.
 
-Each version is an adapter of vLLM's own, under a name that no other one ever has. The base is sampled from with an
-adapter of zeros: on CPU vLLM 0.32 computes a request without an adapter with one of the others' where both are in a
-batch.
+Each version is an adapter in vLLM under a unique name. The base is sampled with an adapter of zeros: on CPU vLLM 0.32
+computes a request without an adapter with another request's adapter if both are in a batch.
 
 An engine whose server is lost raises the loss from then on. Its supervisor (actors/service/supervised_engine.py) starts
 another engine, and with it another server.
@@ -15,23 +14,19 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar
 
-from actors.cluster.capacity import gpus_of_engines
-from actors.cluster.placement import gpus_per_rank
-from actors.engines.sampling_engine import started_for_service
 from actors.engines.served_sampling import ABORT_AGAIN_S, GIVE_UP_S, MOST_AT_ONCE, MOST_CUTS
 from actors.engines.server_client import HEALTH_S, Refusal, ServerClient
 from actors.engines.server_launch import facts_of, start_client
 from actors.engines.tokenizer import decoder_of
-from actors.engines.vllm_base import base_of
 from actors.engines.vllm_service import (
     SamplingFacts,
     VllmServiceDialect,
+    base_of,
     bodies_of,
     check_request,
     read_prompt,
@@ -52,43 +47,28 @@ from slimefsdp.errors import (
     portable,
 )
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats, checked_prompt
 
-Result = TypeVar("Result")
-MOST_VERSIONS = 31
-"""That a server which is started here has room for, whatever their size: vLLM's kernels count all places."""
-_NOT_FOUND = 404  # of an adapter, at a server that somebody has started again
-
-
-class _Adapter(NamedTuple):
-    """An adapter that the server may be asked to sample with."""
-
-    name: str  # at the server
-    folder: Path  # of PEFT, which stays there as long as the server may read it
+_MOST_VERSIONS = 31  # room of a server that is started here: the cost of vLLM's kernels grows with it
+_NOT_FOUND = 404  # status for an unknown adapter: the server was restarted
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A request, whose samples are asked for one by one.
-
-    Args:
-        waiting: names of those that the server has not been asked for.
-        running: of those that it has.
-        over: why its samples are not wanted any more; None: they are.
-    """
+    """A request, which asks the server for its samples one by one."""
 
     key: str | None
-    waiting: set[str]
-    running: set[str] = field(default_factory=set)
-    over: StateError | None = None
+    waiting: set[str]  # names of the samples that the server was not asked for yet
+    running: set[str] = field(default_factory=set)  # names of those that it was asked for
+    over: StateError | None = None  # why its samples are not needed any more; None: they are
 
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """A version that may be sampled from, and the requests that do."""
+    """An adapter in the server, and the requests that use it."""
 
-    adapter: _Adapter
-    bytes: int
+    name: str  # in the server
+    folder: Path  # of PEFT; exists as long as the server may read it
     calls: set[_Call] = field(default_factory=set)
 
 
@@ -116,9 +96,9 @@ class VllmSamplingEngine(Watched):
         self._model = read_model_folder(Path(config.model.path), field="model.path")
         self._decode = decoder_of(str(config.model.path))
         assert config.run.dir is not None
-        self._copies = config.run.dir.absolute() / "service" / "vllm"  # of the versions' folders
+        self._copies = config.run.dir.absolute() / "service" / "vllm"  # has copies of the versions' folders
         self._versions: dict[str | None, _Version] = {}  # None: the base
-        self._coming: set[str] = set()  # versions that are being loaded
+        self._loading: set[str] = set()  # names of versions that are being loaded
         self._drawn = 0
         self._client: ServerClient | None = None
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
@@ -143,24 +123,24 @@ class VllmSamplingEngine(Watched):
             StateError, ResourceError, ModelError: as `SamplingEngine`; also what vLLM refuses is a ModelError.
         """
         self._require_running()
-        if version in self._versions or version in self._coming:
+        if version in self._versions or version in self._loading:
             raise StateError(f"there is a version {version!r}", field="version", hint="give another name")
-        count = len(self._versions) - 1 + len(self._coming)
+        count = len(self._versions) - 1 + len(self._loading)
         if count >= self._room:
             raise ResourceError(
                 f"{count} versions are held, and vLLM has room for {self._room}",
                 field="memory_bytes", hint="drop one, or raise service.max_version_bytes and vLLM's --max-loras",
             )  # fmt: skip
-        self._coming.add(version)
-        adapter = _Adapter(f"version-{uuid.uuid4().hex}", self._copies / uuid.uuid4().hex)
+        self._loading.add(version)
+        loaded = _Version(f"version-{uuid.uuid4().hex}", self._copies / uuid.uuid4().hex)
         try:
-            await asyncio.to_thread(self._load, adapter, Path(folder))
-            self._versions[version] = _Version(adapter, self._base.version_bytes)
+            await asyncio.to_thread(self._load, loaded, Path(folder))
+            self._versions[version] = loaded
         except BaseException:
-            await asyncio.shield(asyncio.to_thread(self._forget, adapter))
+            await asyncio.shield(asyncio.to_thread(self._forget, loaded))
             raise
         finally:
-            self._coming.discard(version)
+            self._loading.discard(version)
         return self._base.version_bytes
 
     async def drop(self, version: str) -> None:
@@ -172,10 +152,10 @@ class VllmSamplingEngine(Watched):
         dropped = self._version(version)
         del self._versions[version]
         await asyncio.gather(*(self._give_up(call, "its version was dropped") for call in list(dropped.calls)))
-        await asyncio.to_thread(self._forget, dropped.adapter)
+        await asyncio.to_thread(self._forget, dropped)
 
     async def versions(self) -> list[str]:
-        """Returns the names of those that are held, in the order in which they came."""
+        """Returns the names of the versions in the order of their arrival."""
         return [name for name in self._versions if name is not None]
 
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
@@ -190,20 +170,24 @@ class VllmSamplingEngine(Watched):
             EngineError: the server answers something else.
         """
         version = self._version(request.version)
-        check_request(request, vocab_size=self._model.vocab_size, facts=self._facts, most_samples=self._max_samples)
+        prompt = checked_prompt(request, self._model.vocab_size, self._max_samples)
+        check_request(request, self._facts)
         if request.params.stop and self._decode is None:
             raise StateError("the model has no tokenizer, which stop texts need", field="stop", hint="name token ids")
         bodies = [
-            {**body, "request_id": f"slimefsdp-{uuid.uuid4().hex}", "model": version.adapter.name}
-            for body in bodies_of(request)
+            {**body, "request_id": f"slimefsdp-{uuid.uuid4().hex}", "model": version.name}
+            for body in bodies_of(request, prompt)
         ]
         call = _Call(key, {body["request_id"] for body in bodies})
         version.calls.add(call)
-        drawing = asyncio.gather(*(self._on_client(self._answer(call, body)) for body in bodies))
+        assert self._client is not None
+        started = [self._client.start(self._answer(call, body)) for body in bodies]
+        drawing = asyncio.gather(*map(asyncio.wrap_future, started))
         try:
-            return self._read(request, await asyncio.shield(drawing))
+            return self._read(request, prompt, await asyncio.shield(drawing))
         except BaseException:
-            drawing.add_done_callback(_retrieved)
+            # asyncio prints errors that nobody has looked at
+            drawing.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._give_up(call, "another sample failed, or it was cancelled,")
             raise
         finally:
@@ -224,7 +208,7 @@ class VllmSamplingEngine(Watched):
             waiting_rows=sum(len(call.waiting) for call in calls),
             tokens_drawn=self._drawn,
             cache_bytes=0,
-            versions={name: version.bytes for name, version in self._versions.items() if name is not None},
+            versions=dict.fromkeys(await self.versions(), self._base.version_bytes),
             memory_bytes=self._memory_bytes,
         )
 
@@ -236,7 +220,9 @@ class VllmSamplingEngine(Watched):
             for version in self._versions.values():
                 for call in version.calls:
                     call.over = self._end
-            await asyncio.to_thread(self._finish)
+            if self._client is not None:
+                await asyncio.to_thread(self._client.end)
+            await asyncio.to_thread(shutil.rmtree, self._copies, ignore_errors=True)
 
     # ------------------------------------------------------------------ inside
 
@@ -251,15 +237,15 @@ class VllmSamplingEngine(Watched):
                 field="service.max_version_bytes", hint="raise it, or lower lora.rank",
             )  # fmt: skip
         shutil.rmtree(self._copies, ignore_errors=True)
-        zeros = _Adapter(f"base-{uuid.uuid4().hex}", self._copies / "base")
+        zeros = _Version(f"base-{uuid.uuid4().hex}", self._copies / "base")
         self._base.write_empty(zeros.folder, self._model)
-        places = min(MOST_VERSIONS, fitting) + 1
+        places = min(_MOST_VERSIONS, fitting) + 1
         self._dialect = VllmServiceDialect(config, self._model, places, self._base.modules)
         self._client = start_client(self._dialect, config, 0)
         self._facts: SamplingFacts = facts_of(self._dialect, self._client, config, 0)
         self._tell_of(zeros)
         self._room = min(self._facts.adapters - 1, fitting)
-        self._versions[None] = _Version(zeros, 0)
+        self._versions[None] = zeros
 
     def _version(self, name: str | None) -> _Version:
         self._require_running()
@@ -272,46 +258,41 @@ class VllmSamplingEngine(Watched):
         if self._end is not None:
             raise portable(self._end)
 
-    def _load(self, adapter: _Adapter, folder: Path) -> None:
-        """Loads a copy of a folder, which the server may read again when it has made room for others meanwhile."""
+    def _load(self, version: _Version, folder: Path) -> None:
+        """Loads a copy of a folder; the server may read it again, if it has dropped the adapter to make room."""
         self._base.check(folder)
         try:
-            shutil.copytree(folder, adapter.folder, copy_function=_linked)
+            shutil.copytree(folder, version.folder, copy_function=_linked)
         except OSError as error:
             raise ModelError(f"{folder} cannot be read: {error}", field="folder", hint="save it again") from error
-        self._tell_of(adapter)
+        self._tell_of(version)
 
-    def _tell_of(self, adapter: _Adapter) -> None:
+    def _tell_of(self, version: _Version) -> None:
         """Has the server read an adapter.
 
         Raises:
             ModelError: vLLM refuses the adapter. WorkerDied, WorkerHung: the server is lost.
         """
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        body = {"lora_name": version.name, "lora_path": str(version.folder)}
         try:
             self._tell("/v1/load_lora_adapter", body)
         except Refusal as refusal:
             raise ModelError(
-                f"vLLM cannot load the adapters of {adapter.folder}: {refusal}",
+                f"vLLM cannot load the adapters of {version.folder}: {refusal}",
                 field="folder", hint="train modules that vLLM has adapters of, or set rollout.engine=embedded",
             ) from refusal  # fmt: skip
         except (WorkerDied, WorkerHung) as error:
             self._lose(error)
             raise
 
-    def _forget(self, adapter: _Adapter) -> None:
-        with suppress(Refusal, SlimeError):  # a server that is gone has forgotten it
-            self._tell("/v1/unload_lora_adapter", {"lora_name": adapter.name})
-        shutil.rmtree(adapter.folder, ignore_errors=True)
+    def _forget(self, version: _Version) -> None:
+        with suppress(Refusal, SlimeError):  # a lost server has no adapters
+            self._tell("/v1/unload_lora_adapter", {"lora_name": version.name})
+        shutil.rmtree(version.folder, ignore_errors=True)
 
     def _tell(self, route: str, body: dict[str, str]) -> None:
         assert self._client is not None
         self._client.tell(route, body, timeout_s=self._config.cluster.sync_timeout_s)
-
-    def _on_client(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Future[Result]:
-        """Runs a coroutine on the event loop of the client."""
-        assert self._client is not None
-        return asyncio.wrap_future(self._client.start(coroutine))
 
     async def _answer(self, call: _Call, body: dict[str, Any]) -> Any:
         """Returns what the server answers to one sample of a request; runs on the client's event loop."""
@@ -372,8 +353,7 @@ class VllmSamplingEngine(Watched):
                 self._dialect.end_requests(self._client, names, are_all=False)
             time.sleep(ABORT_AGAIN_S)  # again: a request may have been on its way
 
-    def _read(self, request: SampleRequest, answers: list[Any]) -> SampleAnswer:
-        prompt = [int(token) for token in request.prompt]
+    def _read(self, request: SampleRequest, prompt: list[int], answers: list[Any]) -> SampleAnswer:
         log_probs, top = None, None
         if request.prompt_log_probs:
             log_probs, top = read_prompt(answers[0] if len(prompt) > 1 else None, prompt, request.prompt_top_k)
@@ -389,32 +369,10 @@ class VllmSamplingEngine(Watched):
         self._drawn += sum(len(sample.tokens) for sample in samples)
         return SampleAnswer(samples, log_probs, top)
 
-    def _finish(self) -> None:
-        if self._client is not None:
-            self._client.end()
-        shutil.rmtree(self._copies, ignore_errors=True)
-
-
-def start_vllm_sampling_engine(config: RunConfig, *, memory_bytes: int = 2**30, max_samples: int = 1024) -> Any:
-    """Returns the handle of a `VllmSamplingEngine` that is being started; `ray.kill` ends its process and the server.
-
-    Raises:
-        ModelError, ConfigError, ResourceError: as `with_model_folders`.
-    """
-    limits = {"memory_bytes": memory_bytes, "max_samples": max_samples}
-    gpus = gpus_per_rank(config.mesh.device) * gpus_of_engines(config)
-    return started_for_service(VllmSamplingEngine, config, gpus, limits)
-
 
 def _linked(source: str, target: str) -> None:
-    """Gives a file a second name, or copies it where that cannot be: whoever wrote it writes it once."""
+    """Makes a hard link to a file, which is never written again, or a copy where the disk has no links."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _retrieved(drawing: asyncio.Future[Any]) -> None:
-    """Looks at the outcome of samples that nobody waits for: asyncio prints errors that nobody has looked at."""
-    if not drawing.cancelled():
-        drawing.exception()

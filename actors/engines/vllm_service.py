@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +27,13 @@ from actors.engines.vllm import (
 )
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
-from slimefsdp.errors import BatchError, EngineError
+from slimefsdp.errors import BatchError, EngineError, ModelError
 from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, PeftFolder, read_peft_folder
 from slimefsdp.sampling.params import SampledTokens, SampleRequest, SamplingParams, TopTokens
+
+if TYPE_CHECKING:  # the process that starts an engine needs no torch
+    import torch
 
 Decode = Callable[[list[int]], str]
 _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
@@ -37,19 +42,19 @@ _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts(ServerFacts):
-    """Holds the answers about itself of a server that a service can sample with."""
+    """Properties of a server that a service can sample with."""
 
-    adapters: int  # that it has room for
-    prompt_top_k: int  # likeliest tokens of a place in a prompt that it tells of at most
-    reads_prompts: bool  # and has log-probs of several at once: vLLM fails beside adapters of the head
+    adapters: int  # limit on the adapters that it holds
+    prompt_top_k: int  # limit on the most likely tokens that it returns for a position of a prompt
+    reads_prompts: bool  # whether it has log-probs of prompts: vLLM fails if the head may have adapters
 
 
 class VllmServiceDialect(VllmDialect):
-    """A server that has read the weights of the model's folder itself, and is told of adapters.
+    """A server that has read the weights of the model's folder itself, and loads adapters on request.
 
     Args:
-        adapters: that a server which is started has room for.
-        modules: last parts of the names of those that adapters are of.
+        adapters: limit on the adapters of a server that is started.
+        modules: last parts of the names of the modules that may have adapters.
     """
 
     takes_adapters = True
@@ -87,66 +92,43 @@ class VllmServiceDialect(VllmDialect):
             )
         reads_prompts = own is not None and "lm_head" not in own
         top_k = said["vocab_size"] if said["max_logprobs"] == -1 else said["max_logprobs"]
-        return SamplingFacts(
-            version,
-            said["dtype"],
-            said["vocab_size"],
-            said["max_model_len"],
-            1,
-            said["max_loras"],
-            top_k,
-            reads_prompts,
-        )
+        common = version, said["dtype"], said["vocab_size"], said["max_model_len"], 1
+        return SamplingFacts(*common, said["max_loras"], top_k, reads_prompts)
 
 
-def check_request(request: SampleRequest, *, vocab_size: int, facts: SamplingFacts, most_samples: int) -> None:
-    """Whether vLLM answers a request as it is asked.
-
-    Args:
-        facts: of the server.
+def check_request(request: SampleRequest, facts: SamplingFacts) -> None:
+    """Checks that vLLM answers a request as it is; its prompt and number of samples are valid.
 
     Raises:
-        BatchError: naming what it does not.
+        BatchError: naming what vLLM does not do.
     """
-    params, prompt = request.params, request.prompt
+    params, length = request.params, len(request.prompt)
     low, high = SERVERS["vllm"].temperatures
-    least = 0 if request.prompt_log_probs else 1
-    outside = next((place for place, token in enumerate(prompt) if not 0 <= token < vocab_size), None)
+    most_top = min(facts.prompt_top_k, facts.vocab_size)
     others = "or have the service sample by rollout.engine=embedded"
     problem: tuple[str, str, str] | None = None
-    if not least <= request.num_samples <= most_samples:
-        must = f"it must be from 1 to {most_samples}, or 0 with prompt_log_probs"
-        problem = "num_samples", f"num_samples={request.num_samples}; {must}", "ask for as many in several requests"
-    elif not len(prompt):
-        problem = "prompt", "the prompt has no tokens", "give it some"
-    elif outside is not None:
-        found = f"token {outside} of the prompt is {prompt[outside]}, and the vocabulary has {vocab_size}"
-        problem = "prompt", found, "encode it with the model's tokenizer"
-    elif len(prompt) + params.max_new_tokens > facts.max_model_len:
-        both = f"a prompt of {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
+    if length + params.max_new_tokens > facts.max_model_len:
+        both = f"a prompt of {length} tokens and max_new_tokens={params.max_new_tokens}"
         problem = "max_new_tokens", f"{both} are more than the {facts.max_model_len} that vLLM takes", "lower it"
     elif not params.greedy and not low <= params.temperature <= high:
         given = f"temperature={params.temperature:g}: vLLM samples from {low:g} to {high:g}"
         problem = "temperature", given, f"choose one of these, {others}"
     elif params.tempered:
         problem = "tempered", "vLLM is asked for log-probs at temperature 1 alone", "set tempered=False"
-    elif not 0 <= request.prompt_top_k <= (most_top := min(facts.prompt_top_k, vocab_size)) or (
-        request.prompt_top_k and not request.prompt_log_probs
-    ):
-        of = f"prompt_top_k={request.prompt_top_k}; this server of vLLM tells of {most_top} at most (--max-logprobs)"
-        problem = "prompt_top_k", f"{of}, and of none without prompt_log_probs", "ask for fewer tokens"
+    elif not 0 <= request.prompt_top_k <= most_top or (request.prompt_top_k and not request.prompt_log_probs):
+        given = f"prompt_top_k={request.prompt_top_k}; this server of vLLM returns {most_top} at most (--max-logprobs)"
+        problem = "prompt_top_k", f"{given}, and none without prompt_log_probs", "ask for fewer tokens"
     elif request.prompt_log_probs and not facts.reads_prompts:
-        why = "vLLM has no log-probs of prompts beside adapters of the head"
+        why = "vLLM has no log-probs of prompts if the head may have adapters"
         problem = "prompt_log_probs", why, f"leave the head out of lora.targets, {others}"
     if problem is not None:
         field, text, hint = problem
         raise BatchError(text, field=field, hint=hint)
 
 
-def bodies_of(request: SampleRequest) -> list[dict[str, Any]]:
-    """The JSON that asks for each sample; the first one asks for log-probs of the prompt, too."""
+def bodies_of(request: SampleRequest, prompt: list[int]) -> list[dict[str, Any]]:
+    """Returns the JSON of each sample's request; the first one asks for log-probs of the prompt, too."""
     params = request.params
-    prompt = [int(token) for token in request.prompt]
     bodies: list[dict[str, Any]] = [
         {"token_ids": prompt, "sampling_params": sampling_params(params, most=params.max_new_tokens, seed=seed)}
         for seed in (seed_of(params, number, 0) for number in range(request.num_samples))
@@ -159,7 +141,7 @@ def bodies_of(request: SampleRequest) -> list[dict[str, Any]]:
 
 
 def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, vocab_size: int) -> SampledTokens:
-    """The sample of an answer, which ends where the request says, whatever vLLM made of its texts.
+    """Returns the sample of an answer; it ends where the request says, even if vLLM has decoded other texts.
 
     Raises:
         EngineError: the answer is not what was asked for. StateError: the logits were not finite.
@@ -176,11 +158,11 @@ def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, voca
 
 
 def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, TopTokens | None]:
-    """Float32 [prompt tokens]: log-probs of a prompt, NaN for its first token; and the k likeliest of each place.
+    """Returns float32 [prompt tokens], log-probs of a prompt, NaN for its first token; and each position's top k.
 
     Args:
-        answer: None, where the prompt has one token, of which there is nothing to say.
-        k: None of them where it is 0.
+        answer: None for a prompt of one token.
+        k: number of the most likely tokens of each position; 0: none.
 
     Raises:
         EngineError, StateError: as `read_sample`.
@@ -205,3 +187,103 @@ def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, Top
     tokens = np.array([[token for token, _ in place] for place in likeliest], np.int64).reshape(-1, k)
     values = np.array([[value for _, value in place] for place in likeliest], np.float32).reshape(-1, k)
     return log_probs, TopTokens(tokens, values)
+
+
+# ---------------------------------------------------------------------- the base and its adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Properties of the base model, which a trainer of the same settings freezes.
+
+    Args:
+        path: its folder.
+        dtype: of its weights.
+        digest: of the weights' bits, as a trainer records it in the folders of adapters.
+        rank: largest rank of adapters.
+        targets: names of the modules that may have adapters -> the (rows, columns) of their weights.
+        version_bytes: bytes of adapters of that rank.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    digest: str
+    rank: int
+    targets: Mapping[str, tuple[int, int]]
+    version_bytes: int
+
+    @property
+    def modules(self) -> list[str]:
+        """Returns the last parts of the targets' names, by which vLLM knows them."""
+        return sorted({name.rpartition(".")[2] for name in self.targets})
+
+    def check(self, path: Path) -> PeftFolder:
+        """Returns a folder of adapters of this base.
+
+        Raises:
+            ModelError: the folder is malformed, of another model or base, of a larger rank, or has adapters of a module
+                that has none here.
+        """
+        try:
+            folder = read_peft_folder(path)
+            surplus = [name for name in folder.targets if name not in self.targets]
+            if folder.rank > self.rank or surplus:
+                has = f"an adapter of {surplus[0]}" if surplus else f"rank {folder.rank}"
+                raise ModelError(
+                    f"{path} has {has}, and the service has room for lora.rank={self.rank} of lora.targets",
+                    hint="raise lora.rank, or choose the module in lora.targets",
+                )
+            folder.check_base({f"{name}.weight": shape for name, shape in self.targets.items()}, self.path)
+            recorded = folder.metadata.get(BASE_DIGEST)
+            same_dtype = folder.metadata.get(BASE_DTYPE) == str(self.dtype).removeprefix("torch.")
+            if recorded is not None and same_dtype and recorded != self.digest:
+                raise ModelError(
+                    f"the adapters of {path} were trained with weights {recorded}, and the model at {self.path} has "
+                    f"weights {self.digest}",
+                    hint="name the model that they were trained on as model.path",
+                )
+        except ModelError as error:
+            error.field = "folder"
+            raise
+        return folder
+
+    def write_empty(self, path: Path, source: ModelFolder) -> None:
+        """Writes a folder at `path` with an adapter that changes nothing.
+
+        Raises:
+            CheckpointError: the disk refused.
+        """
+        import torch
+
+        from slimefsdp.checkpoint.export import AdapterFacts, write_peft_folder
+        from slimefsdp.io.safetensors_file import TensorSpec
+
+        name, (rows, columns) = next(iter(self.targets.items()))
+        matrices = [
+            (f"{name}.lora_A", torch.zeros(1, columns, dtype=self.dtype)),
+            (f"{name}.lora_B", torch.zeros(rows, 1, dtype=self.dtype)),
+        ]
+        specs = [TensorSpec(matrix, self.dtype, tuple(tensor.shape)) for matrix, tensor in matrices]
+        facts = AdapterFacts(1, 1.0, source.path, None, str(self.dtype).removeprefix("torch."))
+        write_peft_folder(path, specs, matrices, facts)
+
+
+def base_of(config: RunConfig, folder: ModelFolder) -> Base:
+    """Reads the properties of the model of the settings; loads it once, on the host.
+
+    Raises:
+        ModelError, ConfigError: as `slimefsdp.models.build.load_for_sampling`.
+    """
+    import torch
+
+    from slimefsdp.models.build import load_for_sampling
+    from slimefsdp.models.lora import adapted_matrices, base_digest
+    from slimefsdp.training.build import compute_dtype, lora_of
+
+    lora = lora_of(config)
+    assert lora is not None
+    policy = load_for_sampling(folder, compute_dtype(config), torch.device("cpu"), lora)
+    matrices = adapted_matrices(policy)
+    targets = {matrix.name: (len(matrix.b), matrix.a.shape[-1]) for matrix in matrices}
+    size = sum(matrix.a.nbytes + matrix.b.nbytes for matrix in matrices)
+    return Base(folder.path, compute_dtype(config), base_digest(policy, None), lora.rank, targets, size)

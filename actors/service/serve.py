@@ -187,11 +187,9 @@ def _started_engine(config: RunConfig) -> Any:
     from ray.exceptions import RayError
 
     from actors.engines.sampling_engine import start_sampling_engine
-    from actors.engines.vllm_sampling_engine import start_vllm_sampling_engine
     from actors.workers.futures import meaning_of
 
-    start = start_vllm_sampling_engine if config.rollout.engine == "vllm" else start_sampling_engine
-    engine = start(config, memory_bytes=config.service.max_version_bytes)
+    engine = start_sampling_engine(config, memory_bytes=config.service.max_version_bytes)
     limit_s = config.cluster.launch_timeout_s
     try:
         if config.rollout.engine == "vllm":  # begin() has its own limit on the start of the server

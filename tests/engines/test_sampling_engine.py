@@ -175,19 +175,6 @@ def test_a_version_that_is_dropped_while_it_is_sampled_ends_its_requests_alone(
     assert [len(answer.samples[1].tokens) for answer in answered(others)] == [40, 40]
 
 
-def test_a_call_that_is_cancelled_frees_its_rows(engine: Any) -> None:
-    refs = [engine.sample.remote(asked("v2", [8], 16, 1, max_new_tokens=250)) for _ in range(2)]
-    wait_until(lambda: stats_of(engine).running_rows == 32)
-    for ref in refs:
-        ray.cancel(ref)
-    wait_until(lambda: stats_of(engine).running_rows == 0)
-    assert stats_of(engine).waiting_requests == 0
-    for ref in refs:
-        with pytest.raises(ray.exceptions.TaskCancelledError):
-            answered(ref)
-    assert len(answered(engine.sample.remote(asked("v2", [8], 32, 1))).samples) == 32
-
-
 def test_a_request_can_be_cancelled_by_its_key_also_before_it_comes(engine: Any) -> None:
     running = engine.sample.remote(asked("v2", [8], 32, 1, max_new_tokens=250), "a")
     waiting = engine.sample.remote(asked("v2", [8], 2, 1, max_new_tokens=250), "b")
@@ -203,9 +190,9 @@ def test_a_request_can_be_cancelled_by_its_key_also_before_it_comes(engine: Any)
 
 def test_it_says_how_far_it_is_while_it_computes(engine: Any) -> None:
     assert answered(engine.progress.remote()).progress.activity == "idle"
-    ref = engine.sample.remote(asked("v2", [8], 16, 1, max_new_tokens=250))
+    engine.sample.remote(asked("v2", [8], 16, 1, max_new_tokens=250), "long")
     wait_until(lambda: answered(engine.progress.remote()).progress.activity == "sample")
-    ray.cancel(ref)
+    answered(engine.cancel.remote("long"))
     wait_until(lambda: answered(engine.progress.remote()).progress.activity == "idle")
 
 
@@ -215,16 +202,17 @@ def test_an_engine_that_is_shut_down_answers_everybody(config: Any, base: Path, 
     async def life() -> None:
         engine = SamplingEngine(config, max_rows=4)
         await engine.load("v1", str(folders["v1"]))
-        waiting = [asyncio.create_task(engine.sample(asked("v1", [1], 2, max_new_tokens=250))) for _ in range(5)]
+        request = asked("v1", [1], 2, max_new_tokens=250)
+        waiting = [asyncio.create_task(engine.sample(request, key)) for key in "abcde"]
         while (await engine.stats()).running_rows < 4:
             await asyncio.sleep(0)
-        waiting[0].cancel()
+        await engine.cancel("a")
         while (await engine.stats()).waiting_requests > 2:
             await asyncio.sleep(0)
         await engine.shutdown()
         await engine.shutdown()
         found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(found[0], asyncio.CancelledError)
+        assert isinstance(found[0], StateError) and found[0].field == "key"
         for error in found[1:]:
             assert isinstance(error, StateError) and error.field == "engine"
         for call in (engine.sample(asked(None, [1])), engine.stats(), engine.load("x", "y"), engine.drop("v1")):
