@@ -370,11 +370,12 @@ class RolloutLoop:
                 batch = self._with_log_probs(batch)
             batch = batch.replace(values=critic.compute_values(batch))
             self.rest_critic()
-        if step >= settings.pretrain_steps + settings.warmup_steps:
+        is_policy_trained = step >= settings.warmup_steps
+        if is_policy_trained:
             with timed(seconds, "train"):
                 metrics |= group.train_step(batch)
         # after the policy, whose KL coefficient may move; the values of the batch are those before either was trained
-        gae_lambda = 1.0 if step < settings.pretrain_steps else None
+        gae_lambda = None if is_policy_trained else 1.0
         coefficient = metrics.get("kl_coefficient") if self._config.has_kl_in_reward else None
         with timed(seconds, "critic"):
             found = critic.train_step(batch, gae_lambda=gae_lambda, kl_coefficient=coefficient)

@@ -179,7 +179,6 @@ def main() -> None:
                     "optim": {"total_updates": 1},
                     "rollout": {"max_new_tokens": 4, "environment": f"benchmarks.episodes:{environment}"},
                     "environment": {},
-                    "cluster": {"max_ranks_per_core": 64},
                 }
             )
             results[environment] = played(config, options.episodes, options.at_once, environment)

@@ -49,8 +49,9 @@ def longest_table() -> str:
 
 def stored(one: LongestContext) -> str:
     """A way to store in words."""
-    words = {"none": "all activations", "full": "inputs of layers"}[one.setup.recompute]
-    words += " on the host" if one.setup.offload_activations else ""
+    words = {"none": "all activations", "full": "inputs of layers", "offload": "inputs of layers on the host"}[
+        one.setup.recompute
+    ]
     return words + (", states on the host" if one.setup.cpu_offload else "")
 
 
@@ -60,7 +61,7 @@ def terms_table() -> str:
     layer, head = LayerActivations.of(setup), head_activations(setup, MicroBatches(GOAL, rows=GOAL))
 
     def held(offload: bool) -> int:
-        return memory_of_context(replace(setup, offload_activations=offload), GOAL).total
+        return memory_of_context(replace(setup, recompute="offload" if offload else "full"), GOAL).total
 
     at_rest = memory_of_context(setup, 1)
     workspace = LongestContext(setup, GOAL, at_rest).attention_workspace

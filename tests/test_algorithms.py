@@ -62,7 +62,7 @@ def of(section: str, batch: str = "usual", happens: str = "", **values: Any) -> 
 BOTH = "clip_fraction_low clip_fraction_high"
 OUTSIDE = "correction_below correction_above"
 ESTIMATES = [name for name in KL_ESTIMATORS if name != "full"]
-UNBIASED = ["k1", "k3"]  # in value, and so what kl_unbiased makes right in its gradient
+UNBIASED = ["k1", "k3"]  # in value, and so what k1_unbiased and k3_unbiased make right in its gradient
 PER_TOKEN = ("reinforce_pp", "remax", "gae")  # estimators that tell the tokens of a sample apart
 CASES: dict[str, Case] = {
     "grpo": of("advantage", estimator="grpo", happens=BOTH),
@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
         {"loss": {"kl_coefficient": 0.3, "kl_in": "reward"}, "advantage": {"estimator": "gae"}}, "token rewards"
     ),
     **{name: of("loss", kl_coefficient=0.4, kl_estimator=name) for name in ESTIMATES},
-    **{f"{name}, unbiased": of("loss", kl_coefficient=0.4, kl_estimator=name, kl_unbiased=True) for name in UNBIASED},
+    **{f"{name}, unbiased": of("loss", kl_coefficient=0.4, kl_estimator=f"{name}_unbiased") for name in UNBIASED},
     "token_mean": of("loss", reduction="token_mean"),
     "sequence_mean": of("loss", reduction="sequence_mean"),
     "prompt_mean": of("loss", reduction="prompt_mean"),
@@ -162,7 +162,8 @@ def drawn(seed: int) -> Case:
         loss["beta"] = 0.4
     if rng.random() < 0.6:
         loss |= {"kl_coefficient": 0.2, "kl_estimator": rng.choice(ESTIMATES)}
-        loss["kl_unbiased"] = loss["kl_estimator"] in UNBIASED and rng.random() < 0.5
+        if loss["kl_estimator"] in UNBIASED and rng.random() < 0.5:
+            loss["kl_estimator"] += "_unbiased"
     if rng.random() < 0.4:
         loss["entropy_coefficient"] = 0.1
     bounds = {"low": 0.6, "high": 1.7}

@@ -50,6 +50,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def config_of(written: Path, *overrides: str) -> RunConfig:
     paths = {"run.dir": "run", "model.path": "model", "data.train": "train.jsonl"}
     given = [f"{name}={written / path}" for name, path in paths.items()]
+    given.append("cluster=null")  # whose settings have other names now
     return load_config(written / "settings.yaml", [*given, *overrides])
 
 

@@ -24,7 +24,7 @@ def start_lines(checked: Checked) -> list[str]:
     With mesh.dp=auto on a CPU it is what the cores of this machine make of it.
 
     Raises:
-        ResourceError: that is more than cluster.max_ranks_per_core allows.
+        ResourceError: the cores of this machine cannot run that many processes.
     """
     config, steps = checked.config, checked.config.run.steps  # None: of epochs of records that are not here yet
     # with mesh.device=auto a cluster's GPUs are taken, which nobody here can count

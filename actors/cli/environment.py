@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from slimefsdp.config.cluster import ClusterSettings
+from actors.cluster.capacity import RANKS_PER_CORE
 
 _DISTRIBUTION = "slimefsdp"
 _OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")
@@ -148,12 +148,11 @@ def _can_connect_to_itself() -> bool:
 
 def _what_runs(cores: int, gpus: int, backends: list[str]) -> str:
     """Describes how many ranks and engines this machine can run, and on what."""
-    per_core = ClusterSettings().max_ranks_per_core
     parts = []
     if gpus and "nccl" in backends:
         parts.append(f"on CUDA {gpus} rank{'s' * (gpus > 1)} and engines in all, each with a GPU of its own")
     if "gloo" in backends:
         parts.append(
-            f"on the CPU {cores * per_core} ranks and engines in all (cluster.max_ranks_per_core={per_core} x {cores})"
+            f"on the CPU {cores * RANKS_PER_CORE} ranks and engines in all ({RANKS_PER_CORE} for each of {cores} cores)"
         )
     return "; ".join(parts) or "nothing"

@@ -33,7 +33,7 @@ def try_models(config: RunConfig) -> None:
             `slimefsdp.distributed.fsdp.choose_units`.
         ResourceError: it took longer than cluster.launch_timeout_s, or its process ended.
     """
-    if not (config.model.frozen or config.fsdp.wrap_layers or _may_lack_targets(config)):
+    if not (config.model.frozen or config.fsdp.wrap or _may_lack_targets(config)):
         return
     timeout_s = config.cluster.launch_timeout_s
     with stage("building the model without its weights", is_short=True):
@@ -91,7 +91,7 @@ def build_models(config: RunConfig) -> None:
         frozen = (config.model.frozen or ()) if role == "actor" else ()
         of_folder = adapters if role == "actor" else None
         choose_what_trains(model, folder, Trains(frozen, lora_of(config), of_folder), base_dtype=compute_dtype(config))
-        choose_units(model, wrap_layers=config.fsdp.wrap_layers, min_parameters=config.fsdp.wrap_min_parameters)
+        choose_units(model, config.fsdp.wrap)
 
 
 def _main() -> None:

@@ -180,7 +180,6 @@ def _calibrated(path: Path, config: RunConfig) -> Rates:
     check_cores(
         config.ranks,
         config.mesh.device,
-        config.cluster.max_ranks_per_core,
         asked=f"--calibrate with {config.ranks} ranks",
         field="--calibrate",
         hint="plan a smaller mesh here, or calibrate where it will run",
@@ -465,7 +464,6 @@ def _longest_context(setup: TrainingSetup, device: Device, most_tokens: int) -> 
 
 def _stored(setup: TrainingSetup) -> str:
     text = f"recompute {setup.recompute}" + (f"/{setup.recompute_every}" if setup.recompute_every > 1 else "")
-    text += ", inputs on the host" if setup.offload_activations else ""
     return text + (", states on the host" if setup.cpu_offload else "")
 
 

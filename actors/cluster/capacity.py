@@ -10,6 +10,7 @@ from pathlib import Path
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
+RANKS_PER_CORE = 16  # more processes than this on a core of a CPU machine are a mistake in the settings
 _DRIVER_S = 20.0  # for the driver to say which GPUs there are
 
 
@@ -74,7 +75,7 @@ def check_machine(config: RunConfig) -> None:
     """Checks that this machine may run as many CPU processes as the settings need; imports neither ray nor torch.
 
     Raises:
-        ResourceError: they are more than cluster.max_ranks_per_core allows.
+        ResourceError: they are more than RANKS_PER_CORE allows.
     """
     if config.mesh.dp == "auto":
         return  # `with_cluster_ranks` chooses the number and checks it
@@ -83,31 +84,28 @@ def check_machine(config: RunConfig) -> None:
         check_cores(
             needed,
             config.mesh.device,
-            config.cluster.max_ranks_per_core,
             asked=f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} "
             f"with {needed - config.ranks} more processes",
             field="mesh.dp",
-            hint="use fewer ranks or engines, raise cluster.max_ranks_per_core, or name a cluster.address",
+            hint="use fewer ranks or engines, or name a cluster.address",
         )
 
 
-def check_cores(processes: int, device: str, per_core: int, *, asked: str, field: str, hint: str) -> None:
+def check_cores(processes: int, device: str, *, asked: str, field: str, hint: str) -> None:
     """Checks that this machine may run this many processes, if they compute on CPUs; imports neither ray nor torch.
 
     Args:
         device: auto, cpu or cuda.
-        per_core: the value of cluster.max_ranks_per_core.
         asked: the settings that ask for the processes, for the error, like field and hint.
 
     Raises:
-        ResourceError: there are more processes than cores x per_core.
+        ResourceError: there are more processes than cores x RANKS_PER_CORE.
     """
     cores = os.cpu_count() or 1
     on_cpu = device == "cpu" or (device == "auto" and not has_nvidia_driver())
-    if on_cpu and processes > cores * per_core:
+    if on_cpu and processes > cores * RANKS_PER_CORE:
         raise ResourceError(
-            f"{asked} needs {processes}, but {cores} cores x cluster.max_ranks_per_core={per_core} allow "
-            f"{cores * per_core}",
+            f"{asked} needs {processes}, but {cores} cores run at most {cores * RANKS_PER_CORE} processes",
             field=field,
             hint=hint,
         )
@@ -116,7 +114,7 @@ def check_cores(processes: int, device: str, per_core: int, *, asked: str, field
 def most_processes(config: RunConfig) -> int:
     """Returns `processes_needed`, or the most that a machine may run while mesh.dp=auto is not resolved."""
     if config.mesh.dp == "auto":
-        return (os.cpu_count() or 1) * config.cluster.max_ranks_per_core
+        return (os.cpu_count() or 1) * RANKS_PER_CORE
     return processes_needed(config)
 
 

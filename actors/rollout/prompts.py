@@ -54,8 +54,8 @@ def read_records(data: DataSettings, name: str) -> list[Record]:
         ConfigError: as in `read_jsonl` and `actors.rollout.data_sets.read_rows`.
         ResourceError: the disk is full.
     """
-    columns = (data.prompt_column, data.answer_column)
-    rows = read_data(data, name, chats=(data.prompt_column,))
+    columns = (data.prompt_key, data.answer_column)
+    rows = read_data(data, name, chats=(data.prompt_key,))
     return [_with_prompt(row, place, f"data.{name}", columns, data.prompt_template) for row, place in rows]
 
 
@@ -142,7 +142,7 @@ def _with_prompt(
 
 
 def prompt_of_template(template: str, row: Mapping[str, Any], place: str, field: str) -> str:
-    """Returns the prompt that data.prompt_template makes of a row, without trailing space.
+    """Returns the prompt that the template in data.prompt_column makes of a row, without trailing space.
 
     Raises:
         ConfigError: the row lacks a column of the template, or its value is neither text nor number.
@@ -158,8 +158,8 @@ def prompt_of_template(template: str, row: Mapping[str, Any], place: str, field:
             )
             raise ConfigError(
                 f"{place}: {problem}",
-                field="data.prompt_template",
-                hint=f"give each record of {field} a text there, or name other columns in data.prompt_template",
+                field="data.prompt_column",
+                hint=f"give each record of {field} a text there, or name other columns in data.prompt_column",
             )
         values[column] = "" if value is None else str(value)
     parts = string.Formatter().parse(template)

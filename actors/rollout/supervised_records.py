@@ -36,7 +36,7 @@ _CHATS = ("prompt", "completion", "messages", "conversations", "tools")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _FORMS = (
     "give each record `messages`, `prompt` and `completion`, `prompt` and `answer`, or `text`; or name its columns: "
-    "data.prompt_column or data.prompt_template, and data.answer_column (docs/sft.md)"
+    "data.prompt_column, which may be a template, and data.answer_column (docs/sft.md)"
 )
 RESPONSES = ("chosen", "rejected")
 _SPACE = re.compile(r"\s")
@@ -59,7 +59,7 @@ def read_demonstrations(data: DataSettings, name: str) -> list[Record]:
         ConfigError: as in `actors.rollout.prompts.read_data`, or a record has none of the forms; its place is named.
         ResourceError: the disk is full.
     """
-    rows = read_data(data, name, chats={*_CHATS, data.prompt_column})
+    rows = read_data(data, name, chats={*_CHATS, data.prompt_key})
     return [Record(_record_of(row, data, place, f"data.{name}"), place) for row, place in rows]
 
 
@@ -80,9 +80,7 @@ def _record_of(row: dict[str, Any], data: DataSettings, place: str, field: str) 
 def _with_columns(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
     """Returns the row with `prompt` and `answer` taken from the columns that the settings name for them."""
     named = {
-        name: column
-        for name, column in (("prompt", data.prompt_column), ("answer", data.answer_column))
-        if column != name
+        name: column for name, column in (("prompt", data.prompt_key), ("answer", data.answer_column)) if column != name
     }
     for name, column in named.items():
         if column not in row:
@@ -148,7 +146,7 @@ def read_pairs(data: DataSettings, name: str) -> list[Record]:
         ConfigError: as in `actors.rollout.prompts.read_data`, or a record has none of the forms; its place is named.
         ResourceError: the disk is full.
     """
-    rows = read_data(data, name, chats={data.prompt_column, "tools", *RESPONSES})
+    rows = read_data(data, name, chats={data.prompt_key, "tools", *RESPONSES})
     pairs = [Record(_pair_of(row, data, place, f"data.{name}"), place) for row, place in rows]
     equal = [pair for pair in pairs if pair["chosen"] == pair["rejected"]]
     if equal:
@@ -174,16 +172,16 @@ def demonstrations(pairs: Sequence[Record]) -> list[Record]:
 
 def _pair_of(row: Mapping[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
     responses = {name: row.get(name) for name in RESPONSES}
-    prompt = row.get(data.prompt_column)
+    prompt = row.get(data.prompt_key)
     if data.prompt_template is not None:
         prompt = prompt_of_template(data.prompt_template, row, place, field)
     fault = _response_fault(row, responses)
     if fault is None and (prompt is None or (isinstance(prompt, str) and isinstance(responses["chosen"], list))):
         prompt, responses = _parted(prompt, responses)
-    fault = fault or _pair_fault(prompt, responses, data.prompt_column)
+    fault = fault or _pair_fault(prompt, responses, data.prompt_key)
     if fault is not None:
         raise ConfigError(f"{place}: {fault}", field=field, hint=_PAIR_FORMS)
-    return {**{key: value for key, value in row.items() if key != data.prompt_column}, "prompt": prompt, **responses}
+    return {**{key: value for key, value in row.items() if key != data.prompt_key}, "prompt": prompt, **responses}
 
 
 def _response_fault(row: Mapping[str, Any], responses: Mapping[str, Any]) -> str | None:

@@ -70,9 +70,7 @@ CASES = {
     "short/stored": Case(4, 4096, {}),
     "short/stored_compiled": Case(4, 4096, {"compile": True}),
     "long/32768": Case(1, 32768, {"activation_checkpointing": "full"}, most_bytes=MOST_BYTES),
-    "long/131072": Case(
-        1, 131072, {"activation_checkpointing": "full", "offload_activations": True}, steps=2, most_bytes=MOST_BYTES
-    ),
+    "long/131072": Case(1, 131072, {"activation_checkpointing": "offload"}, steps=2, most_bytes=MOST_BYTES),
 }
 
 

@@ -51,7 +51,7 @@ COMMON = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_wor
 MODES: dict[str, dict[str, Any]] = {
     "recompute_full": {"model": {"activation_checkpointing": "full"}},
     "recompute_selective": {"model": {"activation_checkpointing": "selective"}},
-    "offload_activations": {"model": {"activation_checkpointing": "full", "offload_activations": True}},
+    "recompute_offload": {"model": {"activation_checkpointing": "offload"}},
     "cpu_offload": {"fsdp": {"cpu_offload": True}},
     "prefetch": {"fsdp": {"prefetch_layers": 1}},
     "optimizer": {"fsdp": {"sharding": "optimizer"}},

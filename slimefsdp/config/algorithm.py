@@ -116,18 +116,14 @@ class LossSettings(Settings):
     kl_coefficient: float = Field(
         0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); the first one, with kl_target"
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] | None = Field(
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "k1_unbiased", "k3_unbiased"] | None = Field(
         None,
         description="per-token estimator of that KL; full: exact over the vocabulary, from a colocated reference; "
-        "null: k3 in the loss, k1 in the reward",
+        "k1_unbiased, k3_unbiased: weighted by the ratio, so that the gradient is that of the KL however far the "
+        "policy has moved; null: k3 in the loss, k1 in the reward",
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="a term of the loss, or taken off each token's reward before advantages are computed"
-    )
-    kl_unbiased: bool = Field(
-        False,
-        description="weight k1 or k3 by the ratio, so that the term's gradient is that of the KL however far the "
-        "policy has moved",
     )
     kl_target: float | None = Field(
         None, gt=0, description="adapt the coefficient after each step so that the KL nears this many nats a token"
@@ -170,24 +166,17 @@ class LossSettings(Settings):
 
     @model_validator(mode="after")
     def check_kl_settings(self) -> LossSettings:
-        given = [name for name in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target") if self._is_given(name)]
+        given = [name for name in ("kl_estimator", "kl_in", "kl_target") if self._is_given(name)]
         if self.kl_coefficient == 0 and given:
             raise BrokenRule(
                 f"loss.{given[0]}",
                 f"loss.{given[0]}={short_text(getattr(self, given[0]))} does nothing with loss.kl_coefficient=0",
                 "remove it, or raise loss.kl_coefficient",
             )
-        if self.kl_unbiased and (self.kl_in == "reward" or self.kl_estimator not in ("k1", "k3", None)):
-            other = "kl_in=reward" if self.kl_in == "reward" else f"kl_estimator={self.kl_estimator}"
-            raise BrokenRule(
-                "loss.kl_unbiased",
-                f"loss.kl_unbiased=true corrects the gradient of k1 and k3 in the loss, not that of loss.{other}",
-                "remove one",
-            )
-        if self.kl_in == "reward" and self.kl_estimator == "full":
+        if self.kl_in == "reward" and self.kl_estimator in ("full", "k1_unbiased", "k3_unbiased"):
             raise BrokenRule(
                 "loss.kl_estimator",
-                "loss.kl_estimator=full is a term of the loss, not of the reward",
+                f"loss.kl_estimator={self.kl_estimator} is a term of the loss, not of the reward",
                 "set loss.kl_in=loss, or choose k1",
             )
         return self
@@ -277,11 +266,8 @@ class CriticSettings(PlacedSettings):
         le=LARGEST,
         description="values further than this from those before the step stop counting; null: no clipping",
     )
-    pretrain_steps: int = Field(
-        0, ge=0, description="first steps of the run: the critic alone is trained, on rewards to go (lambda 1)"
-    )
     warmup_steps: int = Field(
-        0, ge=0, description="steps after those in which the critic alone is trained, as later on"
+        0, ge=0, description="first steps of the run: the critic alone is trained, on rewards to go (lambda 1)"
     )
 
 
@@ -433,8 +419,14 @@ class AlgorithmSettings(Settings):
 
     @property
     def kl_estimator(self) -> str:
-        """The KL estimator: `loss.kl_estimator`, or the one whose gradient is right where the KL enters."""
-        return self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
+        """Returns the formula of the KL: that of `loss.kl_estimator`, or the one whose gradient is right."""
+        chosen = self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
+        return chosen.removesuffix("_unbiased")
+
+    @property
+    def is_kl_unbiased(self) -> bool:
+        """Returns whether the KL of a token is weighted by the ratio, which makes its gradient unbiased."""
+        return (self.loss.kl_estimator or "").endswith("_unbiased")
 
     @property
     def estimator(self) -> str:

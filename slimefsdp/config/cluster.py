@@ -23,7 +23,6 @@ class ClusterSettings(Settings):
         description="join a cluster of other machines although RAY_AUTH_MODE is not `token`, as on KubeRay and "
         "Anyscale: whoever reaches its ports can run code in the run",
     )
-    max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
     launch_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="all ranks ready")
     call_timeout_s: float = Field(
         3600.0, gt=0, le=LONGEST_S, description="one call on all ranks, from when it begins there"

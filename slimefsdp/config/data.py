@@ -85,14 +85,12 @@ def template_columns(template: str) -> list[str]:
     return columns
 
 
-def _prompt_template(value: str) -> str:
-    hint = "write columns in braces, like '{instruction}\\n\\n{input}', and braces themselves twice"
+def _column_or_template(value: str) -> str:
     try:
-        columns = template_columns(value)
+        template_columns(value)
     except ValueError as error:
+        hint = "write columns in braces, like '{instruction}\\n\\n{input}', and braces themselves twice"
         raise broken_rule(f"is no template: {error}", hint) from None
-    if not columns:
-        raise broken_rule("names no column", hint)
     return value
 
 
@@ -111,13 +109,12 @@ class DataSettings(Settings):
         description="records for evaluation, never trained on; written as data.train, or several sets by name, "
         "`{math: math.jsonl, code: owner/name#test}`, whose metrics are eval/NAME/.. (docs/evaluation.md)",
     )
-    prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
-    answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
-    prompt_template: Annotated[str, AfterValidator(_prompt_template)] | None = Field(
-        None,
-        description="makes the prompts of several columns, in place of prompt_column: a text with their names in "
-        "braces, like '{instruction}\\n\\n{input}'; space at the end of a prompt is removed",
+    prompt_column: Annotated[str, Field(min_length=1), AfterValidator(_column_or_template)] = Field(
+        "prompt",
+        description="the key or column whose values are the prompts; or a template of several columns in braces, like "
+        "'{instruction}\\n\\n{input}': space at the end of a prompt is removed",
     )
+    answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
     train_on: Literal["all_turns", "last_turn"] = Field(
         "all_turns",
         description="under sft, of records with `messages`: the loss is on every turn of the assistant, or on the last "
@@ -149,6 +146,16 @@ class DataSettings(Settings):
         False,
         description="a resumed run takes other records in data.train than it began with, from the next epoch on",
     )
+
+    @property
+    def prompt_template(self) -> str | None:
+        """Returns `prompt_column` if it is a template of columns in braces, else None."""
+        return self.prompt_column if template_columns(self.prompt_column) else None
+
+    @property
+    def prompt_key(self) -> str:
+        """Returns the key or column that has the prompts; `prompt` where a template makes them."""
+        return "prompt" if self.prompt_template else self.prompt_column
 
     @property
     def heldout_sets(self) -> dict[str, Path]:

@@ -15,6 +15,9 @@ STORED = "# Every setting of this run."
 
 RENAMED: dict[str, str | None] = {
     "cluster.hang_timeout_s": None,  # ten times cluster.ping_timeout_s
+    "cluster.max_ranks_per_core": None,
+    "critic.pretrain_steps": "critic.warmup_steps",
+    "data.prompt_template": "data.prompt_column",
     "environment.concurrency": "rollout.reward_concurrency",
     "environment.failure": "rollout.reward_failure",
     "environment.timeout_s": "rollout.reward_timeout_s",
@@ -23,13 +26,17 @@ RENAMED: dict[str, str | None] = {
     "evaluation.solved_reward": None,
     "fsdp.offload_threads": None,
     "fsdp.pin_memory": None,
+    "fsdp.wrap_layers": "fsdp.wrap",
+    "fsdp.wrap_min_parameters": "fsdp.wrap",
     "lora.resident_adapters": None,
     "loss.dpo_beta": "loss.beta",
     "loss.dro_beta": "loss.beta",  # after dpo's: it was null unless the loss was dro
     "loss.drop_zero_advantages": None,
     "loss.kl_horizon": None,
+    "loss.kl_unbiased": "loss.kl_estimator=k3_unbiased",
     "loss.sapo_temperature_negative": None,
     "loss.sapo_temperature_positive": None,
+    "model.offload_activations": "model.activation_checkpointing=offload",
     "optim.adjust_lr_fn": None,
     "optim.implementation": None,
     "optim.max_skipped_updates": None,
@@ -56,26 +63,44 @@ RENAMED: dict[str, str | None] = {
     "service.receive_timeout_s": None,
     "service.result_kept_s": None,
 }
-"""Earlier name -> what the setting is called now; None: it is a constant now, or follows from another setting."""
+"""Earlier name -> what the setting is called now; None: it is a constant now, or follows from another setting.
+
+`section.name=value` stands for an earlier switch: the setting has this value where the switch was on.
+"""
 
 
 def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of an earlier run, sections with their settings, under the names that they have now."""
     tree: dict[str, Any] = copy.deepcopy(dict(stored))
+    _merge_settings(tree)
     for earlier, present in RENAMED.items():
         section, _, name = earlier.partition(".")
         values = tree.get(section)
         if not isinstance(values, dict) or name not in values:
             continue
         value = values.pop(name)
-        if present is not None and value is not None:
-            section, _, name = present.partition(".")
-            tree.setdefault(section, {})[name] = value
+        if present is None or value is None:
+            continue
+        present, _, switched = present.partition("=")
+        if switched and not value:
+            continue
+        section, _, name = present.partition(".")
+        tree.setdefault(section, {})[name] = switched or value
     optim = tree.get("optim")
     if isinstance(optim, dict) and optim.get("name") == "sgd" and "betas" in optim:
         optim["momentum"] = optim.pop("betas")[0]
         optim.pop("eps", None)
     return tree
+
+
+def _merge_settings(tree: dict[str, Any]) -> None:
+    """Changes the values of settings that were merged with another one, if that one was set as well."""
+    loss, critic = (tree[name] if isinstance(tree.get(name), dict) else {} for name in ("loss", "critic"))
+    if loss.get("kl_unbiased") and loss.get("kl_estimator"):
+        loss["kl_estimator"] = f"{loss['kl_estimator']}_unbiased"
+        del loss["kl_unbiased"]
+    if critic.get("pretrain_steps"):
+        critic["pretrain_steps"] += critic.get("warmup_steps") or 0
 
 
 def hint_of(field: str) -> str:

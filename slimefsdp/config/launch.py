@@ -170,13 +170,11 @@ def _check_estimator(config: RunConfig) -> None:
 def _check_effects(config: RunConfig) -> None:
     """Whether the policy will ever be trained, and whether loss.max_kl can ever end a step early."""
     assert config.run.steps is not None
-    alone = config.critic.pretrain_steps + config.critic.warmup_steps
-    if alone >= config.run.steps:
+    if config.critic.warmup_steps >= config.run.steps:
         raise ConfigError(
-            f"critic.pretrain_steps + critic.warmup_steps={alone} leave the policy none of "
-            f"run.steps={config.run.steps}",
+            f"critic.warmup_steps={config.critic.warmup_steps} leaves the policy none of run.steps={config.run.steps}",
             field="critic.warmup_steps",
-            hint="lower them, or raise run.steps",
+            hint="lower it, or raise run.steps",
         )
     moves_before = config.updates_per_step > 1 or config.loss.old_log_probs == "rollout"
     if config.loss.max_kl is not None and not moves_before:

@@ -83,8 +83,7 @@ _FOREIGN_NAMES = {
     "attention.kernel": ("attn_implementation", "flash_attention"),
     "precision.compute_dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision"),
     "fsdp.sharding": ("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "reshard_after_forward", "zero_stage"),
-    "fsdp.wrap_layers": ("fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy"),
-    "fsdp.wrap_min_parameters": ("fsdp_min_num_params",),
+    "fsdp.wrap": ("fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy", "fsdp_min_num_params"),
     "fsdp.prefetch_layers": ("fsdp_forward_prefetch", "fsdp_backward_prefetch"),
     "fsdp.cpu_offload": ("fsdp_offload_params", "param_offload", "optimizer_offload"),
     "batch.samples_per_update": ("global_batch_size", "per_device_train_batch_size"),
@@ -266,7 +265,7 @@ def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
     if near and near[0] in NAMES_ELSEWHERE and name not in known:
         return NAMES_ELSEWHERE[near[0]]
     if name.startswith("fsdp_") and not isinstance(value, Mapping):
-        return "look at the section fsdp, such as fsdp.sharding and fsdp.wrap_layers"
+        return "look at the section fsdp, such as fsdp.sharding and fsdp.wrap"
     return _inner_names(value, {} if section else sections)
 
 

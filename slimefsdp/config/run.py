@@ -255,17 +255,6 @@ class RunConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def check_prompt_template(self) -> Self:
-        if self.data.prompt_template is not None and self.data.prompt_column != "prompt":
-            raise BrokenRule(
-                "data.prompt_column",
-                f"data.prompt_column={short_text(self.data.prompt_column)} and data.prompt_template both say where "
-                "prompts come from",
-                "remove one of them",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_schedule_end(self) -> Self:
         has_end = self.total_updates is not None or self.run.epochs is not None
         warmup = self.optim.warmup_updates

@@ -28,10 +28,13 @@ def _power_of_two(value: Any) -> Any:
     return value
 
 
-def _class_names(value: Any) -> tuple[str, ...]:
+def _class_names_or_size(value: Any) -> tuple[str, ...] | int:
+    if type(value) is int and value >= 1:
+        return value
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.isidentifier() for item in value):
-        raise broken_rule("must be a list of module class names", "write it like [Qwen3DecoderLayer, Qwen3MLP]")
+        rule = "must be a list of module class names, or a number of parameters"
+        raise broken_rule(rule, "write it like [Qwen3DecoderLayer, Qwen3MLP], or like 1000000")
     return tuple(value)
 
 
@@ -158,18 +161,15 @@ class ModelSettings(Settings):
         description="patterns like `*.mlp.*` of parameter names, as `group.describe()` lists them: these parameters "
         "keep their values, and take no gradient and no optimiser state; null: all are trained",
     )
-    activation_checkpointing: Annotated[Literal["none", "full", "selective"], BeforeValidator(_switch_or_name)] = Field(
+    activation_checkpointing: Annotated[
+        Literal["none", "full", "selective", "offload"], BeforeValidator(_switch_or_name)
+    ] = Field(
         "none",
         description="recompute decoder layers in backward; selective: all but matrix products and attention outputs; "
-        "true is full, false none",
+        "offload: everything, and the input of a recomputed layer waits in the host's memory until backward "
+        "(docs/long_context.md); true is full, false none",
     )
     checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
-    offload_activations: bool = Field(
-        False,
-        description="under full recomputation: the input of a recomputed layer waits in the host's memory from forward "
-        "to backward, and takes none of the device; computing waits for the copies there and back; on a CPU that is "
-        "the same memory (docs/long_context.md)",
-    )
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
 
     @model_validator(mode="after")
@@ -180,17 +180,6 @@ class ModelSettings(Settings):
                 f"model.checkpoint_every_n_layers={self.checkpoint_every_n_layers} does nothing with "
                 "model.activation_checkpointing=none",
                 "remove it, or choose full or selective",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def offload_activations_requires_full_recomputation(self) -> ModelSettings:
-        if self.offload_activations and self.activation_checkpointing != "full":
-            raise BrokenRule(
-                "model.offload_activations",
-                "model.offload_activations=true moves the inputs of recomputed layers, and "
-                f"model.activation_checkpointing={self.activation_checkpointing} keeps more than these",
-                "set that to full, or remove model.offload_activations",
             )
         return self
 
@@ -372,11 +361,10 @@ class FsdpSettings(Settings):
         "(as DDP): every rank holds everything; auto: of the first three the one that sends least and, by the estimate "
         "of `slimefsdp plan`, fits the memory that is free; a resumed run of the same mesh keeps it",
     )
-    wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
-        None, description="classes of modules that are units; null: decoder layers and an untied embedding"
-    )
-    wrap_min_parameters: PositiveInt | None = Field(
-        None, description="instead of wrap_layers: units are the smallest modules with at least so many parameters"
+    wrap: Annotated[tuple[str, ...] | int, BeforeValidator(_class_names_or_size)] | None = Field(
+        None,
+        description="which modules are FSDP units: those of the named classes; or, given a number, the smallest "
+        "modules with at least so many parameters; null: decoder layers and an untied embedding",
     )
     prefetch_layers: Annotated[int | Literal["auto"], BeforeValidator(_whole_number_or_auto)] = Field(
         "auto",
@@ -384,17 +372,6 @@ class FsdpSettings(Settings):
         "needed; auto: FSDP2's own order, which gathers one unit ahead in backward",
     )
     cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
-
-    @model_validator(mode="after")
-    def check_fsdp_wrapping(self) -> FsdpSettings:
-        if self.wrap_layers is not None and self.wrap_min_parameters is not None:
-            raise BrokenRule(
-                "fsdp.wrap_min_parameters",
-                f"fsdp.wrap_min_parameters={self.wrap_min_parameters} chooses units, and so does "
-                f"fsdp.wrap_layers={list(self.wrap_layers)}",
-                "remove one",
-            )
-        return self
 
 
 class BatchSettings(Settings):

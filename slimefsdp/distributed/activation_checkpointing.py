@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "full", "selective", "offload"]
 
 _aten = torch.ops.aten
 # matrix products with weights, and attention: most of a layer's time, but little of its memory
@@ -28,21 +28,18 @@ _SAVED_BY_SELECTIVE = [
 _EXPERT_PRODUCTS = _aten._grouped_mm.default  # the product of all experts of a layer
 
 
-def recompute_layers(
-    layers: Iterable[nn.Module], kind: Recompute, every: int, *, offload: bool = False, pin_memory: bool = False
-) -> None:
+def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, every: int, *, pin_memory: bool = False) -> None:
     """Makes the first of every `every` layers recompute activations in backward, in place.
 
     Args:
         kind: full: recompute everything from the layer's input; selective: store matrix products and attention outputs
-            and recompute the rest.
-        offload: with `full`, keep the layer's input in host memory between forward and backward.
+            and recompute the rest; offload: as `full`, with the layer's input in host memory until backward.
         pin_memory: page-lock this host memory.
     """
     if kind == "none":
         return
     for layer in list(layers)[::every]:
-        if offload:
+        if kind == "offload":
             layer.forward = _recomputed_from_host(layer.forward, functools.partial(to_host, pin=pin_memory))
         else:
             layer.forward = _recomputed(layer.forward, saved_operations(layer) if kind == "selective" else None)

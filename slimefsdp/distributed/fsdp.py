@@ -32,14 +32,12 @@ class Parallelism:
     master_dtype: torch.dtype  # dtype of parameters, gradients and optimiser state
     reduce_dtype: torch.dtype | None = None  # dtype in which gradients are summed over ranks; None: master_dtype
     keep_parameters: bool = False  # keep parameters gathered from forward to backward; see `gradients_summed_once`
-    wrap_layers: Sequence[str] | None = None  # see `choose_units`
-    wrap_min_parameters: int | None = None
+    wrap: Sequence[str] | int | None = None  # see `choose_units`
     prefetch_layers: int | None = None  # units gathered ahead of their use; None: FSDP's own order
     cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
     pin_memory: bool = False
     recompute: Recompute = "none"
     recompute_every: int = 1  # recompute the first of every `recompute_every` layers
-    offload_activations: bool = False  # keep the inputs of recomputed layers on the host
     compile: bool = False
 
 
@@ -54,10 +52,7 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
     """
     if how.compile:
         compile_layers(policy.decoder_layers())
-    recompute_layers(
-        policy.decoder_layers(), how.recompute, how.recompute_every,
-        offload=how.offload_activations, pin_memory=how.pin_memory,
-    )  # fmt: skip
+    recompute_layers(policy.decoder_layers(), how.recompute, how.recompute_every, pin_memory=how.pin_memory)
     apply_fsdp(policy, mesh.fsdp, how)
     return policy
 
@@ -73,7 +68,7 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
         reduce_dtype=how.reduce_dtype or how.master_dtype,
     )
     offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
-    units = choose_units(policy, wrap_layers=how.wrap_layers, min_parameters=how.wrap_min_parameters)
+    units = choose_units(policy, how.wrap)
     for unit in reversed(units):  # inner units first: an outer unit has the remaining parameters
         fully_shard(
             unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not how.keep_parameters
@@ -167,36 +162,34 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def choose_units(
-    policy: DecoderModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
-) -> list[nn.Module]:
+def choose_units(policy: DecoderModel, wrap: Sequence[str] | int | None = None) -> list[nn.Module]:
     """Returns the FSDP units, outer before inner ones, otherwise in model order.
 
     The default units are the decoder layers, and the embedding unless it is tied to the head.
 
     Args:
-        wrap_layers: class names; all modules of these classes are units.
-        min_parameters: a module is a unit if it has at least this many parameters that are in no smaller unit.
+        wrap: class names: all modules of these classes are units; or a number: a module is a unit if it has at least
+            this many parameters that are in no smaller unit.
 
     Raises:
-        ConfigError: a class in `wrap_layers` has no module in this model.
+        ConfigError: a class in `wrap` has no module in this model.
     """
     candidates = _candidates(policy)
-    if wrap_layers is not None:
+    if isinstance(wrap, int):
+        chosen: set[nn.Module] = set()
+        _choose_by_size(policy.hf.get_decoder(), set(candidates), wrap, chosen)
+        return [module for module in candidates if module in chosen]
+    if wrap is not None:
         known = {_class_name(module) for module in candidates}
-        for name in wrap_layers:
+        for name in wrap:
             if name not in known:
                 raise ConfigError(
-                    f"fsdp.wrap_layers names {name}, and no module of this {policy.hf.config.model_type} model "
+                    f"fsdp.wrap names {name}, and no module of this {policy.hf.config.model_type} model "
                     "that can be a unit is one",
-                    field="fsdp.wrap_layers",
+                    field="fsdp.wrap",
                     hint=f"use some of {', '.join(sorted(known))}",
                 )
-        return [module for module in candidates if _class_name(module) in wrap_layers]
-    if min_parameters is not None:
-        chosen: set[nn.Module] = set()
-        _choose_by_size(policy.hf.get_decoder(), set(candidates), min_parameters, chosen)
-        return [module for module in candidates if module in chosen]
+        return [module for module in candidates if _class_name(module) in wrap]
     chosen = {*policy.decoder_layers(), policy.hf.get_input_embeddings()}
     return [module for module in candidates if module in chosen]
 

@@ -54,7 +54,7 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
     executed = executed_flops(
         schedule.needed_flops.over(ranks),
         schedule.forward_flops.over(ranks),
-        recomputed_layers=recomputed if setup.recompute == "full" else 0.0,
+        recomputed_layers=recomputed if setup.recompute in ("full", "offload") else 0.0,
         recomputed_head=recomputed_head_share(setup, schedule.largest.rows),
     )
     # Muon assigns matrices to all ranks; its iterations on adapters are negligible
@@ -150,12 +150,10 @@ def _ways_to_train(setup: TrainingSetup, recomputations: tuple[tuple[Recompute, 
     """Yields every sharding with each recomputation, with states on the device and, if it is separate, on the host."""
     for sharding in SHARDINGS:
         for recompute, every in recomputations:
-            offloads_inputs = setup.offload_activations and recompute == "full"
+            if recompute == "full" and setup.recompute == "offload":
+                recompute = "offload"
             for offload in (False,) if setup.on_cpu else (False, True):
-                yield replace(
-                    setup, sharding=sharding, recompute=recompute, recompute_every=every,
-                    cpu_offload=offload, offload_activations=offloads_inputs,
-                )  # fmt: skip
+                yield replace(setup, sharding=sharding, recompute=recompute, recompute_every=every, cpu_offload=offload)
 
 
 def _advice(chosen: Candidate, recommended: Candidate, device: Device) -> str:
@@ -251,10 +249,10 @@ def longest_contexts(
     """
     ways = [setup]
     for offload in (False,) if setup.on_cpu else (False, True):
-        stored = replace(setup, recompute_every=1, cpu_offload=offload, offload_activations=False)
+        stored = replace(setup, recompute_every=1, cpu_offload=offload)
         ways += [replace(stored, recompute="none"), replace(stored, recompute="full")]
         if not setup.on_cpu:
-            ways.append(replace(stored, recompute="full", offload_activations=True))
+            ways.append(replace(stored, recompute="offload"))
     contexts = []
     for way in dict.fromkeys(ways):
 

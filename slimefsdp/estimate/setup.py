@@ -13,7 +13,7 @@ from slimefsdp.model_spec import NEWTON_SCHULZ_STEPS, Adapters, ModelSpec
 
 Sharding = Literal["full", "keep_parameters", "optimizer", "replicate"]
 SHARDINGS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer", "replicate")
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "full", "selective", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,6 @@ class TrainingSetup:
     sizes: ByteSizes = field(default_factory=ByteSizes)
     recompute: Recompute = "none"
     recompute_every: int = 1
-    offload_activations: bool = False
     cpu_offload: bool = False
     trained_share: float = 1.0  # trained parameters / all parameters of the model, without adapters
     lora_rank: int | None = None
@@ -118,7 +117,7 @@ class TrainingSetup:
     @property
     def inputs_on_host(self) -> bool:
         """Returns whether the inputs of recomputed layers are outside of the device's memory."""
-        return self.offload_activations and not self.on_cpu
+        return self.recompute == "offload" and not self.on_cpu
 
     @cached_property
     def adapters(self) -> Adapters | None:
@@ -159,7 +158,6 @@ class TrainingSetup:
         """Returns the settings for activations and states, as overrides on a command line."""
         text = f"model.activation_checkpointing={self.recompute}"
         text += f" model.checkpoint_every_n_layers={self.recompute_every}" if self.recompute_every > 1 else ""
-        text += " model.offload_activations=true" if self.offload_activations else ""
         return text + (" fsdp.cpu_offload=true" if self.cpu_offload else "")
 
     @property
@@ -222,7 +220,6 @@ def setup_of(
         ),
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
-        offload_activations=config.model.offload_activations,
         cpu_offload=config.fsdp.cpu_offload,
         trained_share=trained if lora.rank is None else 0.0,
         lora_rank=lora.rank,

@@ -112,7 +112,7 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 @cache
 def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of experts with adapters, under the original name, which fsdp.wrap_layers refers to.
+    """Returns the class of experts with adapters, under the original name, which fsdp.wrap refers to.
 
     It is cached because a compiler recompiles for every new class.
     """

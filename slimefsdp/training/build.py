@@ -91,14 +91,12 @@ def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
         master_dtype=master_dtype(config),
         reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
         keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
-        wrap_layers=fsdp.wrap_layers,
-        wrap_min_parameters=fsdp.wrap_min_parameters,
+        wrap=fsdp.wrap,
         prefetch_layers=None if fsdp.prefetch_layers == "auto" else fsdp.prefetch_layers,
         cpu_offload=fsdp.cpu_offload,
         pin_memory=is_host_memory_pinned(config, device),
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
-        offload_activations=config.model.offload_activations,
         compile=config.model.compile,
     )
 
@@ -312,7 +310,7 @@ def model_for(
 
     Raises:
         ModelError: on every rank alike.
-        ConfigError: fsdp.wrap_layers, model.frozen or lora.targets names nothing in it, or model.compile lacks a
+        ConfigError: fsdp.wrap, model.frozen or lora.targets names nothing in it, or model.compile lacks a
             compiler.
     """
     cost = cost_for(config, folder, mesh.group)

@@ -260,7 +260,7 @@ def objective_for(config: TrainerConfig, loss: LossName, kl_coefficient: float) 
         correction_options=bounds,
         kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
         kl_estimator=config.kl_estimator,
-        kl_unbiased=settings.kl_unbiased,
+        kl_unbiased=config.is_kl_unbiased,
         entropy_coefficient=settings.entropy_coefficient,
     )
 

@@ -19,7 +19,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError
 from tests.support.runs import bits, rows_of
 
-STEPS, INTERVAL, PRETRAINED, WARMED = 6, 4, 1, 1
+STEPS, INTERVAL, WARMED = 6, 4, 2
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFact
             },
             reference={} if lora else {"placement": "group", "update_interval_steps": INTERVAL - 1},
             checkpoint={"interval_steps": INTERVAL, "keep_last": 2, **sections},
-            critic={"lr": 0.01, "pretrain_steps": PRETRAINED, "warmup_steps": WARMED},
+            critic={"lr": 0.01, "warmup_steps": WARMED},
         )  # fmt: skip
 
     return make
@@ -143,14 +143,13 @@ def straight(cluster: None, make_run: Any) -> RunConfig:
 def test_the_critic_is_trained_alone_at_first_and_with_the_policy_later(straight: RunConfig) -> None:
     rows = rows_of(straight)
     assert len(rows) == STEPS
-    alone = PRETRAINED + WARMED
     for index, row in enumerate(rows):
         assert row["critic/updates"] == 2.0 and np.isfinite(row["critic/loss"])
-        assert row["updates"] == (0.0 if index < alone else 2.0) and ("grad_norm" in row) == (index >= alone)
-        assert row["weight_version"] == 2.0 * max(0, index + 1 - alone)
+        assert row["updates"] == (0.0 if index < WARMED else 2.0) and ("grad_norm" in row) == (index >= WARMED)
+        assert row["weight_version"] == 2.0 * max(0, index + 1 - WARMED)
     # nothing was expected at first, and something soon after
     assert rows[0]["critic/value"] != 0.0 and abs(rows[-1]["critic/value"]) > 0.01
-    coefficients = [row["kl_coefficient"] for row in rows[alone:]]
+    coefficients = [row["kl_coefficient"] for row in rows[WARMED:]]
     assert coefficients[0] == 0.1 and len(set(coefficients)) == len(coefficients)
 
 

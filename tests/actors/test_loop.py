@@ -107,7 +107,7 @@ def test_a_supervised_run_is_extended_as_if_it_had_been_longer(
         overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}", "mesh.dp=1", *more]
         overrides += [f"run.dir={folder}", f"run.export_dir={folder / f'model_{steps}'}", "run.export_dtype=bfloat16"]
         overrides += [f"run.steps={steps}", "batch.samples_per_update=4", "checkpoint.interval_steps=2"]
-        return load_config(ROOT / "configs" / "sort_digits_sft.yaml", [*overrides, "cluster.max_ranks_per_core=64"])
+        return load_config(ROOT / "configs" / "sort_digits_sft.yaml", [*overrides])
 
     configs = (
         run("straight", 5, "profile.updates=[2]"),

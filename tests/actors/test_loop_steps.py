@@ -176,7 +176,7 @@ def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) 
 def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later_on(make: Any) -> None:
     critic = Critic()
     group = Group(critic)
-    rows = rows_of_run(make(algorithm="ppo", critic={"pretrain_steps": 2, "warmup_steps": 1}), group)
+    rows = rows_of_run(make(algorithm="ppo", critic={"warmup_steps": 2}), group)
     assert [row["updates"] for row in rows] == [0, 0, 0, 1, 1, 1] and group.updates == 3
     assert critic.lambdas == [1.0, 1.0, None, None, None, None]
     assert all(row["critic/updates"] == 1 for row in rows)

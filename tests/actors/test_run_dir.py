@@ -101,7 +101,7 @@ def test_a_second_run_is_refused_before_ray_is_loaded_until_the_first_is_killed(
     )
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}", f"run.dir={folder}"]
-    overrides += [f"run.export_dir={tmp_path / 'export'}", "cluster.max_ranks_per_core=64"]
+    overrides += [f"run.export_dir={tmp_path / 'export'}"]
     command = [sys.executable, "-m", "actors.cli", "train", ROOT / "configs/sort_digits_sft.yaml", *overrides]
 
     def start() -> subprocess.CompletedProcess[str]:
@@ -125,7 +125,7 @@ def test_a_folder_without_a_checkpoint_cannot_be_resumed(
         f"data.train={example / 'sft.jsonl'}",
         f"run.dir={tmp_path / 'run'}",
     ]
-    overrides += [f"run.export_dir={tmp_path / 'export'}", "cluster.max_ranks_per_core=64", "checkpoint.resume=true"]
+    overrides += [f"run.export_dir={tmp_path / 'export'}", "checkpoint.resume=true"]
     assert main(["train", str(ROOT / "configs/sort_digits_sft.yaml"), *overrides]) == 2
     told = capsys.readouterr().err
     assert "  field: run.dir\n" in told and str(tmp_path / "run") in told

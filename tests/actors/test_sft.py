@@ -260,7 +260,7 @@ def test_the_command_under_torchrun_leaves_what_the_ranks_of_ray_leave(
 ) -> None:
     for name in ("ray", "torchrun"):
         (tmp_path / name).mkdir()
-    of_ray = preset(example, tmp_path / "ray", "mesh.dp=2", "cluster.max_ranks_per_core=64")
+    of_ray = preset(example, tmp_path / "ray", "mesh.dp=2")
     train(of_ray)
     under = preset(example, tmp_path / "torchrun")  # whose mesh is that of its ranks
     overrides = [f"data.train={under.data.train}", f"data.heldout={under.data.heldout}", f"run.dir={under.run.dir}"]

@@ -44,7 +44,7 @@ def evaluation(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_responses_are_drawn_scored_and_left(asked: list[str], tmp_path: Path) -> None:
     output = tmp_path / "output"
-    more = ["evaluation.samples_per_prompt=3", "evaluation.greedy=true", "mesh.dp=2", "cluster.max_ranks_per_core=8"]
+    more = ["evaluation.samples_per_prompt=3", "evaluation.greedy=true", "mesh.dp=2"]
     done = evaluation(*asked, *more, "--output", str(output), "--json")
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)

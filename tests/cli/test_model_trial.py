@@ -18,7 +18,7 @@ from tests.support.tiny_models import TinyFolder
 WRONG: list[tuple[dict[str, Any], str, list[object]]] = [
     ({"lora": {"rank": 4, "targets": ["nope"]}}, "lora.targets", ["nope"]),
     ({"lora": {"rank": 10**8}}, "lora.rank", [10**8]),
-    ({"fsdp": {"wrap_layers": ["Evil"]}}, "fsdp.wrap_layers", ["Evil"]),
+    ({"fsdp": {"wrap": ["Evil"]}}, "fsdp.wrap", ["Evil"]),
     ({"model": {"frozen": ["*.nope"]}}, "model.frozen", ["*.nope"]),
 ]
 
@@ -34,7 +34,7 @@ def test_parts_that_a_model_does_not_have_are_named(
 
 def test_parts_that_policy_and_critic_have_are_taken(tiny_folder: TinyFolder) -> None:
     lora = {"rank": 4, "targets": ["q_proj", "down_proj", "lm_head"]}
-    config = settings(tiny_folder(), lora=lora, fsdp={"wrap_layers": ["Qwen3MLP"]})
+    config = settings(tiny_folder(), lora=lora, fsdp={"wrap": ["Qwen3MLP"]})
     build_models(config)
     build_models(config.model_copy(update={"algorithm": "ppo"}))
 

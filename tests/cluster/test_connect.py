@@ -15,7 +15,14 @@ import yaml
 
 from actors.cluster import capacity
 from actors.cluster import connect as cluster_module
-from actors.cluster.capacity import check_gpus, check_machine, gpus_here, gpus_of_engines, with_cluster_ranks
+from actors.cluster.capacity import (
+    RANKS_PER_CORE,
+    check_gpus,
+    check_machine,
+    gpus_here,
+    gpus_of_engines,
+    with_cluster_ranks,
+)
 from actors.cluster.connect import connect, keep_token_private
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ResourceError
@@ -280,10 +287,9 @@ def test_a_cluster_is_allowed_without_a_token_only_where_one_is_named() -> None:
 
 
 def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers() -> None:
-    cap = 4 * (os.cpu_count() or 1)
-    many = config(mesh={"dp": cap, "device": "cpu"}, cluster={"max_ranks_per_core": 4})
-    with refused(ResourceError, "mesh.dp", cap + 1, cap, "cluster.max_ranks_per_core=4"):
-        check_machine(many)
+    cap = RANKS_PER_CORE * (os.cpu_count() or 1)
+    with refused(ResourceError, "mesh.dp", cap + 1, cap):
+        check_machine(config(mesh={"dp": cap, "device": "cpu"}))
 
 
 @pytest.mark.parametrize(
@@ -374,8 +380,9 @@ def test_auto_takes_the_cores_where_ranks_run_on_cpus(monkeypatch: pytest.Monkey
     assert with_cluster_ranks(config(mesh={**on_cpu, "cp": 8})).actor_mesh == (1, 1)
     assert with_cluster_ranks(config(mesh=on_cpu, cluster={"address": "10.0.0.1:6379"})).ranks == 100
     check_machine(config(mesh=on_cpu))
-    with refused(ResourceError, "mesh.dp", 7, "cluster.max_ranks_per_core=1"):
-        with_cluster_ranks(config(mesh=on_cpu, cluster={"max_ranks_per_core": 1}))
+    many_engines = config(mesh=on_cpu, rollout={"engines": 7 * RANKS_PER_CORE})
+    with refused(ResourceError, "mesh.dp", 7 * RANKS_PER_CORE):
+        with_cluster_ranks(many_engines)
 
 
 RECORDING_RAY = """#!/bin/sh

@@ -205,7 +205,7 @@ def test_inputs_of_recomputed_layers_leave_the_device_and_change_no_bit(
 ) -> None:
     number, batch = 2 if parts else 1, make_batch(folder)
     stored = ranks.run(number, inputs_of_a_step, settings(folder, **of_model(), **parts), batch)
-    model = of_model(activation_checkpointing="full", offload_activations=True, checkpoint_every_n_layers=every)
+    model = of_model(activation_checkpointing="offload", checkpoint_every_n_layers=every)
     for found, without in zip(
         ranks.run(number, inputs_of_a_step, settings(folder, **model, **parts), batch), stored, strict=True
     ):

@@ -58,18 +58,18 @@ SAME = {
     "whole on every rank, cp": mesh(2, 1, 2, fsdp={"sharding": "replicate"}),
     "copies on the host": mesh(2, 1, 2, fsdp={"cpu_offload": True}),
     "small units, recomputed, prefetched": mesh(
-        1, 2, 1, fsdp={"wrap_layers": BLOCKS, "prefetch_layers": 2}, model={"activation_checkpointing": "full"}
+        1, 2, 1, fsdp={"wrap": BLOCKS, "prefetch_layers": 2}, model={"activation_checkpointing": "full"}
     ),
-    "units in units": mesh(1, 2, 1, fsdp={"wrap_layers": ["Qwen3DecoderLayer", "Qwen3MLP"], "prefetch_layers": 1}),
-    "units by size": mesh(1, 2, 1, fsdp={"wrap_min_parameters": 3000, "sharding": "keep_parameters"}),
-    "root alone": mesh(1, 2, 1, fsdp={"wrap_min_parameters": 10**9, "prefetch_layers": 2}),
+    "units in units": mesh(1, 2, 1, fsdp={"wrap": ["Qwen3DecoderLayer", "Qwen3MLP"], "prefetch_layers": 1}),
+    "units by size": mesh(1, 2, 1, fsdp={"wrap": 3000, "sharding": "keep_parameters"}),
+    "root alone": mesh(1, 2, 1, fsdp={"wrap": 10**9, "prefetch_layers": 2}),
     "every second layer recomputed": mesh(
         1, 1, 1, model={"activation_checkpointing": "full", "checkpoint_every_n_layers": 2}
     ),
     "selectively recomputed, cp": mesh(1, 1, 2, model={"activation_checkpointing": "selective"}),
     "everything": mesh(
         2, 1, 2,
-        fsdp={"wrap_layers": BLOCKS, "prefetch_layers": 1, "cpu_offload": True, "sharding": "keep_parameters"},
+        fsdp={"wrap": BLOCKS, "prefetch_layers": 1, "cpu_offload": True, "sharding": "keep_parameters"},
         model={"activation_checkpointing": "selective", "checkpoint_every_n_layers": 2},
     ),
 }  # fmt: skip
@@ -280,14 +280,14 @@ def test_default_units_are_root_layers_and_an_embedding_that_is_not_tied(folder:
 
 
 def test_units_are_the_classes_that_are_named_and_a_tied_embedding_is_never_one(folder: Path, ranks: RankPool) -> None:
-    names = ranks.run(1, unit_names, settings(folder, fsdp={"wrap_layers": ["Qwen3MLP"]}))[0]
+    names = ranks.run(1, unit_names, settings(folder, fsdp={"wrap": ["Qwen3MLP"]}))[0]
     assert names == ["", *(f"{layer}.mlp" for layer in LAYERS)]
     is_tied = '"tie_word_embeddings": true' in (folder / "config.json").read_text()
-    wanted = settings(folder, fsdp={"wrap_layers": ["Embedding", "Qwen3DecoderLayer"]})
+    wanted = settings(folder, fsdp={"wrap": ["Embedding", "Qwen3DecoderLayer"]})
     if not is_tied:
         assert ranks.run(1, unit_names, wanted)[0] == ["", "hf.model.embed_tokens", *LAYERS]
         return
-    with refused(ConfigError, "fsdp.wrap_layers", "Embedding"):
+    with refused(ConfigError, "fsdp.wrap", "Embedding"):
         ranks.run(1, unit_names, wanted)
 
 
@@ -305,7 +305,7 @@ def test_every_module_can_be_a_unit_and_what_is_recomputed_changes_no_bit(
     kind: str, ranks: RankPool, tiny_folder: TinyFolder
 ) -> None:
     path = tiny_folder(kind)
-    batch, units = make_batch(path), {"wrap_min_parameters": 1, "sharding": "keep_parameters", "prefetch_layers": 3}
+    batch, units = make_batch(path), {"wrap": 1, "sharding": "keep_parameters", "prefetch_layers": 3}
     stored = ranks.run(2, reduced_gradients, settings(path, mesh={"cp": 2}), batch)[0]
     assert max(gradient.abs().max().item() for gradient in stored.values()) > 0.01
     model = {"activation_checkpointing": "full"}
@@ -345,7 +345,7 @@ def test_no_forward_uses_what_was_gathered_before_the_weights_changed(
 ) -> None:
     # registered in another order than called: units are gathered ahead that were called already
     units = ["Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"]
-    sections = mesh(1, 2, 1, fsdp={"wrap_layers": units, "prefetch_layers": prefetch})
+    sections = mesh(1, 2, 1, fsdp={"wrap": units, "prefetch_layers": prefetch})
     config = settings(untied, **sections, run={"dir": str(tmp_path)})
     for moved, after_load, reference in ranks.run(2, after_load_and_update_ref, config, make_batch(untied)):
         assert moved > 1e-3 and after_load == 0 and reference == 0

@@ -126,15 +126,15 @@ def test_the_longest_fits_and_a_longer_one_does_not(cp: int, share: float) -> No
     assert len(contexts(replace(ADAPTERS, on_cpu=True))) == 2, "a CPU has no other memory"
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("recompute", ["none", "offload", "selective"])
 def test_memory_never_falls_with_the_length(recompute: Any) -> None:
-    setup = replace(ADAPTERS, recompute=recompute, offload_activations=recompute == "full")
+    setup = replace(ADAPTERS, recompute=recompute)
     held = [memory_of_context(setup, tokens).total for tokens in (*range(1, 300), 10**4, 10**5, 10**6)]
     assert held == sorted(held)
 
 
 def test_what_waits_on_the_host_is_what_the_device_does_not_hold() -> None:
-    tokens, away = 50_000, replace(ADAPTERS, offload_activations=True)
+    tokens, away = 50_000, replace(ADAPTERS, recompute="offload")
     # with few rows, layers are fuller than the head
     kept, moved = (memory_of_context(setup, tokens, 0.001) for setup in (ADAPTERS, away))
     assert moved.host - kept.host == tokens * SMALL.layers * SMALL.hidden * 2

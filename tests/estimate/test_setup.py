@@ -49,9 +49,8 @@ def test_a_setup_is_that_of_the_settings() -> None:
     assert setup(precision={"reduce_dtype": "bfloat16"}).sizes.reduce == 2
     found = setup(
         model={
-            "activation_checkpointing": "full",
+            "activation_checkpointing": "offload",
             "checkpoint_every_n_layers": 2,
-            "offload_activations": True,
             "frozen": ["*.mlp.*"],
         },
         fsdp={"cpu_offload": True},
@@ -59,7 +58,7 @@ def test_a_setup_is_that_of_the_settings() -> None:
     )
     assert found.trained_share == pytest.approx(1 - 4 * 3 * 64 * 128 / MODEL.parameters)
     expected = TrainingSetup(
-        MODEL, recompute="full", recompute_every=2, offload_activations=True, cpu_offload=True,
+        MODEL, recompute="offload", recompute_every=2, cpu_offload=True,
         trained_share=found.trained_share, is_optimizer_fused=True, entropy_grad=True, on_cpu=True,
         colocated=found.colocated,
     )  # fmt: skip

@@ -149,12 +149,12 @@ def data(folder: Path, record: dict[str, Any], **settings: Any) -> DataSettings:
         ),
         (
             {"instruction": "a", "input": "b", "output": "c"},
-            {"prompt_template": "{instruction}\n\n{input} {{}}", "answer_column": "output"},
+            {"prompt_column": "{instruction}\n\n{input} {{}}", "answer_column": "output"},
             {"prompt": "a\n\nb {}", "answer": "c"},
         ),
         (
             {"instruction": "a", "input": None, "output": "c"},
-            {"prompt_template": "{instruction}\n\n{input}", "answer_column": "output"},
+            {"prompt_column": "{instruction}\n\n{input}", "answer_column": "output"},
             {"prompt": "a", "answer": "c"},
         ),
         ({"question": "a", "completion": "b"}, {"prompt_column": "question"}, {"prompt": "a", "completion": "b"}),

@@ -81,7 +81,7 @@ def test_equal_responses_are_told_and_columns_and_templates_name_the_prompt(
     assert "1 of 1" in capsys.readouterr().err and "pairs.jsonl:1" in str(
         read_pairs(data_of(tmp_path, CHAT), "train")[0].place
     )
-    (templated,) = read_pairs(data_of(tmp_path, row, prompt_template="Q {question}!"), "train")
+    (templated,) = read_pairs(data_of(tmp_path, row, prompt_column="Q {question}!"), "train")
     assert templated["prompt"] == "Q x!"
 
 

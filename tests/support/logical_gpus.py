@@ -29,7 +29,6 @@ def settings(model: str) -> RunConfig:
             "precision": {"compute_dtype": "float32"},
             "optim": {"total_updates": 100},
             "rollout": {"engines": GPUS, "max_new_tokens": 4, "placement": "colocated"},
-            "cluster": {"max_ranks_per_core": 64},
         }
     )
 

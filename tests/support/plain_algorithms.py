@@ -292,7 +292,7 @@ def token_losses(config: RunConfig, sample: Sample, policy: Tensor) -> Tensor:
     loss = policy * correction(config, sample)
     if settings.kl_coefficient and settings.kl_in == "loss":
         estimate = kl(config, sample.log_probs, sample.tensor("ref_log_probs"))
-        if settings.kl_unbiased:
+        if config.is_kl_unbiased:
             estimate = (sample.log_probs - sample.old).exp() * estimate
         loss = loss + settings.kl_coefficient * estimate
     return loss - settings.entropy_coefficient * sample.entropy

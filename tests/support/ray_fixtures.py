@@ -47,7 +47,7 @@ def make_config(example: Path) -> MakeConfig:
             "batch": {"max_tokens_per_rank": 64},
             "optim": {"lr": 1e-3, "total_updates": 1000},
             "rollout": {"temperature": 0.8, "max_new_tokens": 8, "engines": 2},
-            "cluster": {"call_timeout_s": 120.0, "sync_timeout_s": 60.0, "max_ranks_per_core": 64},
+            "cluster": {"call_timeout_s": 120.0, "sync_timeout_s": 60.0},
         }
         for name, values in sections.items():
             tree[name] = {**tree.get(name, {}), **values}

@@ -94,7 +94,6 @@ def settings(model: Path, run_dir: Path, **sections: dict[str, Any]) -> RunConfi
             "launch_timeout_s": 120.0,
             "call_timeout_s": 120.0,
             "sync_timeout_s": 60.0,
-            "max_ranks_per_core": 64,
             "max_restarts": 10_000,
         },
     }

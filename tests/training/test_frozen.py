@@ -142,7 +142,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, int, int], dict[str, Any]]
         MIXED, (1, 2, 1), {"fsdp": {"cpu_offload": True}, "optim": {"name": "adamw", "lr": 1e-2, "eps": 1e-3}}
     ),
     "small units, prefetched": (
-        BEGINNING, (1, 2, 1), {"fsdp": {"wrap_layers": ["Qwen3Attention", "Qwen3MLP"], "prefetch_layers": 2}}
+        BEGINNING, (1, 2, 1), {"fsdp": {"wrap": ["Qwen3Attention", "Qwen3MLP"], "prefetch_layers": 2}}
     ),
     "ulysses": (FROZEN["what attention reads"], (1, 1, 2), {"attention": {"strategy": "ulysses"}}),
     "fused AdamW": (MIXED, (1, 2, 1), {"optim": {"name": "adamw", "lr": 1e-2, "eps": 1e-3}}),

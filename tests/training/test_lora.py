@@ -124,7 +124,7 @@ SPREAD: dict[str, dict[str, Any]] = {
     "optimizer, shared prompts": {"fsdp": {"sharding": "optimizer"}, "mesh": {"dp": 2}, "batch": SHARED},
     "replicate, partly recomputed": {"fsdp": {"sharding": "replicate"}, "mesh": {"dp": 2}, "model": SELECTIVE},
     "on the host, whole": {"fsdp": {"cpu_offload": True, "sharding": "optimizer"}, "mesh": {"dp": 2, "cp": 2}},
-    "small units": {"fsdp": {"wrap_layers": ["Qwen3MLP", "Linear"]}, "mesh": {"cp": 2}},
+    "small units": {"fsdp": {"wrap": ["Qwen3MLP", "Linear"]}, "mesh": {"cp": 2}},
     "clipped": {"optim": {"max_grad_norm": 0.01, "lr": 5.0}, "mesh": {"dp": 2}},
 }
 
@@ -173,7 +173,7 @@ OF_EXPERTS: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
     "small units on the host": (
         ["*.experts.*"],
         EXPERTS,
-        {"fsdp": {"wrap_layers": ["Qwen3MoeExperts"], "cpu_offload": True}, "mesh": {"dp": 2}, "optim": ADAMW},
+        {"fsdp": {"wrap": ["Qwen3MoeExperts"], "cpu_offload": True}, "mesh": {"dp": 2}, "optim": ADAMW},
     ),
 }
 
