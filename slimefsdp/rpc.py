@@ -8,14 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal, Protocol, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
-from slimefsdp.errors import ConfigError, StateError, SyncError, short_repr
+from slimefsdp.errors import ConfigError, StateError, short_repr
 
 Role = Literal["actor", "ref", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -43,7 +41,7 @@ class Call:
         answers_by_rank: a driver gets a list of all ranks' results instead of rank 0's result.
         is_exclusive: no other exclusive call may run on the rank at the same time. Other calls only report state.
         needs_whole_weights: the call is refused after an update that failed halfway, until a `load`.
-        planned: the method of `BatchPlanner` that checks and plans the call's `batch`. It gets the call's arguments of
+        prepare: the method of `BatchPlanner` that checks and plans the call's `batch`. It gets the call's arguments of
             the same names.
         check: checks arguments without a model; the body checks what needs one.
     """
@@ -55,7 +53,7 @@ class Call:
     answers_by_rank: bool = False
     is_exclusive: bool = True
     needs_whole_weights: bool = False
-    planned: Callable[..., Any] | None = None
+    prepare: Callable[..., Any] | None = None
     check: Callable[[str, Arguments], None] | None = None
 
     @property
@@ -72,51 +70,32 @@ class Call:
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
-    def require_role(self, role: str) -> None:
-        """Checks the role of a group.
+    def require(self, role: str, arguments: Arguments) -> None:
+        """Checks whether groups of a role support the call, and its arguments as far as no model is needed.
 
         Raises:
-            StateError: groups of this role do not support the call.
+            StateError: groups of this role do not support the call. SlimeError: an argument is wrong.
         """
         if role not in self.roles:
             problem = f"{self.name}() on a group of role {role!r}"
             raise StateError(problem, field=self.name, hint=f"call it on the {' or '.join(self.roles)} group")
-
-    def require_arguments(self, role: str, arguments: Arguments) -> None:
-        """Checks arguments independently of the state of the group.
-
-        Raises:
-            SlimeError: an argument is wrong.
-        """
         if self.check is not None:
             self.check(role, arguments)
 
     def planning(self, planner: Any, arguments: Arguments) -> Any:
-        """Checks the batch of a call.
-
-        Args:
-            planner: the group's `BatchPlanner`.
-
-        Returns:
-            The `Planning` of the batch; None if the call has no batch.
+        """Checks the batch of a call with a group's `BatchPlanner`; returns its `Planning`, None without a batch.
 
         Raises:
             BatchError, ConfigError: the batch or an argument does not fit the settings.
         """
-        if self.planned is None:
+        if self.prepare is None:
             return None
-        names = inspect.signature(self.planned).parameters.keys() & arguments.keys()
-        return getattr(planner, self.planned.__name__)(**{name: arguments[name] for name in names})
+        names = inspect.signature(self.prepare).parameters.keys() & arguments.keys()
+        return getattr(planner, self.prepare.__name__)(**{name: arguments[name] for name in names})
 
 
 CALLS: dict[str, Call] = {}
 """Name -> call, in the order of definition."""
-
-
-class Caller(Protocol):
-    """An object with calls: a rank, which runs their bodies, or a handle on ranks, which sends them there."""
-
-    def _make(self, call: Call, arguments: Arguments) -> Any: ...
 
 
 def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
@@ -131,41 +110,13 @@ def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
         described = CALLS[method.__name__] = Call(method, roles, **description)
 
         @wraps(method)
-        def wrapper(self: Caller, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._make(described, described.bind(args, kwargs))
 
         wrapper.call = described  # type: ignore[attr-defined]
         return cast(Method, wrapper)
 
     return decorate
-
-
-class CallLock:
-    """Lets one thread at a time make calls on an object; calls of this thread may be nested."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._running: str | None = None
-
-    @contextmanager
-    def held_by(self, name: str) -> Iterator[None]:
-        """Holds the lock for a call.
-
-        Raises:
-            StateError: a call is running in another thread.
-        """
-        if not self._lock.acquire(blocking=False):
-            raise StateError(
-                f"{name}() while {self._running or 'another call'}() is running in another thread",
-                field=name,
-                hint="call it when that one has returned",
-            )
-        before, self._running = self._running, self._running or name
-        try:
-            yield
-        finally:
-            self._running = before
-            self._lock.release()
 
 
 # ---------------------------------------------------------------------- arguments
@@ -221,13 +172,13 @@ class UpdateSettings:
             numbers = value if name == "betas" else (value,)
             is_shaped = isinstance(numbers, tuple) and len(numbers) == (2 if name == "betas" else 1)
             if value is not None and not (
-                is_shaped and all(map(_is_finite, numbers)) and all(map(is_in_range, numbers))
+                is_shaped and all(map(is_finite, numbers)) and all(map(is_in_range, numbers))
             ):
                 problem = f"{name}={short_repr(value)} of an optimiser update is not {rule}"
                 raise ConfigError(problem, field=name, hint="leave it out, and the settings of optim hold")
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     # an int may exceed the largest float
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
@@ -256,44 +207,3 @@ def require_name(name: object, kind: str) -> None:
         problem = f"name={short_repr(name)} cannot be the name of {kind}"
         hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
         raise ConfigError(problem, field="name", hint=hint)
-
-
-def check_adapter_name(role: str, arguments: Arguments) -> None:
-    require_name(arguments["name"], "an adapter")
-
-
-def check_new_adapter(role: str, arguments: Arguments) -> None:
-    require_name(arguments["name"], "an adapter")
-    for name, least in (("rank", 1), ("seed", 0)):
-        value = arguments[name]
-        if value is not None and (type(value) is not int or not least <= value < 2**63):
-            problem = f"{name}={short_repr(value)} of an adapter is no whole number of {least} or more"
-            raise ConfigError(problem, field=name, hint="leave it out, and the settings of the run hold")
-    alpha = arguments["alpha"]
-    if alpha is not None and not (_is_finite(alpha) and 0 < alpha <= 1e30):
-        problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
-        raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
-
-
-def check_log_probs(role: str, arguments: Arguments) -> None:
-    wanted = arguments["with_log_probs"]
-    if not isinstance(wanted, bool) or (wanted and role == "critic"):
-        problem = f"with_log_probs={short_repr(wanted)} on a group of role {role!r}"
-        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and to a policy alone")
-
-
-def check_update_settings(role: str, arguments: Arguments) -> None:
-    settings = arguments["settings"]
-    if settings is not None and not isinstance(settings, UpdateSettings):
-        problem = f"settings={short_repr(settings)} is a {type(settings).__name__}"
-        raise ConfigError(problem, field="settings", hint="give slimefsdp.rpc.UpdateSettings, or leave it out")
-
-
-def check_receivers(role: str, arguments: Arguments) -> None:
-    receivers = arguments["receivers"]
-    hint = "give a list of actors that implement slimefsdp.weight_sync.receive.Receiver"
-    if not isinstance(receivers, Collection):
-        raise SyncError(f"receivers is a {type(receivers).__name__}, not a list", field="receivers", hint=hint)
-    for receiver in receivers:
-        if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
-            raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)

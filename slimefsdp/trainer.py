@@ -6,8 +6,10 @@ Every rank calls the same method with the same batch and gets the same result, u
 from __future__ import annotations
 
 import os
+import threading
 import uuid
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,20 +17,18 @@ import torch.distributed as dist
 
 from slimefsdp import heartbeat
 from slimefsdp.batching.plan import Plan
-from slimefsdp.calls.adapters import AdapterCalls
-from slimefsdp.calls.inspection import InspectionCalls
-from slimefsdp.calls.state import StateCalls
+from slimefsdp.calls.state import InspectionCalls, StateCalls
 from slimefsdp.calls.training import TrainingCalls
 from slimefsdp.config import TrainerConfig
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.memory_manager import MemoryManager, memory_in_use, prefer_expandable_segments
 from slimefsdp.distributed.mesh import Mesh
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import Description, Health, Memory, MemoryReport
-from slimefsdp.rpc import ROLES, Arguments, Call, CallLock, Role, require_name
+from slimefsdp.rpc import ROLES, Arguments, Call, Role, require_name
 from slimefsdp.training import build, step
 from slimefsdp.training.adapters import make_adapters
 from slimefsdp.training.checkpointing import Checkpoints
@@ -39,12 +39,7 @@ from slimefsdp.training.prepare import BatchPlanner, PreparedBatch
 from slimefsdp.weight_sync.receive import WeightReceiver
 
 
-class Trainer(
-    TrainingCalls,
-    AdapterCalls,
-    InspectionCalls[MemoryReport, Memory, Description],
-    StateCalls,
-):
+class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description], StateCalls):
     """Trains on one rank. The process group must exist (`slimefsdp.distributed.mesh.start_process_group*`).
 
     Raises:
@@ -63,7 +58,8 @@ class Trainer(
         build.set_numerics(config)
         if role == "actor" or (role == "critic" and config.critic.dp is None):
             config = config.with_ranks(dist.get_world_size())
-        self.call_lock = CallLock()
+        self._lock = threading.Lock()
+        self._running = ""  # the name of the call that has the lock
         mesh = build.mesh_for(config, role, device)
         if (threads := build.host_threads(config, mesh)) is not None:
             torch.set_num_threads(threads)
@@ -150,7 +146,7 @@ class Trainer(
             ConfigError: the run has no adapters, or the name is invalid.
             ResourceError: there is no memory for two adapters at once.
         """
-        with self.call_lock.held_by("use_adapter"):
+        with self._exclusively("use_adapter"):
             require_name(name, "an adapter")
             adapters = self._require_adapters("use_adapter")
             adapters.require(name)
@@ -159,20 +155,28 @@ class Trainer(
                 with self._state.exchanging(adapters):
                     adapters.select(name)
 
+    @contextmanager
+    def _exclusively(self, name: str) -> Iterator[None]:
+        """Refuses a call with StateError while another one is running in another thread."""
+        if not self._lock.acquire(blocking=False):
+            problem = f"{name}() while {self._running}() is running in another thread"
+            raise StateError(problem, field=name, hint="call it when that one has returned")
+        self._running = name
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _make(self, call: Call, arguments: Arguments) -> Any:
-        with ExitStack() as running:
-            if call.is_exclusive:
-                running.enter_context(self.call_lock.held_by(call.name))
-            call.require_role(self.role)
-            if call.is_exclusive:
-                running.enter_context(heartbeat.during(call.name))
-            call.require_arguments(self.role, arguments)
-            if call.needs_whole_weights and self.role != "ref":
-                self.updater.require_whole(call.name)
-            # a driver sends batches already prepared
-            if call.planned is not None and not isinstance(arguments["batch"], PreparedBatch):
-                arguments = {**arguments, "batch": self._prepared(call, arguments)}
-            return call.method(self, **arguments)
+        with self._exclusively(call.name) if call.is_exclusive else nullcontext():
+            call.require(self.role, arguments)
+            with heartbeat.during(call.name) if call.is_exclusive else nullcontext():
+                if call.needs_whole_weights and self.role != "ref":
+                    self.updater.require_whole(call.name)
+                # a driver sends batches already prepared
+                if call.prepare is not None and not isinstance(arguments["batch"], PreparedBatch):
+                    arguments = {**arguments, "batch": self._prepared(call, arguments)}
+                return call.method(self, **arguments)
 
     def _prepared(self, call: Call, arguments: Arguments) -> PreparedBatch:
         """Plans the batch of a call on every rank, and compares the arguments and plans of all ranks."""

@@ -3,48 +3,22 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError
-from slimefsdp.rpc import CALLS, CallLock
+from slimefsdp.rpc import CALLS
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
 from tests.support.rank_pool import RankPool
-from tests.support.refusals import assert_refusal, refused
+from tests.support.refusals import assert_refusal
 from tests.support.tiny_models import save_tiny_model
 from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, settings, steps_then_weights
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_another_thread_is_refused_while_a_call_runs_and_only_then(fails: bool) -> None:
-    lock, entered, may_end = CallLock(), threading.Event(), threading.Event()
-
-    def run() -> None:
-        with suppress(ValueError), lock.held_by("outer"), lock.held_by("inner"):
-            entered.set()
-            assert may_end.wait(30)
-            if fails:
-                raise ValueError("its own error")
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert entered.wait(30)
-    for _ in range(2):  # a refusal does not take the lock
-        with refused(StateError, "other", "other()", "outer()"), lock.held_by("other"):
-            pass
-    may_end.set()
-    thread.join(30)
-    with lock.held_by("other"):
-        pass
-
 
 EXCLUSIVE = {name for name, call in CALLS.items() if call.is_exclusive}
 

@@ -13,9 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
-from slimefsdp.calls.adapters import AdapterCalls
-from slimefsdp.calls.inspection import InspectionCalls
-from slimefsdp.calls.state import StateCalls
+from slimefsdp.calls.state import InspectionCalls, StateCalls
 from slimefsdp.calls.training import TrainingCalls
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -84,12 +82,7 @@ class RankRequest:
         return replace(self, arguments={**self.arguments, **arguments})
 
 
-class GroupCalls(
-    TrainingCalls,
-    AdapterCalls,
-    InspectionCalls[list[MemoryReport], list[Memory], list[Description]],
-    StateCalls,
-):
+class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory], list[Description]], StateCalls):
     """Base of all handles on a group; a subclass says how a request reaches the ranks."""
 
     role: Role
@@ -99,8 +92,7 @@ class GroupCalls(
         raise NotImplementedError
 
     def _submit(self, call: Call, arguments: Arguments) -> Future[Any]:
-        call.require_role(self.role)
-        call.require_arguments(self.role, arguments)
+        call.require(self.role, arguments)
         adapter = arguments["name"] if call.adapter == "by_name" else None
         given = {name: _as_it_is_now(name, value) for name, value in arguments.items()}
         return self._start(RankRequest(call.name, given, adapter))

@@ -116,10 +116,11 @@ class TrainWorker(Watched):
             self._require_peers()
             if role == "actor" and trainer.config.lora.rank is not None and request.call.adapter == "in_model":
                 trainer.use_adapter(request.adapter or DEFAULT_ADAPTER)
-            arguments = request.arguments
+            arguments = dict(request.arguments)
+            trainer.job = arguments.pop("job", None)
             if isinstance(arguments.get("batch"), ray.ObjectRef):
                 timeout_s = trainer.config.collective_timeout_s
-                arguments = {**arguments, "batch": ray.get(arguments["batch"], timeout=timeout_s)}
+                arguments["batch"] = ray.get(arguments["batch"], timeout=timeout_s)
             if request.name == "update_weights":
                 arguments = {"receivers": self._sent_to(**arguments, role=role)}
             result = getattr(trainer, request.name)(**arguments)

@@ -1,21 +1,22 @@
-"""Calls that send weights to engines and the reference model, and that save, load and export state."""
+"""Calls that move, inspect, send, save, load and export the state of the ranks."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import torch
 
-from slimefsdp.calls.base import Calls
+from slimefsdp.calls.training import Calls
 from slimefsdp.checkpoint.manifest import check_loop_state
 from slimefsdp.checkpoint.store import require_name
 from slimefsdp.distributed.mesh import local_shard
-from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.results import LoadReport, SyncReport
-from slimefsdp.rpc import ROLES, Arguments, JobCheckpoint, call, check_receivers
+from slimefsdp.errors import ConfigError, StateError, SyncError
+from slimefsdp.results import TAGS, GradientHealth, LoadReport, ReplicaCheck, SyncReport, Tag
+from slimefsdp.rpc import ROLES, Arguments, call
 
 if TYPE_CHECKING:
     from slimefsdp.weight_sync.receive import Receiver
@@ -33,10 +34,129 @@ def _check_checkpoint(role: str, arguments: Arguments) -> None:
         require_name(arguments["name"])
 
 
+def _check_receivers(role: str, arguments: Arguments) -> None:
+    receivers = arguments["receivers"]
+    hint = "give a list of actors that implement slimefsdp.weight_sync.receive.Receiver"
+    if not isinstance(receivers, Collection):
+        raise SyncError(f"receivers is a {type(receivers).__name__}, not a list", field="receivers", hint=hint)
+    for receiver in receivers:
+        if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
+            raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)
+
+
+# Each rank has its own result: a Trainer returns its own, and a driver's handle a list with one per rank.
+MemoryReports = TypeVar("MemoryReports")
+Memories = TypeVar("Memories")
+Descriptions = TypeVar("Descriptions")
+
+
+class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
+    """Calls for memory, layout and health. The type arguments are the results of `sleep`, `memory` and `describe`."""
+
+    @call(*ROLES, changes_state=True, adapter="any", answers_by_rank=True)
+    def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReports:
+        """Frees the device memory of parameters (with buffers), optimiser state and reference model; idempotent.
+
+        Returns:
+            A `MemoryReport` of what a rank freed; for a group, one per rank.
+
+        Raises:
+            ConfigError: a tag is unknown. ResourceError: a host has no room for what is moved there.
+        """
+        from slimefsdp.distributed.memory_manager import allocator_state
+
+        state = self._state
+        if state.role != "ref":
+            state.checkpoints.wait_for_copy()
+        report = state.memory_manager.sleep(tags)
+        if self._adapters is not None and "optimizer" in tags:
+            self._adapters.to_host()
+        return cast(MemoryReports, replace(report, **allocator_state(state.mesh.device)))
+
+    @call(*ROLES, changes_state=True, adapter="any", answers_by_rank=True)
+    def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReports:
+        """Restores what `sleep` freed; idempotent. Calls that need the model do this themselves.
+
+        Returns:
+            A `MemoryReport` of what a rank restored; for a group, one per rank.
+
+        Raises:
+            ConfigError: a tag is unknown. ResourceError: a device has no room for what is restored.
+        """
+        from slimefsdp.distributed.memory_manager import allocator_state
+
+        report = self._state.memory_manager.wake_up(tags)
+        return cast(MemoryReports, replace(report, **allocator_state(self._state.mesh.device)))
+
+    @call(*ROLES, adapter="any", answers_by_rank=True, is_exclusive=False)
+    def memory(self) -> Memories:
+        """Returns the bytes that a rank uses, as a `Memory`; for a group, one per rank."""
+        state = self._state
+        usage = state.memory_manager.memory()
+        if state.role != "ref":
+            waiting = 0 if self._adapters is None else self._adapters.host_bytes
+            usage = replace(usage, host_buffers=usage.host_buffers + state.checkpoints.host_bytes + waiting)
+        return cast(Memories, usage)
+
+    @call(*ROLES, adapter="any", answers_by_rank=True)
+    def describe(self) -> Descriptions:
+        """Describes the sharded units of the model: sizes, dtypes and layout. Not a collective.
+
+        Returns:
+            A rank's `Description`; for a group, one per rank.
+        """
+        from slimefsdp.distributed.fsdp import reshard
+        from slimefsdp.monitoring.replica_check import describe_model
+
+        model, mesh = self._state.model, self._state.mesh
+        reshard(model)
+        axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
+        return cast(Descriptions, describe_model(model, axes))
+
+    @call(*ROLES)
+    def check_sync(self) -> ReplicaCheck:
+        """Compares bit by bit what ranks should have in common: replicas of shards, buffers, moments, counters."""
+        from slimefsdp.distributed.fsdp import reshard
+        from slimefsdp.monitoring.replica_check import compare_replicas, model_tensors, optimizer_tensors
+
+        state = self._state
+        state.memory_manager.wake_up(TAGS)
+        reference = state.reference.model
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for prefix, model in {"": state.model, "reference.": reference}.items():
+            if model is not None:
+                reshard(model)
+                tensors += model_tensors(model, prefix)
+        numbers: dict[str, float] = {}
+        if state.role != "ref":
+            tensors += optimizer_tensors(state.model, state.updater.optimizer)
+            numbers = {**state.updater.progress(), "next_lr": state.updater.next_lr}
+            numbers["kl_coefficient"] = state.kl_coefficient
+        report = compare_replicas(tensors, numbers, state.mesh.group)
+        state.reference.rest()
+        return report
+
+    @call("actor", "critic", is_exclusive=False)
+    def gradient_health(self) -> GradientHealth:
+        """Returns the norms of the last update's gradients by layer, and the first parameter that was not finite.
+
+        Raises:
+            StateError: there was no update since the start or the last load.
+        """
+        health = self._state.updater.health
+        if health is None:
+            raise StateError(
+                "no update has been tried yet",
+                field="gradient_health",
+                hint="call train_step or optimizer_step first",
+            )
+        return health
+
+
 class StateCalls(Calls):
     """Calls for weights and state that leave the ranks or are loaded."""
 
-    @call("actor", "ref", needs_whole_weights=True, check=check_receivers)
+    @call("actor", "ref", needs_whole_weights=True, check=_check_receivers)
     def update_weights(self, receivers: Sequence[Receiver], *, drop_failed: bool = False) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
@@ -99,7 +219,6 @@ class StateCalls(Calls):
         loop_state: dict[str, Any] | None = None,
         name: str | None = None,
         overwrite: bool = False,
-        job: JobCheckpoint | None = None,
     ) -> Path:
         """Writes a checkpoint of everything that is needed to continue training; atomically.
 
@@ -112,7 +231,6 @@ class StateCalls(Calls):
             name: keeps the checkpoint until its folder is removed; it counts neither for `checkpoint.keep_last` nor as
                 `latest`.
             overwrite: replaces an existing checkpoint of this name.
-            job: given by a driver.
 
         Raises:
             ConfigError: `run.dir` is not set.
@@ -135,7 +253,7 @@ class StateCalls(Calls):
                 },
                 name=name,
                 overwrite=overwrite,
-                job=job,
+                job=self.job,
             )
             if state.reference.follows:
                 state.checkpoints.wait_for_copy()  # the reference model is about to be moved off the device
@@ -156,7 +274,6 @@ class StateCalls(Calls):
         step: int | Literal["latest"] = "latest",
         name: str | None = None,
         weights_only: bool = False,
-        job: JobCheckpoint | None = None,
     ) -> dict[str, Any]:
         """Loads a checkpoint, from whatever mesh it was saved on; returns its loop state.
 
@@ -166,7 +283,6 @@ class StateCalls(Calls):
         Args:
             name: loads the checkpoint of this name.
             weights_only: loads only the weights, with a new optimiser and counters at zero.
-            job: given by a driver.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is incomplete, changed or of another model.
@@ -176,7 +292,7 @@ class StateCalls(Calls):
         state.memory_manager.wake_up(("parameters", "optimizer"))
         self._frozen_source = uuid.uuid4().hex
         if state.role == "ref":
-            return self._load_reference_group(step, name, job)
+            return self._load_reference_group(step, name)
         with state.reference.resting():
             info = state.checkpoints.load(
                 step,
@@ -184,7 +300,7 @@ class StateCalls(Calls):
                 state.updater,
                 name=name,
                 weights_only=weights_only,
-                job=job,
+                job=self.job,
             )
             state.reference.loaded(info["reference_follows"])
             if state.config.loss.kl_target is not None:
@@ -192,9 +308,7 @@ class StateCalls(Calls):
         state.checkpoints.warn_of_load()
         return dict(info["loop_state"])
 
-    def _load_reference_group(
-        self, step: int | Literal["latest"], name: str | None, job: JobCheckpoint | None
-    ) -> dict[str, Any]:
+    def _load_reference_group(self, step: int | Literal["latest"], name: str | None) -> dict[str, Any]:
         """Restores the weights of a reference group, or those of its folder where it had not been updated."""
         from slimefsdp.models.decoder import PolicyModel
         from slimefsdp.training.build import model_for
@@ -205,7 +319,7 @@ class StateCalls(Calls):
             lambda info: state.model.saved_weights() if info["reference_follows"] else [],
             None,
             name=name,
-            job=job,
+            job=self.job,
         )
         if info["reference_follows"]:
             self.receiver.version = info["weight_version"]

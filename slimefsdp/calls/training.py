@@ -1,27 +1,88 @@
-"""Calls for log-probs, values and training steps."""
+"""Calls that compute and train, and calls for the adapters of one base model."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
 from slimefsdp.algorithms.registry import LossName
 from slimefsdp.batching.plan import Plan
-from slimefsdp.calls.base import Calls, planned
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import StateError
-from slimefsdp.results import ForwardBackward, LogProbs
-from slimefsdp.rpc import UpdateSettings, call, check_log_probs, check_update_settings
-from slimefsdp.training.prepare import BatchPlanner
+from slimefsdp.errors import ConfigError, StateError, short_repr
+from slimefsdp.results import AdapterInfo, ForwardBackward, LogProbs
+from slimefsdp.rpc import Arguments, Call, JobCheckpoint, UpdateSettings, call, is_finite, require_name
+from slimefsdp.training.prepare import BatchPlanner, PreparedBatch
+
+if TYPE_CHECKING:
+    from slimefsdp.training.adapters import Adapters
+    from slimefsdp.training.step import RankState
+    from slimefsdp.weight_sync.receive import WeightReceiver
+
+
+class Calls:
+    """Base of the classes whose methods are calls.
+
+    `Trainer` runs the bodies, which use the attributes declared here. A driver's handle has none of them: its `_make`
+    sends the call to the ranks.
+    """
+
+    _state: RankState
+    _adapters: Adapters | None  # None: the run has no adapters
+    receiver: WeightReceiver  # of another group's weights, in a reference group
+    _frozen_source: str  # changes when weights that are not trained may have changed
+    job: JobCheckpoint | None = None  # set by a driver for the `save` or `load` that follows
+
+    def _make(self, call: Call, arguments: Arguments) -> Any:
+        raise NotImplementedError
+
+    def _require_adapters(self, name: str) -> Adapters:
+        """Returns the adapters, or raises ConfigError if the run has none."""
+        if self._adapters is None:
+            raise ConfigError(f"{name}() on a run without adapters", field="lora.rank", hint="set lora.rank")
+        return self._adapters
+
+
+def _check_adapter_name(role: str, arguments: Arguments) -> None:
+    require_name(arguments["name"], "an adapter")
+
+
+def _check_new_adapter(role: str, arguments: Arguments) -> None:
+    require_name(arguments["name"], "an adapter")
+    for name, least in (("rank", 1), ("seed", 0)):
+        value = arguments[name]
+        if value is not None and (type(value) is not int or not least <= value < 2**63):
+            problem = f"{name}={short_repr(value)} of an adapter is no whole number of {least} or more"
+            raise ConfigError(problem, field=name, hint="leave it out, and the settings of the run hold")
+    alpha = arguments["alpha"]
+    if alpha is not None and not (is_finite(alpha) and 0 < alpha <= 1e30):
+        problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
+        raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
+
+
+def _check_log_probs(role: str, arguments: Arguments) -> None:
+    wanted = arguments["with_log_probs"]
+    if not isinstance(wanted, bool) or (wanted and role == "critic"):
+        problem = f"with_log_probs={short_repr(wanted)} on a group of role {role!r}"
+        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and to a policy alone")
+
+
+def _check_update_settings(role: str, arguments: Arguments) -> None:
+    settings = arguments["settings"]
+    if settings is not None and not isinstance(settings, UpdateSettings):
+        problem = f"settings={short_repr(settings)} is a {type(settings).__name__}"
+        raise ConfigError(problem, field="settings", hint="give slimefsdp.rpc.UpdateSettings, or leave it out")
 
 
 class TrainingCalls(Calls):
-    """Calls for forward passes and updates."""
+    """Calls for forward passes and updates, and for the adapters of an actor with `lora.rank`.
 
-    @call("actor", "ref", planned=BatchPlanner.for_forward)
+    The bodies get a `PreparedBatch` as `batch`, since `_make` has checked and planned it.
+    """
+
+    @call("actor", "ref", prepare=BatchPlanner.for_forward)
     def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
         """Computes the log-prob and entropy of every response token, including masked ones.
 
@@ -37,16 +98,16 @@ class TrainingCalls(Calls):
         state = self._state
         if model == "ref" and state.role == "actor":
             with step.reference_in_use(state) as reference:
-                values = step.token_outputs(state, reference, planned(batch), trained_only=False)
+                values = step.token_outputs(state, reference, cast(PreparedBatch, batch), trained_only=False)
         else:
             if state.role != "ref":
                 state.updater.require_whole("compute_log_probs")
             state.memory_manager.wake_up(("parameters",))
-            values = step.token_outputs(state, state.model, planned(batch), trained_only=False)
+            values = step.token_outputs(state, state.model, cast(PreparedBatch, batch), trained_only=False)
         log_probs, entropy = values.float().numpy()
         return LogProbs(log_probs, entropy)
 
-    @call("critic", planned=BatchPlanner.for_forward, needs_whole_weights=True)
+    @call("critic", prepare=BatchPlanner.for_forward, needs_whole_weights=True)
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
         """Computes a critic's value of every response token, including masked ones: float32 [R] in batch order.
 
@@ -57,10 +118,12 @@ class TrainingCalls(Calls):
 
         state = self._state
         state.memory_manager.wake_up(("parameters",))
-        (values,) = step.token_outputs(state, state.model, planned(batch), trained_only=False).float().numpy()
+        (values,) = (
+            step.token_outputs(state, state.model, cast(PreparedBatch, batch), trained_only=False).float().numpy()
+        )
         return values
 
-    @call("actor", "critic", changes_state=True, planned=BatchPlanner.for_training, needs_whole_weights=True)
+    @call("actor", "critic", changes_state=True, prepare=BatchPlanner.for_training, needs_whole_weights=True)
     def train_step(
         self,
         batch: RolloutBatch,
@@ -91,7 +154,7 @@ class TrainingCalls(Calls):
                 field="train_step",
                 hint="call optimizer_step to use them, or zero_grad to drop them",
             )
-        return step.train_step(self._state, planned(batch), time.perf_counter())
+        return step.train_step(self._state, cast(PreparedBatch, batch), time.perf_counter())
 
     @overload
     def forward_backward(
@@ -117,9 +180,9 @@ class TrainingCalls(Calls):
     @call(
         *("actor", "critic"),
         changes_state=True,
-        planned=BatchPlanner.for_gradients,
+        prepare=BatchPlanner.for_gradients,
         needs_whole_weights=True,
-        check=check_log_probs,
+        check=_check_log_probs,
     )
     def forward_backward(
         self,
@@ -147,7 +210,7 @@ class TrainingCalls(Calls):
         """
         from slimefsdp.training import step
 
-        state, work = self._state, planned(batch)
+        state, work = self._state, cast(PreparedBatch, batch)
         state.memory_manager.wake_up(("parameters",))
         inputs = step.token_inputs(state, work)
         with step.reference_on_device(state, work):
@@ -155,7 +218,7 @@ class TrainingCalls(Calls):
                 return step.forward_backward(state, work, 0, inputs)
             return step.forward_backward_with_log_probs(state, work, inputs)
 
-    @call("actor", "critic", changes_state=True, check=check_update_settings)
+    @call("actor", "critic", changes_state=True, check=_check_update_settings)
     def optimizer_step(self, settings: UpdateSettings | None = None) -> dict[str, float]:
         """Takes one optimiser update with the gathered gradients; clips by global norm, skips a non-finite one.
 
@@ -179,3 +242,56 @@ class TrainingCalls(Calls):
 
         self._state.memory_manager.wake_up(("parameters",))  # while asleep, parameters have no gradients to drop
         step.drop_gradients(self._state)
+
+    @call("actor", changes_state=True, adapter="by_name", check=_check_new_adapter)
+    def create_adapter(
+        self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
+    ) -> None:
+        """Creates another adapter on the same base with new weights, and makes it the current one.
+
+        Args:
+            rank: at most lora.rank, which is the default.
+            alpha: default: lora.alpha.
+            seed: the seed of A's random weights; default: run.seed.
+
+        Raises:
+            ConfigError: the run has no adapters, or a value is out of range. StateError: the name is taken.
+            ResourceError: the host has no memory for the adapter that was current before.
+        """
+        adapters, config = self._require_adapters("create_adapter"), self._state.config
+        assert config.lora.rank is not None
+        if rank is not None and rank > config.lora.rank:
+            problem = f"rank={rank} of an adapter is more than lora.rank={config.lora.rank}, for which there is room"
+            raise ConfigError(
+                problem, field="rank", hint="choose a smaller one, or start the run with a larger lora.rank"
+            )
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.create(
+                name,
+                rank or config.lora.rank,
+                alpha or config.lora.alpha,
+                config.run.seed if seed is None else seed,
+            )
+
+    @call("actor", changes_state=True, adapter="by_name", check=_check_adapter_name)
+    def delete_adapter(self, name: str) -> None:
+        """Deletes an adapter; its checkpoints and exports stay on disk.
+
+        Raises:
+            StateError: there is no adapter of this name, or it is the run's own.
+            ConfigError: the run has no adapters, or the name is not valid.
+        """
+        adapters = self._require_adapters("delete_adapter")
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.delete(name)
+
+    @call("actor", adapter="any")
+    def adapters(self) -> list[AdapterInfo]:
+        """Lists all adapters in the order of their creation.
+
+        Raises:
+            ConfigError: the run has no adapters.
+        """
+        return self._require_adapters("adapters").listed()

@@ -26,6 +26,7 @@ from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
 
 MAX_SKIPPED = 3  # updates skipped in a row that raise an error, because a single bad batch cannot be the cause
+_NO_OVERRIDES = UpdateSettings()
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # beyond it AdamW's second moment would stay infinite
 
 
@@ -117,7 +118,7 @@ class OptimizerStep:
             ConfigError: `settings` has an eps, and the optimiser is SGD.
         """
         self.require_whole("optimizer_step")
-        overrides = settings or UpdateSettings()
+        overrides = settings or _NO_OVERRIDES
         if overrides.eps is not None and all(built["rule"] == "sgd" for built in self._built):
             problem = f"eps={overrides.eps} of an optimiser update, and optim.name=sgd has none"
             raise ConfigError(problem, field="eps", hint="leave it out, or set optim.name=adamw")

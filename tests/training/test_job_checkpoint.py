@@ -34,12 +34,15 @@ class Job:
         job = JobCheckpoint(save_id, tuple(PARTS.values()))
         self.trainers["actor"].finish_save()
         for role, trainer in self.trainers.items():
-            trainer.save(step, {"cursor": step}, job=replace(job, is_part=role != "actor"))
+            trainer.job = replace(job, is_part=role != "actor")
+            trainer.save(step, {"cursor": step})
 
     def load(self, step: int, save_id: str | None = None) -> None:
-        assert self.trainers["actor"].load(step, job=JobCheckpoint(save_id)) == {"cursor": step}
+        self.trainers["actor"].job = JobCheckpoint(save_id)
+        assert self.trainers["actor"].load(step) == {"cursor": step}
         for role in ("critic", "ref"):
-            self.trainers[role].load(step, job=JobCheckpoint(is_part=True))
+            self.trainers[role].job = JobCheckpoint(is_part=True)
+            self.trainers[role].load(step)
 
     def train(self, batch: RolloutBatch) -> None:
         for role in ("critic", "actor"):
@@ -73,17 +76,21 @@ def saved_and_loaded(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[
         loaded.append(job.state())
         job.train(batch)
         assert job.state() == trained[step]
-    wrong = error_of(lambda: job.trainers["actor"].load(1, job=JobCheckpoint("save 2")))
-    critic = job.trainers["critic"]
-    critic.save(5, job=JobCheckpoint("of the critic alone"))
+    actor, critic = job.trainers["actor"], job.trainers["critic"]
+    actor.job = JobCheckpoint("save 2")
+    wrong = error_of(lambda: actor.load(1))
+    critic.job = JobCheckpoint("of the critic alone")
+    critic.save(5)
     critic.train_step(batch)
+    critic.job = None
     critic.load(5)
-    missing = error_of(lambda: job.trainers["actor"].save(7, job=JobCheckpoint("x", ("critic",))))
+    actor.job = JobCheckpoint("x", ("critic",))
+    missing = error_of(lambda: actor.save(7))
     return {
         "are equal": loaded == [states[2], states[0], states[1]],
         "moved": [len(set(map(repr, of_role))) for of_role in zip(*states, strict=True)],
         "critic": job.state()[0] == trained[1][0],
-        "errors": (wrong, missing or error_of(job.trainers["actor"].finish_save)),
+        "errors": (wrong, missing or error_of(actor.finish_save)),
     }
 
 
