@@ -134,6 +134,7 @@ def driver_stopwatch() -> Stopwatch:
         stopwatch.watch(prepare, name, "checking batch and plan")
     for name in ("submit", "_prepare_and_log"):
         stopwatch.watch(Supervisor, name, "call log")
+    stopwatch.watch(watchdog.Watchdog, "look", "watchdog")
     for name in ("append", "remove", "forget"):
         stopwatch.watch(CallLog, name, "call log")
     for owner, name in (  # what a group without a supervisor does as well, and what is no check
@@ -158,17 +159,15 @@ def one_step(train_step: Callable[[], object], pids: list[int]) -> dict[str, flo
 
 def guarded_step(group: SupervisedGroup, batch: Any, pids: list[int], stopwatch: Stopwatch) -> dict[str, Any]:
     """The same of a supervised group, and where guarding took how long."""
-    workers = group._group._workers
+    workers = group._job.group("actor").receivers
     ray.get([worker.guarding.remote() for worker in workers], timeout=60)
     stopwatch.take()
-    watched, questions = watchdog.COST.seconds, watchdog.COST.questions
     step = one_step(lambda: group.train_step(batch), pids)
-    driver = stopwatch.take() | {"watchdog": watchdog.COST.seconds - watched}
+    driver = stopwatch.take()
     ranks = ray.get([worker.guarding.remote() for worker in workers], timeout=60)
     in_rank = {name: min(rank[name] for rank in ranks) for name in ranks[0]}
     seconds = sum(driver.values()) + sum(in_rank.values())
-    asked = watchdog.COST.questions - questions
-    return step | {"guarding": driver | in_rank, "questions": asked, "share": seconds / step["wall_s"]}
+    return step | {"guarding": driver | in_rank, "share": seconds / step["wall_s"]}
 
 
 def pids_of(group: Any) -> list[int]:

@@ -20,7 +20,7 @@ from actors.cluster.placement import PlacementGroups
 from actors.cluster.ray_errors import store
 from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch
 from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
-from actors.workers.futures import Awaitable, Dispatcher, QueuedCall
+from actors.workers.futures import Dispatcher, Future, QueuedCall
 from actors.workers.group_calls import JobGroup, RankRequest
 from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup
 from slimefsdp.config import RunConfig
@@ -37,7 +37,7 @@ from slimefsdp.rpc import JobCheckpoint, Role
 from slimefsdp.training.prepare import Planning
 
 
-class SupervisedCall(Awaitable):
+class SupervisedCall(Future[Any]):
     """A future whose `result` outlives the ranks that began to work on it."""
 
     def __init__(self, supervisor: Supervisor, call: Call) -> None:

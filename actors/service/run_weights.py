@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from actors.service import wire
 from actors.service.catalogue import COPY, Catalogue, Saved, adapter_of, is_copy, whole_name
-from actors.workers.group_calls import Future, GroupCalls, RankRequest
+from actors.workers.futures import Future
+from actors.workers.group_calls import GroupCalls, RankRequest
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ConfigError, StateError

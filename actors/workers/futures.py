@@ -1,4 +1,4 @@
-"""Calls to Ray actors: begun in the order in which they were made, and waited for.
+"""Starts calls on Ray actors in the order in which they were made, and waits for them.
 
 Every wait has a deadline, and the first failure ends it with its root cause.
 """
@@ -10,9 +10,9 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future as Begun
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -21,41 +21,52 @@ from actors.cluster.ray_errors import explained, require_cluster
 from actors.workers.watchdog import Waiting, Watchdog
 from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
 
-# How long to listen for the root cause after a first failure: peers of a rank that ends often report that sooner than
-# Ray. Longer than a failed rank lives on (train_worker.EXIT_AFTER_S), so that peers can say what its end did to them.
+Result = TypeVar("Result", covariant=True)
+
+# How long to wait for the root cause after a first failure, since peers often report a lost rank before Ray does. It is
+# longer than a failed rank lives on (train_worker.EXIT_AFTER_S), so that peers can report what its end did to them.
 GRACE_S = 5.0
-SLICE_S = 0.25  # of a wait: in between signals are handled and the watchdog looks
-_TURN_S = 0.002  # between two looks at whether a call has ended, where others wait for their turn
-_GET_S = 5.0  # for an answer that Ray says is here
-# A wait returns when one rank in so many has answered, at once where there are fewer than twice that: all waits of a
-# call together look at so many times the ranks, and not at their square.
+SLICE_S = 0.25  # length of a single wait; between two of them signals are handled and the watchdog looks
+_TURN_S = 0.002  # between two checks whether a call has ended while lanes take turns
+_GET_S = 5.0  # limit on fetching an answer that Ray reports as ready
+# A wait returns when one in so many ranks has answered. Otherwise a call on N ranks would look at N references N times.
 _ONE_IN = 8
 
 
-class Awaitable:
-    """A call whose `result()` waits for it; a coroutine may `await` it instead, while its event loop goes on.
+class Future(Generic[Result]):
+    """The result of a call that is queued or running. A coroutine may `await` it; cancelling that ends only the wait.
 
-    Who stops awaiting does not stop the call.
+    Args:
+        wait: waits for the call, and returns its result or raises its error.
     """
 
-    def result(self) -> Any:
-        """Waits for the call, and returns its result or raises its error."""
-        raise NotImplementedError
+    def __init__(self, wait: Callable[[], Result]) -> None:
+        self._wait = wait
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def result(self) -> Result:
+        """Waits for the call and returns its result.
+
+        Raises:
+            WorkerHung: not all ranks answered in time. WorkerDied: a process ended.
+            SlimeError: what a rank raised.
+        """
+        return self._wait()
+
+    def __await__(self) -> Generator[Any, None, Result]:
         return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
 
 
-class CallFuture(Awaitable):
-    """Waits for a call that runs on several actors.
+class CallFuture(Future[Any]):
+    """A call that runs on several actors.
 
     Args:
-        refs: one per rank, in rank order.
-        first_rank: the rank of the first of them.
-        watchdog: of the actors, from rank 0 on; ends the wait when one hangs. None: the timeout alone does.
-        since: when the timeout begins: at this time of `time.monotonic`, or once this earlier call of the same actors
-            was seen to have ended; None: now.
-        setting: where the timeout comes from.
+        refs: one reference per rank, in rank order.
+        first_only: the result is rank 0's result instead of a list of all.
+        first_rank: the rank of the first reference.
+        watchdog: ends the wait when an actor hangs; its actors begin with rank 0. None: only the timeout ends it.
+        since: when the timeout begins: a time of `time.monotonic`, or when this earlier call of the same actors is
+            seen to have ended. None: now.
+        setting: the setting that the timeout comes from.
     """
 
     def __init__(
@@ -67,29 +78,59 @@ class CallFuture(Awaitable):
         first_only: bool,
         first_rank: int = 0,
         watchdog: Watchdog | None = None,
-        since: float | Running | None = None,
+        since: float | CallFuture | None = None,
         setting: str = "cluster.call_timeout_s",
     ) -> None:
+        self.name = name
         self._refs = list(refs)
         self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
+        self._pending = dict(self._ranks)  # those without an answer at the last look
         self._first_only = first_only
-        self.running = Running(name, dict(self._ranks), timeout_s, watchdog, since, setting)
-
-    def __repr__(self) -> str:
-        ended = "" if self.running.pending else ", ended"  # as when last looked
-        return f"CallFuture({self.running.name} on {len(self._refs)} rank{'s' * (len(self._refs) != 1)}{ended})"
+        self._timeout_s, self._setting, self._watchdog = timeout_s, setting, watchdog
+        self._began = since if isinstance(since, float) else time.monotonic()
+        self._earlier = since if isinstance(since, CallFuture) else None
+        self._hung: WorkerHung | None = None  # the error of the last wait
+        self._has_aborted = False
 
     def has_ended(self) -> bool:
-        """Returns whether all ranks have answered, whatever they said; waits for none."""
-        return self.running.has_ended()
+        """Returns whether all ranks have answered, with a result or an error; does not wait."""
+        if pending := self._pending:
+            done = set(ray.wait(list(pending), num_returns=len(pending), timeout=0, fetch_local=False)[0])
+            self._pending = {ref: rank for ref, rank in pending.items() if ref not in done}
+        return not self._pending
+
+    def current(self) -> CallFuture:
+        """Returns the call that the ranks are running: this one, or an earlier one that has not ended."""
+        current = self
+        while (earlier := current._earlier) is not None:  # another thread may notice its end at the same time
+            if earlier.has_ended():
+                current._earlier, current._began = None, time.monotonic()
+            else:
+                current = earlier
+        return current
+
+    def require_moving(self, name: str) -> None:
+        """Refuses the later call `name` with WorkerHung if this one hung and has not ended."""
+        hung = self._hung
+        if hung is None or self.has_ended():
+            return
+        error = WorkerHung(
+            f"{name} has to wait for {self.name}, which hung: {hung.message}",
+            field=hung.field,
+            hint="shut the group down and launch a new one, as actors.fault_tolerance does by itself",
+            rank=hung.rank,
+            call=hung.call,
+        )
+        error.stack = hung.stack
+        raise error
 
     def result(self) -> Any:
         """Waits for the ranks; returns rank 0's result, or all results in rank order.
 
         Raises:
-            WorkerHung: not all ranks answered in time, this call or one that they do before. WorkerDied: a process
-                ended. ResourceError: Ray is gone.
-            SlimeError: what a rank raised; the root cause where several did, with the others' words in its `others`.
+            WorkerHung: not all ranks answered this call, or an earlier one, in time. WorkerDied: a process ended.
+            ResourceError: Ray is gone.
+            SlimeError: what a rank raised. If several failed it is the root cause, and `others` has the rest.
         """
         pending = list(self._refs)
         values: dict[Any, Any] = {}
@@ -97,11 +138,13 @@ class CallFuture(Awaitable):
         give_up = math.inf  # after a first failure
         looked = time.monotonic()
         while pending:
-            current = self.running if failures else self.running.first_in_line()
-            left_s = max(0.0, min(give_up, current.deadline) - time.monotonic())
+            current = self if failures else self.current()
+            if current is not self:
+                current.require_moving(self.name)
+            left_s = max(0.0, min(give_up, current._began + current._timeout_s) - time.monotonic())
             enough = max(1, len(pending) // _ONE_IN)
             done, pending = ray.wait(pending, num_returns=enough, timeout=min(SLICE_S, left_s))
-            late = []  # Ray has it and does not hand it over: no end of a process, and no answer before the deadline
+            late = []  # Ray has the answer but does not hand it over: neither a dead process nor an answer
             for ref in done:
                 try:
                     values[ref] = ray.get(ref, timeout=_GET_S)
@@ -109,29 +152,64 @@ class CallFuture(Awaitable):
                     if isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError):
                         late.append(ref)
                         continue
-                    failure = meaning_of(error, self._ranks[ref], self.running.name)
+                    failure = meaning_of(error, self._ranks[ref], self.name)
                     failures.append((self._ranks[ref], failure))
-                    if _ends_rank(error, failure):
-                        self.running.abort_collectives([rank for rank, _ in failures])
-                    # nothing explains an end but the end itself
+                    if _ends_rank(error, failure) and self._watchdog is not None and not self._has_aborted:
+                        self._has_aborted = True  # the loss of a rank alone may not end the others' collectives
+                        self._watchdog.abort_collectives([rank for rank, _ in failures])
+                    # a death needs no other explanation
                     grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
                     give_up = min(give_up, time.monotonic() + grace_s)
             pending += late
             if left_s == 0.0 and len(done) == len(late):
                 if failures:
                     break
-                if current is self.running:
-                    raise current.overdue([self._ranks[ref] for ref in pending], [self._ranks[ref] for ref in late])
+                if current is self:
+                    raise self._overdue([self._ranks[ref] for ref in pending], [self._ranks[ref] for ref in late])
                 if not current.has_ended():
-                    raise current.overdue(list(current.pending.values()))
+                    raise current._overdue(list(current._pending.values()))
             elif not failures and time.monotonic() - looked >= SLICE_S:
                 looked = time.monotonic()
                 require_cluster()
-                current.look()
+                current._look()
         if failures:
             raise _root_cause(failures)
-        self.running.pending = {}
+        self._pending = {}
         return values[self._refs[0]] if self._first_only else [values[ref] for ref in self._refs]
+
+    def _look(self) -> None:
+        """Makes the watchdog look at the ranks that have not answered; raises WorkerHung if one hangs."""
+        if self._watchdog is None or self.has_ended():
+            return
+        try:
+            self._watchdog.look(Waiting(self.name, list(self._pending.values()), self._began))
+        except WorkerHung as error:
+            self._hung = error
+            raise
+
+    def _overdue(self, ranks: Sequence[int], late: Sequence[int] = ()) -> WorkerHung:
+        """Returns the error of this call after its deadline.
+
+        Args:
+            ranks: the ranks that have not answered.
+            late: the ranks among them whose answers Ray has, and did not hand over.
+        """
+        if self._watchdog is not None:
+            self._hung = self._watchdog.overdue(Waiting(self.name, ranks, self._began), self._timeout_s, self._setting)
+        else:
+            self._hung = WorkerHung(
+                f"{self.name} did not finish within {self._timeout_s:g} s",
+                field=self._setting,
+                hint="look at the rank's log, or raise the timeout",
+                rank=ranks[0],
+                call=self.name,
+            )
+        if late:
+            answered = ", ".join(map(str, late))
+            self._hung.others += (
+                f"rank {answered} has answered, and Ray's object store does not hand the answer over",
+            )
+        return self._hung
 
 
 def meaning_of(error: RayError, rank: int, call: str) -> Exception:
@@ -143,187 +221,50 @@ def meaning_of(error: RayError, rank: int, call: str) -> Exception:
 
 
 def _ends_rank(error: RayError, failure: Exception) -> bool:
-    """Returns whether the process of a failed rank has ended or will end, so that its peers wait in vain.
-
-    Args:
-        failure: the `meaning_of` the error.
-    """
+    """Returns whether the process of a failed rank has ended or will end; `failure` is the `meaning_of` the error."""
     raised = error.cause if isinstance(error, RayTaskError) else failure
-    # with an error that is none of ours the rank ends, whatever is made of it here
-    return raised.ends_rank if isinstance(raised, SlimeError) else True
+    return raised.ends_rank if isinstance(raised, SlimeError) else True  # a rank ends itself after an untyped error
 
 
-class Running:
-    """The part of a call that later calls need to know: which ranks are at work on it. It holds no results."""
-
-    def __init__(
-        self,
-        name: str,
-        pending: dict[Any, int],
-        timeout_s: float,
-        watchdog: Watchdog | None,
-        since: float | Running | None,
-        setting: str,
-    ) -> None:
-        self.name = name
-        self.pending = pending  # ref -> rank, of those that had not answered when last looked
-        self.hung: WorkerHung | None = None  # what was said when it was last waited for
-        self._has_aborted = False
-        self._timeout_s = timeout_s
-        self._watchdog = watchdog
-        self._began = since if isinstance(since, float) else time.monotonic()
-        self._behind = since if isinstance(since, Running) else None
-        self._setting = setting
-
-    @property
-    def deadline(self) -> float:
-        """When the call is overdue, of `time.monotonic`; it counts for the first call in line alone."""
-        return self._began + self._timeout_s
-
-    def has_ended(self) -> bool:
-        """Returns whether all ranks have answered, whatever they said; waits for none."""
-        if pending := self.pending:
-            done = ray.wait(list(pending), num_returns=len(pending), timeout=0, fetch_local=False)[0]
-            ended = set(done)
-            self.pending = {ref: rank for ref, rank in pending.items() if ref not in ended}
-        return not self.pending
-
-    def current(self) -> Running:
-        """Returns the call that the ranks are at: this one, or one before it that has not ended."""
-        current = self
-        while (behind := current._behind) is not None:  # another thread may find at the same time that it has ended
-            if behind.has_ended():
-                current._behind, current._began = None, time.monotonic()
-            else:
-                current = behind
-        return current
-
-    def first_in_line(self) -> Running:
-        """Returns the call that the ranks are at.
-
-        Raises:
-            WorkerHung: that is one before it, which hung when somebody waited for it, and is there still.
-        """
-        current = self.current()
-        if current is not self:
-            current.require_moving(self.name)
-        return current
-
-    def require_moving(self, name: str) -> None:
-        """Refuses a later call while the ranks hang in this one.
-
-        Raises:
-            WorkerHung: this one hung and has not ended.
-        """
-        if self.hung is None or self.has_ended():
-            return
-        error = WorkerHung(
-            f"{name} has to wait for {self.name}, which hung: {self.hung.message}",
-            field=self.hung.field,
-            hint="shut the group down and launch a new one, as actors.fault_tolerance does by itself",
-            rank=self.hung.rank,
-            call=self.hung.call,
-        )
-        error.stack = self.hung.stack
-        raise error
-
-    def look(self) -> None:
-        """Makes the watchdog look at the ranks that have not answered.
-
-        Raises:
-            WorkerHung: one of them hangs.
-        """
-        if self._watchdog is None or self.has_ended():
-            return
-        try:
-            self._watchdog.look(Waiting(self.name, list(self.pending.values()), self._began))
-        except WorkerHung as error:
-            self.hung = error
-            raise
-
-    def abort_collectives(self, lost: Collection[int]) -> None:
-        """Makes the ranks that are left abort their collectives, which a loss alone may not end; once a call."""
-        if self._watchdog is not None and not self._has_aborted:
-            self._has_aborted = True
-            self._watchdog.abort_collectives(lost)
-
-    def overdue(self, ranks: Sequence[int], late: Sequence[int] = ()) -> WorkerHung:
-        """Returns the error of this call when its deadline has passed.
-
-        Args:
-            ranks: that have not answered, as far as is known.
-            late: those of them whose answers Ray has and did not hand over.
-        """
-        if self._watchdog is not None:
-            self.hung = self._watchdog.overdue(Waiting(self.name, ranks, self._began), self._timeout_s, self._setting)
-        else:
-            self.hung = WorkerHung(
-                f"{self.name} did not finish within {self._timeout_s:g} s",
-                field=self._setting,
-                hint="look at the rank's log, or raise the timeout",
-                rank=ranks[0],
-                call=self.name,
-            )
-        if late:
-            answered = ", ".join(map(str, late))
-            self.hung.others += (f"rank {answered} has answered, and Ray's object store does not hand the answer over",)
-        return self.hung
-
-
-class QueuedCall(Awaitable):
-    """A call that a `Dispatcher` begins when it is its turn."""
+class QueuedCall(Future[Any]):
+    """A call that a `Dispatcher` starts in its turn. If it cannot start, `result` raises why; no rank has seen it."""
 
     def __init__(self, begun: Begun[Any]) -> None:
         self._begun = begun
 
-    def __repr__(self) -> str:
-        if not self._begun.done():
-            return "QueuedCall(it waits for its turn)"
-        error = self._begun.exception()
-        return f"QueuedCall({repr(self._begun.result()) if error is None else f'not begun: {error}'})"
-
     def result(self) -> Any:
-        """Waits until the call has begun and ended; returns its result.
-
-        Raises:
-            Exception: with which it could not be begun; no rank has seen it then.
-        """
         return self._begun.result().result()
 
 
 class Dispatcher:
-    """Begins calls one after another, in the order in which they were made, while their callers go on.
+    """Starts calls one after another, in the order in which they were made, while their callers go on.
 
-    Calls may be in lanes: those of a lane keep their order, and lanes take turns, a call each. So that a lane which
-    comes later has its turn, no more than two calls are begun and not ended then.
+    Calls of a lane keep their order, and lanes take turns, one call each. No more than two calls run at a time then, so
+    that a lane which is added later gets its turn soon.
 
-    Its thread is there while there is something to begin. It is a daemon: what waits in it must not keep a program that
-    ends.
+    The thread exists while there is something to start. It is a daemon, so that waiting calls do not keep a program
+    from ending.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # lane -> its calls; the lane whose turn is next comes first, and only those with calls are there
+        # lane -> its calls; the next lane comes first, and lanes without calls are left out
         self._waiting: OrderedDict[str | None, deque[tuple[Callable[[], Any], Begun[Any]]]] = OrderedDict()
         self._has_lanes = False
-        self._unended: deque[Any] = deque()  # of the calls that were begun, where there are lanes
-        self._thread: threading.Thread | None = None  # that begins them; any other has to end
+        self._running: deque[Any] = deque()  # started calls that have not ended, if there are lanes
+        self._thread: threading.Thread | None = None  # the one that may start calls
 
     def submit(self, begin: Callable[[], Any], lane: str | None = None) -> QueuedCall:
         """Queues a call and returns at once.
 
         Args:
-            begin: prepares a call, begins it and returns what it is waited for by, with a `has_ended`.
-            lane: None is one, too.
+            begin: starts the call, and returns its future, which has a method `has_ended` if there are lanes.
+            lane: None is a lane, too.
         """
         return QueuedCall(self._put(begin, lane))
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until all calls that were made so far have begun, or failed to.
-
-        Raises:
-            TimeoutError: they have not in this time.
-        """
+        """Waits until all calls made so far have started or failed to start; raises TimeoutError after `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._lock:
             lanes = [None, *(lane for lane in self._waiting if lane is not None)]
@@ -338,7 +279,7 @@ class Dispatcher:
                 try:
                     self._thread = threading.Thread(target=self._run, name="slimefsdp-calls", daemon=True)
                     self._thread.start()
-                except BaseException:  # no more threads, or Ctrl-C, after which it may be there all the same
+                except BaseException:  # no more threads; or Ctrl-C, after which the thread may run all the same
                     self._thread = None
                     raise
             self._waiting.setdefault(lane, deque()).append((begin, begun))
@@ -347,7 +288,7 @@ class Dispatcher:
     def _run(self) -> None:
         while True:
             if self._has_lanes:
-                self._wait_for_a_turn()
+                self._wait_for_turn()
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return
@@ -359,22 +300,22 @@ class Dispatcher:
                 if calls:
                     self._waiting[lane] = calls
             try:
-                begun.set_result(found := begin())
-                if self._has_lanes and found is not None:
-                    self._unended.append(found)
-                del found
-            except BaseException as error:  # for whoever waits for it; the calls behind it have their turn
+                begun.set_result(future := begin())
+                if self._has_lanes and future is not None:
+                    self._running.append(future)
+                del future
+            except BaseException as error:  # raised where the call is waited for; later calls start
                 begun.set_exception(error)
             del begin, begun  # they hold the batch
 
-    def _wait_for_a_turn(self) -> None:
-        while len(self._unended) > 1:
+    def _wait_for_turn(self) -> None:
+        while len(self._running) > 1:
             try:
-                has_ended = self._unended[0].has_ended()
-            except Exception:  # Ray is gone, which whoever waits for the call is told
+                has_ended = self._running[0].has_ended()
+            except Exception:  # Ray is gone, which waiting for the call reports
                 has_ended = True
             if has_ended:
-                self._unended.popleft()
+                self._running.popleft()
             else:
                 time.sleep(_TURN_S)
 
@@ -388,59 +329,35 @@ class CallQueue:
 
     def __init__(self, dispatcher: Dispatcher | None = None) -> None:
         self.dispatcher = dispatcher or Dispatcher()
-        self._lock = threading.Lock()  # calls in another order on another rank would have their collectives meet
-        self._newest: Running | None = None
+        self._lock = threading.Lock()  # with another order on another rank, collectives of different calls would meet
+        self._newest: CallFuture | None = None
 
     def require_moving(self, name: str) -> None:
-        """Refuses a call while the actors hang in an earlier one.
-
-        Raises:
-            WorkerHung: the actors hang in an earlier one.
-        """
+        """Refuses a call with WorkerHung while the actors hang in an earlier one."""
         if self._newest is not None:
             self._newest.current().require_moving(name)
 
     def begin(
-        self,
-        start: Callable[[], Sequence[Any]],
-        *,
-        name: str,
-        timeout_s: float,
-        first_only: bool,
-        watchdog: Watchdog | None = None,
-        counts_from_now: bool = False,
-        setting: str = "cluster.call_timeout_s",
+        self, start: Callable[[], Sequence[Any]], *, name: str, counts_from_now: bool = False, **options: Any
     ) -> CallFuture:
-        """Makes a call.
+        """Starts a call; raises WorkerHung, and does not start it, if the actors hang in an earlier one.
 
         Args:
-            start: gives it to all actors; returns one reference per rank.
-            counts_from_now: the timeout, and not from when the calls before it have ended.
-            setting: that the timeout is from.
-
-        Raises:
-            WorkerHung: the actors hang in an earlier one; they have not been given this one.
+            start: gives the call to all actors; returns one reference per rank.
+            counts_from_now: the timeout begins now, and not when the calls before it have ended.
+            options: further arguments of `CallFuture`.
         """
         with self._lock:
             self.require_moving(name)
-            behind = None if self._newest is None or self._newest.has_ended() else self._newest
-            future = CallFuture(
-                start(),
-                name=name,
-                timeout_s=timeout_s,
-                first_only=first_only,
-                watchdog=watchdog,
-                since=None if counts_from_now else behind,
-                setting=setting,
-            )
-            self._newest = future.running
-            return future
+            earlier = None if self._newest is None or self._newest.has_ended() else self._newest
+            self._newest = CallFuture(start(), name=name, since=None if counts_from_now else earlier, **options)
+            return self._newest
 
 
 def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
-    """Returns the error to report of several ranks: a death first, then a typed error, any other, a lost peer.
+    """Returns the error to report for several ranks: first a death, then a typed error, any other, a lost peer.
 
-    A typed one gets what the others said besides.
+    A typed error gets the other ranks' messages as its `others`.
     """
 
     def order(failure: tuple[int, Exception]) -> tuple[int, int]:
@@ -453,13 +370,13 @@ def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
     if isinstance(cause, SlimeError):
         others: dict[str, list[str]] = {}
         for rank, error in failures:
-            if error is not cause and _words(error) != _words(cause):
-                others.setdefault(_words(error), []).append(str(rank))
-        cause.others += tuple(f"rank {', '.join(ranks)}: {words}" for words, ranks in others.items())
+            if error is not cause and _first_line(error) != _first_line(cause):
+                others.setdefault(_first_line(error), []).append(str(rank))
+        cause.others += tuple(f"rank {', '.join(ranks)}: {line}" for line, ranks in others.items())
     return cause
 
 
-def _words(error: Exception) -> str:
-    """Returns the error's words in one line, without the rank."""
-    said = error.message if isinstance(error, SlimeError) else str(error.args[0] if error.args else "")
-    return f"{type(error).__name__}: {said.strip().partition(chr(10))[0]}"
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, without the rank."""
+    message = error.message if isinstance(error, SlimeError) else str(error.args[0] if error.args else "")
+    return f"{type(error).__name__}: {message.strip().partition(chr(10))[0]}"

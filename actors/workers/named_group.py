@@ -1,8 +1,8 @@
-"""The handle on a group that lives in a process of its own, whichever programs come and go.
+"""The handle on a group that lives in a process of its own and outlives the programs that use it.
 
-That process (actors/fault_tolerance/group_host.py) is a detached Ray actor under the group's name. Programs attach to
-it: one at a time may make calls that change the group, all others read. A program says every few seconds that it is
-there; once it has been silent for `LEASE_S`, its place as the writer is free for another.
+That process (actors/fault_tolerance/group_host.py) is a detached Ray actor with the group's name. Programs attach to
+it. One at a time is the writer, which may make calls that change the group; all others read. A program renews its lease
+every few seconds, and a writer whose lease has expired may be replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import uuid
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from actors.cluster.connect import join
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
-from actors.workers.futures import Awaitable
+from actors.workers.futures import SLICE_S, Future
 from actors.workers.group_calls import JobGroup, RankRequest
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied
@@ -31,12 +32,11 @@ from slimefsdp.results import Health
 from slimefsdp.rpc import Role, require_name
 
 NAMESPACE = "slimefsdp"
-"""Of Ray, in which all named groups of a cluster are."""
+"""The Ray namespace of all named groups of a cluster."""
 LEASE_S = 20.0
-"""A program that has said nothing for so long may be gone: another may write in its place."""
+"""Seconds after its last sign of life in which a program keeps its place as the writer."""
 _RENEW_S = 3.0
-_SLICE_S = 0.25  # of a wait, in between which signals are handled
-_ANSWER_S = 30.0  # of the process behind a name, for what needs no rank
+_ANSWER_S = 30.0  # limit on answers of the group's process that need no rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,36 +63,18 @@ class GroupStatus:
     ranks: int
     launched: float  # seconds since the epoch
     run_dir: str | None
-    updates: int | None = None  # that rank 0 of the policy has taken; None: it does not answer
-    saved_step: int | None = None  # of the last checkpoint since the launch
+    updates: int | None = None  # updates that rank 0 of the policy has taken; None: it does not answer
+    saved_step: int | None = None  # the last checkpoint since the launch
     recoveries: int = 0
-    calls: tuple[str, ...] = ()  # that have not ended, the oldest first
+    calls: tuple[str, ...] = ()  # calls that have not ended, the oldest first
     writer: str | None = None  # host:pid
     readers: tuple[str, ...] = ()
-
-
-class HostCall(Awaitable):
-    """The future of a call that the group's process has taken."""
-
-    def __init__(self, group: str, call: str, reference: Any) -> None:
-        self._group, self._call, self._reference = group, call, reference
-
-    def __repr__(self) -> str:
-        return f"HostCall({self._call} of {self._group})"
-
-    def result(self) -> Any:
-        """Waits for the call, and returns its result.
-
-        Raises:
-            WorkerDied: the group's process has ended. SlimeError: what the call raised.
-        """
-        return _answer_of(self._reference, self._group, self._call)
 
 
 class NamedGroup(JobGroup):
     """A handle on a group that lives on when this program ends.
 
-    Had from `actors.launch_named` and `WorkerGroup.attach`. As a context it is left at the end of the block.
+    `actors.launch_named` and `WorkerGroup.attach` return one. The end of a `with` block detaches from the group.
     """
 
     _job: Membership
@@ -110,28 +92,28 @@ class NamedGroup(JobGroup):
         """Returns a handle on a group that `actors.launch_named` launched, in this program or another.
 
         Args:
-            write: makes calls that change the group possible, which one program at a time may.
-            wait_s: how long to wait for another writer to leave. One that ended without a word makes room after 20 s.
-            address: of the Ray cluster, where this process is not connected to one; as cluster.address.
-            allow_without_token: as cluster.allow_without_token.
+            write: allows calls that change the group, for one program at a time.
+            wait_s: how long to wait for another writer to detach. The place of one that was killed is free after 20 s.
+            address: the Ray cluster, unless this process is connected to one; see cluster.address.
+            allow_without_token: see cluster.allow_without_token.
 
         Raises:
             StateError: there is no such group, it is being launched or ended, or another program writes.
-            ResourceError: no cluster can be reached. ConfigError: nothing can have such a name.
+            ResourceError: no cluster can be reached. ConfigError: the name is invalid.
         """
         require_name(name, "a group")
         join(address, allow_without_token=allow_without_token)
         host = host_of(name)
         client = Client.here(write)
-        until = time.monotonic() + wait_s
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 config, roles = ask(host, name, "attach", client)
                 return cls(Membership(name, host, client, config, roles), "actor")
             except StateError as error:
-                if error.field != "write" or time.monotonic() >= until:
+                if error.field != "write" or time.monotonic() >= deadline:
                     raise
-            time.sleep(min(_RENEW_S, max(0.0, until - time.monotonic())))
+            time.sleep(min(_RENEW_S, max(0.0, deadline - time.monotonic())))
 
     @property
     def name(self) -> str:
@@ -140,8 +122,8 @@ class NamedGroup(JobGroup):
 
     def status(self) -> GroupStatus:
         """Returns what `slimefsdp groups list` shows of the group."""
-        found: GroupStatus = self._job.ask("status")
-        return found
+        status: GroupStatus = self._job.ask("status")
+        return status
 
     def detach(self) -> None:
         """Leaves the group as it is, with its critic and reference; idempotent. Calls that were made are finished."""
@@ -162,7 +144,7 @@ class NamedGroup(JobGroup):
 
 
 class Membership:
-    """The `Job` of a named group; this program is attached to it until it leaves, ends, or drops this object."""
+    """The `Job` of a named group; this program stays attached until it leaves, ends, or drops this object."""
 
     def __init__(self, name: str, host: Any, client: Client, config: RunConfig, roles: tuple[Role, ...]) -> None:
         self.name, self.host, self.client, self.config, self.roles = name, host, client, config, roles
@@ -177,22 +159,22 @@ class Membership:
     def config_of(self, role: Role) -> RunConfig:
         return self.config
 
-    def submit(self, role: Role, request: RankRequest) -> HostCall:
-        if request.name in ("export_hf", "export_adapter"):  # in this program's folder, which ranks do not share
+    def submit(self, role: Role, request: RankRequest) -> Future[Any]:
+        if request.name in ("export_hf", "export_adapter"):  # relative to this program's folder, which ranks lack
             request = request.having(path=Path(request.arguments["path"]).absolute())
         ticket = self.ask("begin", self.client.id, role, request, within_s=None)
-        return HostCall(self.name, request.name, self.host.result.remote(ticket))
+        return Future(partial(_answer_of, self.host.result.remote(ticket), self.name, request.name))
 
     def receivers(self, role: Role) -> list[Any]:
-        found: list[Any] = self.ask("receivers", role)
-        return found
+        receivers: list[Any] = self.ask("receivers", role)
+        return receivers
 
     def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
-        found: list[Health | SlimeError] = self.ask("health", role, timeout_s, within_s=None)
-        return found
+        answers: list[Health | SlimeError] = self.ask("health", role, timeout_s, within_s=None)
+        return answers
 
     def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-        """Asks the group's process, as the function `ask`; raises StateError after `leave`."""
+        """Calls the function `ask` for this group; raises StateError after `leave`."""
         if self.has_left:
             raise StateError(f"the group {self.name} after detach()", field="name", hint="attach to it again")
         return ask(self.host, self.name, method, *args, within_s=within_s)
@@ -211,7 +193,7 @@ def _renew(host: Any, client: Client, over: threading.Event) -> None:
     while not over.wait(_RENEW_S) and not cluster_is_gone():
         try:
             host.renew.remote(client)
-        except Exception:  # who makes the next call is told why
+        except Exception:  # the next call reports why
             return
 
 
@@ -220,38 +202,35 @@ def _leave(host: Any, client: Client, over: threading.Event) -> None:
     try:
         if not cluster_is_gone():
             ray.get(host.detach.remote(client.id), timeout=_ANSWER_S)
-    except (RayError, OSError) as error:  # it has ended, or finds out by itself
+    except (RayError, OSError) as error:  # it has ended, or will notice that the lease expired
         print(f"left a group that did not answer: {str(error).partition(chr(10))[0]}", file=sys.stderr)
 
 
 def host_of(name: str) -> Any:
-    """Returns the Ray actor of a named group.
-
-    Raises:
-        StateError: there is no group of this name.
-    """
+    """Returns the Ray actor of a named group, or raises StateError if there is none."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
-        there = ", ".join(named_groups()) or "none"
-        problem = f"there is no group {name!r} in this cluster; groups that are there: {there}"
+        names = ", ".join(named_groups()) or "none"
+        problem = f"there is no group {name!r} in this cluster; its groups: {names}"
         raise StateError(problem, field="name", hint="name one of those, or launch it") from None
 
 
 def named_groups() -> list[str]:
     """Returns the names of all groups of the cluster, sorted."""
-    found = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(one["name"] for one in found if one["namespace"] == NAMESPACE)
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
 
 
 def ask(host: Any, name: str, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
     """Calls a method of a group's process and returns its answer.
 
     Args:
-        within_s: None: it answers when ranks have.
+        within_s: the limit in seconds; None: the answer takes as long as the ranks need.
 
     Raises:
-        WorkerDied: it has ended. StateError: it does not answer, or cannot be reached. SlimeError: what it raised.
+        WorkerDied: the process has ended. StateError: it does not answer, or cannot be reached.
+        SlimeError: what the method raised.
     """
     require_cluster()
     return _answer_of(getattr(host, method).remote(*args), name, method, within_s)
@@ -261,7 +240,7 @@ def end_host(host: Any, name: str, client: str | None) -> None:
     """Ends a group and its process, after saves in the background.
 
     Args:
-        client: who asks, which must be the writer where there is one; None: whoever may.
+        client: the id of the program, which must be the writer; None: for a group without a writer.
 
     Raises:
         StateError: another program writes.
@@ -274,14 +253,14 @@ def end_host(host: Any, name: str, client: str | None) -> None:
 
 
 def _answer_of(reference: Any, group: str, call: str, within_s: float | None = None) -> Any:
-    until = None if within_s is None else time.monotonic() + within_s
-    while not ray.wait([reference], timeout=_SLICE_S)[0]:
+    deadline = None if within_s is None else time.monotonic() + within_s
+    while not ray.wait([reference], timeout=SLICE_S)[0]:
         require_cluster()
-        if until is not None and time.monotonic() > until:
+        if deadline is not None and time.monotonic() > deadline:
             raise StateError(
                 f"the process of the group {group} has not answered {call} for {within_s:g} s",
                 field="name",
-                hint=f"`slimefsdp groups stop {group} --force` ends it where it does not come back",
+                hint=f"`slimefsdp groups stop {group} --force` ends it if it does not recover",
             )
     try:
         return ray.get(reference, timeout=_ANSWER_S)
@@ -289,16 +268,16 @@ def _answer_of(reference: Any, group: str, call: str, within_s: float | None = N
         if isinstance(error.cause, SlimeError):
             raise error.cause from None
         raise
-    except ActorUnavailableError as error:  # by a connection that broke; Ray says so of a process that may be there
+    except ActorUnavailableError as error:  # the connection broke; the process may still run
         raise StateError(
             f"the process of the group {group} cannot be reached, and whether it did {call} is not known: {error}",
             field="name",
-            hint="look at the network; `slimefsdp groups list` says how far the group is",
+            hint="look at the network; `slimefsdp groups list` shows the group's state",
         ) from None
     except RayActorError as error:
-        said = next(iter(str(error).splitlines()), "")
+        reason = next(iter(str(error).splitlines()), "")
         raise WorkerDied(
-            f"the process of the group {group} has ended: {said}",
+            f"the process of the group {group} has ended: {reason}",
             hint="launch the group again, and load its last checkpoint",
             call=call,
         ) from None

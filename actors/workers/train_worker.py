@@ -1,4 +1,4 @@
-"""One Ray actor: one process, one rank, a Trainer for each role in it. It holds the environment and forwards."""
+"""The Ray actor of one rank: a process with a Trainer for each role in it, to which it forwards calls."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Loaded(NamedTuple):
 
 
 class TrainWorker(Watched):
-    """A rank. Calls arrive on Ray's threads, so what is per thread or needs torch is set up in `start`."""
+    """Runs one rank. Calls arrive on threads of Ray, so state of threads and torch is set up in `start`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
-        self._configs: dict[str, RunConfig] = {}  # by role, as the group was launched
-        self._last_updates: dict[type, Any] = {}  # by transport: the next update takes over its group or buffers
-        self._listener: socket.socket | None = None  # of rank 0, until its process group has it
-        self._has_aborted = False  # its collectives, or is about to: what they bring may be anything
+        self.trainers: dict[str, Any] = {}  # role -> its Trainer; an actor's process may have the critic's, too
+        self._configs: dict[str, RunConfig] = {}  # role -> the settings with which its group was launched
+        self._last_updates: dict[type, Any] = {}  # transport -> its last update, whose group or buffers are used again
+        self._listener: socket.socket | None = None  # on rank 0, until the process group takes it
+        self._has_aborted = False  # collectives were aborted, or are about to be: their results are garbage
 
     def free_address(self) -> tuple[str, int]:
-        """Listens on a port of this node until `start`, so that no other process takes it; returns address and port.
+        """Listens on a free port of this node until `start`; returns its address and the port.
 
         Raises:
             ResourceError: this node cannot listen at its own address, or has no port left.
@@ -83,7 +83,7 @@ class TrainWorker(Watched):
         return self.add_trainer(config, role)
 
     def add_trainer(self, config: RunConfig, role: str) -> Loaded:
-        """Loads the model of a role into the process group that there is."""
+        """Loads the model of a role; the process group exists."""
         import torch
 
         from slimefsdp.distributed.mesh import choose_device
@@ -102,11 +102,7 @@ class TrainWorker(Watched):
         return Loaded(int(trainer.folder.vocab_size), trainer.config.fsdp.sharding)
 
     def call(self, request: RankRequest, role: str = "actor") -> Any:
-        """Makes a prepared call on the role's Trainer.
-
-        Returns:
-            Its result; None on ranks other than 0, unless the call answers by rank.
-        """
+        """Makes a prepared call on the role's Trainer; ranks other than 0 return None, unless it answers by rank."""
         import torch
 
         trainer = self.trainers[role]
@@ -122,36 +118,30 @@ class TrainWorker(Watched):
                 timeout_s = trainer.config.collective_timeout_s
                 arguments["batch"] = ray.get(arguments["batch"], timeout=timeout_s)
             if request.name == "update_weights":
-                arguments = {"receivers": self._sent_to(**arguments, role=role)}
+                arguments = {"receivers": self._receivers(**arguments, role=role)}
             result = getattr(trainer, request.name)(**arguments)
             self._require_peers()
         except Exception as error:
             raise self._failed(error, request.name, trainer.config, role) from None
         return result if request.call.answers_by_rank or self.rank == 0 else None
 
-    def _sent_to(self, receivers: list[Any], drop_failed: bool, role: str) -> list[Any]:
-        """Returns what the Trainer of this rank sends weights to: on rank 0 the transport of the settings."""
+    def _receivers(self, receivers: list[Any], drop_failed: bool, role: str) -> list[Any]:
+        """Returns what this rank's Trainer sends weights to: on rank 0 the transport to all receivers."""
         if self.rank != 0 or not receivers:
             return []
-        return [self._weight_update(receivers, drop_failed, role)]
-
-    def _weight_update(self, receivers: list[Any], drop_failed: bool, role: str) -> Any:
         from actors.workers.transports import transport_to
 
-        trainer = self.trainers[role]
         config = self._configs[role]
-        settings = config.rollout
-        kind = transport_to(receivers, settings.transport)
-        update = kind.from_trainer(
-            trainer,
+        kind = transport_to(receivers, config.rollout.transport)
+        self._last_updates[kind] = kind.from_trainer(
+            self.trainers[role],
             config,
             receivers,
             before=self._last_updates.get(kind),
             drops=drop_failed,
-            checksums=settings.weight_checksums,
+            checksums=config.rollout.weight_checksums,
         )
-        self._last_updates[kind] = update
-        return update
+        return [self._last_updates[kind]]
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """Begins a weight update of a reference group, as `slimefsdp.weight_sync.receive.Receiver`."""
@@ -170,26 +160,22 @@ class TrainWorker(Watched):
 
     @ray.method(concurrency_group="control")
     def health(self, role: str = "actor") -> Health:
-        """Answers while another call is stuck in a collective: it runs in a group of threads of its own."""
-        if role not in self.trainers:
-            return Health(self.rank, os.getpid(), 0)
-        from slimefsdp.distributed.memory_manager import memory_in_use
-
-        trainer = self.trainers[role]
-        return Health(self.rank, os.getpid(), trainer.updates_taken, *memory_in_use(trainer.mesh.device))
+        """Returns the health of a role's Trainer, also while another call is stuck in a collective."""
+        health: Health = self.trainers[role].health() if role in self.trainers else Health(self.rank, os.getpid(), 0)
+        return health
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:
-        """Aborts collectives that the loss of another rank does not end, and refuses calls from then on."""
+        """Aborts collectives that do not end by themselves after the loss of a rank, and refuses further calls."""
         from slimefsdp.distributed import collectives
 
         if not collectives.needs_abort():
             return
-        # before the abort, whose kernels end one by one: the thread of the call goes on with garbage while it works
+        # before the abort: as kernels end one by one, the thread of the call goes on with garbage
         self._has_aborted = True
         try:
             collectives.abort_collectives()
-        except Exception:  # nobody waits for an answer
+        except Exception:  # no caller waits for an answer
             problem = f"rank {self.rank} could not abort its collectives, and may wait in them until they time out"
             print(f"{problem}:\n{traceback.format_exc().rstrip()}", file=sys.stderr, flush=True)
 
@@ -200,15 +186,14 @@ class TrainWorker(Watched):
             )
 
     def _failed(self, error: Exception, call: str, config: RunConfig, role: str) -> Exception:
-        """Returns the error for the caller; ends this process after an error that its peers cannot know of.
+        """Returns the error for the caller; ends this process after an error that other ranks do not have.
 
-        A typed error was raised by all ranks alike, or before any collective: the group is healthy. A peer in a
-        collective lets go when the connections close, and torch keeps them open while anything refers to the process
-        group, also after `destroy_process_group`.
+        A typed error was raised by all ranks alike, or before any collective, and the group is healthy. After any other
+        error, peers in a collective are freed only when this process closes its connections by ending.
         """
         if isinstance(error, SlimeError) and (not self._has_aborted or isinstance(error, PeerFailed)):
             error.call = call
-            if error.rank is None:  # else it is agreed on, and says where it happened
+            if error.rank is None:  # otherwise ranks have agreed on it, and it names the one where it happened
                 error.rank = self.rank
             return error
         from actors.workers.oom_advice import memory_error
@@ -216,16 +201,16 @@ class TrainWorker(Watched):
         from slimefsdp.distributed.mesh import choose_device
 
         try:
-            # a collective that was aborted leaves values that may break anything behind it
+            # garbage from an aborted collective may raise any error
             has_lost_a_peer = self._has_aborted or lost_a_peer(error)
-            told = peer_failed(error) if has_lost_a_peer else error
+            reported = peer_failed(error) if has_lost_a_peer else error
             if is_out_of_memory(error) and not has_lost_a_peer:
                 folder = self.trainers[role].folder.config if role in self.trainers else None
-                told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
-            if isinstance(told, SlimeError):
-                told.rank, told.call, told.ends_rank = self.rank, call, not has_lost_a_peer
-            told.add_note(f"on rank {self.rank}, in {call}:\n{''.join(traceback.format_exception(error)).rstrip()}")
-            return portable(told)
+                reported = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
+            if isinstance(reported, SlimeError):
+                reported.rank, reported.call, reported.ends_rank = self.rank, call, not has_lost_a_peer
+            reported.add_note(f"on rank {self.rank}, in {call}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+            return portable(reported)
         finally:
-            if not has_lost_a_peer:  # once it is worded, which may take longer than to send it
+            if not has_lost_a_peer:  # begins now, since composing the error may take long
                 threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()

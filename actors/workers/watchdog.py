@@ -1,9 +1,9 @@
-"""Looking after processes while a call waits for them: which one hangs, in what, and where in its code it is.
+"""Finds the process that hangs while a call waits for several: in what activity, and where in its code.
 
-Each is asked once a second how far it is, on a thread of its own there, so that it answers while a call is stuck. A
-process hangs when it does not answer (it is stopped, or something holds its interpreter lock), or when it answers that
-it has not got on for longer than such an activity takes. Ranks that wait in a collective for a stuck one do not get on
-either, and are not blamed. That a process has ended is noticed by the call itself: actors/workers/futures.py.
+Every process is asked for its progress once a second, and answers on a thread of its own, also while a call is stuck. A
+process hangs if it does not answer (it is stopped, or something holds its interpreter lock), or if its progress stands
+still for longer than its activity takes. Ranks that wait in a collective for a stuck rank stand still too, and are not
+blamed. The end of a process is noticed by the call itself, in actors/workers/futures.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -31,25 +31,14 @@ from slimefsdp.errors import WorkerHung
 from slimefsdp.heartbeat import IDLE, LAUNCH, ProgressSnapshot
 
 ASK_EVERY_S = 1.0
-SLOWER_BY = 10.0  # than such an activity usually is: then it is no longer slow, it hangs
-_HANG = 10.0  # times cluster.ping_timeout_s without progress; a single kernel or collective takes less
-STACKS = "stacks"  # below run.dir
-_ASK_AGAIN_S = 0.1  # at the soonest
-_AWAY_S = 2.0  # between two looks: the driver waited for nothing meanwhile, or was stopped itself
-_SILENT_S = 2.0  # without an answer for so long, a process counts as behind those that answer
-_DUMP_S = 1.0  # for processes of one node to write their stacks; they take milliseconds
-_REMOTE_DUMP_S = 10.0  # for another node to see to the same
-
-
-@dataclass(slots=True)
-class Cost:
-    """Counts what watching costs this process."""
-
-    seconds: float = 0.0
-    questions: int = 0
-
-
-COST = Cost()
+SLOWER_BY = 10.0  # a process hangs that stands still for so many times the usual time of its activity
+_HANG = 10.0  # a process that stands still hangs after so many times cluster.ping_timeout_s at the soonest
+STACKS = "stacks"  # folder below run.dir
+_ASK_AGAIN_S = 0.1  # the shortest time between two questions
+_AWAY_S = 2.0  # between two looks; after a longer time this process was busy or stopped itself
+_SILENT_S = 2.0  # a process without an answer for so long counts as behind those that answer
+_DUMP_S = 1.0  # limit for the processes of one node to write their stacks, which takes milliseconds
+_REMOTE_DUMP_S = 10.0  # the same for another node
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +47,24 @@ class Pulse:
 
     progress: ProgressSnapshot
     pid: int
-    started: int  # of that process, as in `_stat`: pids are used again
-    node: str  # Ray's name of it
-    stacks: str | None  # the file that SIGUSR1 has it write its stacks to; None: there is none
+    started: int  # start time of the process, as in `_stat`, since pids are used again
+    node: str  # Ray's id of the node
+    stacks: str | None  # file to which SIGUSR1 makes the process write its stacks; None: it has none
 
 
 class Watched:
-    """Base of Ray actors that a Watchdog looks after; one of their concurrency groups is called `control`."""
+    """Base of the Ray actors that a Watchdog looks after."""
 
-    CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 1}  # threads of each
+    CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 1}  # name of the group -> its threads
     _stacks: TextIO | None = None
 
     def keep_stacks(self, run_dir: Path | None, name: str) -> None:
-        """Has SIGUSR1 append the stacks of this process's threads to a file below `run_dir`.
+        """Makes SIGUSR1 append the stacks of all threads to a file below `run_dir`, if that can be written.
 
-        That is done in C, also while the interpreter lock is held. Where the file cannot be made there are no stacks.
+        This works in C, also while the interpreter lock is held.
 
         Args:
-            name: of the process in the run, such as `actor_rank_0`.
+            name: the name of the process in the run, such as `actor_rank_0`.
         """
         if run_dir is None:
             return
@@ -84,7 +73,7 @@ class Watched:
             folder.mkdir(parents=True, exist_ok=True)
             for earlier in folder.glob(f"{name}.*.txt"):
                 if earlier.stat().st_size == 0:
-                    earlier.unlink()  # of a process that did not hang
+                    earlier.unlink()  # its process did not hang
             self._stacks = (folder / f"{name}.{os.getpid()}.txt").open("a")
         except OSError:
             return
@@ -92,18 +81,18 @@ class Watched:
 
     @ray.method(concurrency_group="control")
     def progress(self) -> Pulse:
-        """Returns how far this process is; answers while a call is stuck."""
+        """Returns the progress of this process, also while a call is stuck."""
         stacks = None if self._stacks is None else self._stacks.name
         return Pulse(heartbeat.snapshot(), os.getpid(), _stat(os.getpid())[1], _own_node(), stacks)
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:
-        """Others of this process's group are lost: ends what its call waits for them in; here it waits for nobody."""
+        """Ends the collectives in which a call waits for lost processes; here there are none."""
 
 
 @functools.cache
 def remote_class(kind: type[Watched]) -> Any:
-    """The class as Ray actors, with a thread that answers; made once, because Ray keeps each that is made for good."""
+    """Returns the Ray actor class of a class, with its concurrency groups; cached, as Ray never frees one."""
     return ray.remote(concurrency_groups=kind.CONCURRENCY_GROUPS)(kind)  # type: ignore[call-overload]
 
 
@@ -111,12 +100,12 @@ def remote_class(kind: type[Watched]) -> Any:
 class _Process:
     """Holds the state of a watched process; times are of `time.monotonic`."""
 
-    question: Any = None  # that has no answer yet; one at a time, since one thread answers
+    question: Any = None  # reference to the answer to come; one at a time, since one thread answers
     asked: float = 0.0
-    silent_since: float = 0.0  # as `asked`, unless this process was away meanwhile
+    silent_since: float = 0.0  # `asked`, or later if this process was away since
     ask_next: float = 0.0
     pulse: Pulse | None = None  # the last answer
-    pulse_asked: float = 0.0  # it may have been given long before it is taken in
+    pulse_asked: float = 0.0  # when the last answer was asked for; it may be much older than its arrival here
 
     def silent_s(self, now: float) -> float:
         """Returns for how many seconds a question has been unanswered."""
@@ -125,11 +114,11 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds how long processes may take, in seconds."""
+    """Holds how many seconds processes may take."""
 
     ping_s: float  # to answer
-    hang_s: float  # from tick to tick
-    sync_s: float  # for receivers of weights
+    hang_s: float  # between two ticks
+    sync_s: float  # to receive weights
 
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
@@ -140,19 +129,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A call, as long as some have not answered it."""
+    """A call that some processes have not answered."""
 
     call: str
-    ranks: Sequence[int]  # that have not
-    began: float  # of `time.monotonic`
+    ranks: Sequence[int]  # those without an answer
+    began: float  # by `time.monotonic`
 
 
 class Watchdog:
-    """Looks after the processes of one group; calls of several threads may share it.
+    """Looks after the processes of one group; several threads may use it.
 
     Args:
-        actors: `Watched` ones, by rank.
-        kind: what they are, in errors.
+        actors: actors of `Watched` classes, by rank.
+        kind: the word for an actor in errors.
     """
 
     def __init__(self, actors: Sequence[Any], limits: Limits, *, kind: str = "rank") -> None:
@@ -164,17 +153,17 @@ class Watchdog:
         self._looked = 0.0
 
     def look(self, waiting: Waiting) -> None:
-        """Takes in what was answered and asks again where it is time; waits for nobody.
+        """Reads the answers that have arrived and asks again if it is time; does not wait.
 
         Raises:
-            WorkerHung: one hangs, and its stack was written, where that is possible.
+            WorkerHung: a process hangs. Its stack was written, if that was possible.
         """
-        with _counted(), self._lock:
+        with self._lock:
             now = time.monotonic()
             self._take_answers(now)
             if now - self._looked > _AWAY_S:
                 for process in self._processes:
-                    process.silent_since = now  # answers may be here and not taken in yet
+                    process.silent_since = now  # their answers may not have been read yet
             self._looked = now
             silent = self._silent(waiting, now)
             still = self._still(waiting)
@@ -191,12 +180,12 @@ class Watchdog:
                 raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.ping_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
-        """The error of a call that has taken too long as a whole, after the stacks were written.
+        """Makes processes write their stacks, and returns the error of a call that has taken too long as a whole.
 
         Args:
-            setting: that the timeout is from.
+            setting: the setting that has the timeout.
         """
-        with _counted(), self._lock:
+        with self._lock:
             now = time.monotonic()
             self._take_answers(now)
             rank = self._most_behind(waiting.ranks, now)
@@ -206,14 +195,14 @@ class Watchdog:
             return self._hung(waiting, rank, timeout_s, problem, setting)
 
     def abort_collectives(self, lost: Collection[int]) -> None:
-        """Has all but those that are lost abort the collectives that they wait for them in; waits for no answer."""
+        """Makes all processes except the lost ones abort their collectives; does not wait."""
         for rank, actor in enumerate(self._actors):
             if rank not in lost:
                 actor.abort_collectives.remote()
 
     def kill_stopped(self) -> None:
-        """Ends processes of this node that are stopped: of one, Ray waits 5 s for it to end itself."""
-        if cluster_is_gone():  # and they with it
+        """Kills the stopped processes of this node, for which Ray would wait 5 s."""
+        if cluster_is_gone():
             return
         for process in self._processes:
             pulse = process.pulse
@@ -227,7 +216,6 @@ class Watchdog:
         for process, actor in zip(self._processes, self._actors, strict=True):
             if process.question is None and now >= process.ask_next:
                 process.question, process.asked, process.silent_since = actor.progress.remote(), now, now
-                COST.questions += 1
 
     def _take_answers(self, now: float) -> None:
         asked = {process.question: process for process in self._processes if process.question is not None}
@@ -239,23 +227,23 @@ class Watchdog:
             try:
                 process.pulse, process.pulse_asked = ray.get(answer, timeout=5), process.asked
             except RayError:
-                continue  # it ended, which the call itself reports
+                continue  # the process ended, which the call itself reports
             deadline_s = self._deadline_s(process.pulse.progress)
-            if deadline_s is not None:  # asked when it is reached, it is known at once
+            if deadline_s is not None:  # so that a hang is noticed at once
                 left_s = deadline_s - process.pulse.progress.since_tick_s
                 process.ask_next = min(process.ask_next, now + max(_ASK_AGAIN_S, left_s))
 
     # ------------------------------------------------------------------ judging
 
     def _silent(self, waiting: Waiting, now: float) -> list[int]:
-        """Returns the processes that do not answer in this call; during a launch an import may be the cause."""
+        """Returns the processes that do not answer; none during a launch, where an import may be the cause."""
         limit_s = self._limits.ping_s
         if waiting.call == LAUNCH or now - waiting.began <= limit_s:
             return []
-        return [rank for rank, one in enumerate(self._processes) if one.silent_s(now) > limit_s]
+        return [rank for rank, process in enumerate(self._processes) if process.silent_s(now) > limit_s]
 
     def _still(self, waiting: Waiting) -> list[int]:
-        """Returns the processes without progress that do not just wait for others; all of them if everybody waits."""
+        """Returns the processes that stand still and do not only wait for others; or all, if each of them waits."""
         overdue = []
         for rank in waiting.ranks:
             process = self._processes[rank]
@@ -268,13 +256,13 @@ class Watchdog:
         return alone or (overdue if len(overdue) == len(waiting.ranks) else [])
 
     def _deadline_s(self, progress: ProgressSnapshot) -> float | None:
-        """Returns the seconds without a tick after which a process hangs; None while only the call's deadline holds."""
+        """Returns the seconds without a tick after which a process hangs; None: only the call's deadline holds."""
         if progress.activity in (IDLE, LAUNCH) or progress.usual_gap_s is None:
             return None
-        # receivers of weights have their own limit, and are blamed after it
+        # receivers of weights have a limit of their own, after which they are blamed instead of the sender
         hang_s = self._limits.hang_s
         least_s = max(hang_s, self._limits.sync_s if progress.activity == "update_weights" else 0.0)
-        # an activity that is known from one time alone may have been held up then: what is added has a bound
+        # bounded, since the usual gap may be that of a single delayed activity
         return max(least_s, min(SLOWER_BY * progress.usual_gap_s, progress.usual_gap_s + SLOWER_BY * hang_s))
 
     def _most_behind(self, ranks: Sequence[int], now: float) -> int:
@@ -284,7 +272,7 @@ class Watchdog:
             if process.pulse is None or not answers:
                 return answers, False, 0, 0, rank
             progress = process.pulse.progress
-            # on NCCL no frame tells that a rank waits, and ticks are as many on those that wait for the device
+            # on NCCL no frame shows that a rank waits, and ranks that wait for the device have equal ticks
             return answers, progress.waits, progress.collectives, progress.ticks, rank
 
         return min(ranks, key=order)
@@ -294,7 +282,7 @@ class Watchdog:
         assert pulse is not None
         return pulse.progress
 
-    # ------------------------------------------------------------------ telling
+    # ------------------------------------------------------------------ reporting
 
     def _hung(self, waiting: Waiting, rank: int, seconds: float, problem: str, field: str) -> WorkerHung:
         ranks = sorted({rank, *waiting.ranks})
@@ -314,10 +302,10 @@ class Watchdog:
             call=call,
         )
         error.seconds, error.stack = seconds, stack
-        error.others = tuple(self._told(other) for other in ranks if other != rank)
+        error.others = tuple(self._state_of(other) for other in ranks if other != rank)
         return error
 
-    def _told(self, rank: int) -> str:
+    def _state_of(self, rank: int) -> str:
         process = self._processes[rank]
         if process.pulse is None:
             return f"{self._kind} {rank} has not said yet how far it is"
@@ -328,7 +316,7 @@ class Watchdog:
         )
 
     def _write_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Has these processes write their stacks, wherever they run; by rank, what kept them from it."""
+        """Makes processes on any node write their stacks; returns rank -> reason for those that did not."""
         nodes: dict[str, list[tuple[int, Pulse]]] = {}
         for rank in ranks:
             pulse = self._processes[rank].pulse
@@ -338,63 +326,63 @@ class Watchdog:
         for node, pulses in nodes.items():
             processes = [pulse for _, pulse in pulses]
             if node == _own_node():
-                found = write_stacks(processes)
+                reasons = write_stacks(processes)
             else:
-                place = NodeAffinitySchedulingStrategy(node, soft=False)
-                task: Any = ray.remote(num_cpus=0, max_retries=0)(write_stacks).options(scheduling_strategy=place)
+                there = NodeAffinitySchedulingStrategy(node, soft=False)
+                task: Any = ray.remote(num_cpus=0, max_retries=0)(write_stacks).options(scheduling_strategy=there)
                 try:
-                    found = ray.get(task.remote(processes), timeout=_REMOTE_DUMP_S)
+                    reasons = ray.get(task.remote(processes), timeout=_REMOTE_DUMP_S)
                 except RayError:
-                    found = ["its node does not answer"] * len(processes)
-            obstacles |= {rank: why for (rank, _), why in zip(pulses, found, strict=True) if why is not None}
+                    reasons = ["its node does not answer"] * len(processes)
+            obstacles |= {rank: reason for (rank, _), reason in zip(pulses, reasons, strict=True) if reason is not None}
         return obstacles
 
 
 def write_stacks(processes: Sequence[Pulse]) -> list[str | None]:
-    """Has processes of this node write their stacks; of each, what kept it from it, None where nothing did."""
-    before = [_size(one.stacks) for one in processes]
-    obstacles = [_signalled(one) for one in processes]
+    """Makes processes of this node write their stacks; returns for each the reason why it did not, or None."""
+    before = [_size(process.stacks) for process in processes]
+    obstacles = [_signalled(process) for process in processes]
     deadline = time.monotonic() + _DUMP_S
-    for index, one in enumerate(processes):
-        while obstacles[index] is None and _size(one.stacks) == before[index]:
+    for index, process in enumerate(processes):
+        while obstacles[index] is None and _size(process.stacks) == before[index]:
             if time.monotonic() > deadline:
-                obstacles[index] = f"process {one.pid} did not write its stack (state {_state(one)})"
+                obstacles[index] = f"process {process.pid} did not write its stack (state {_state(process)})"
             time.sleep(0.02)
     return obstacles
 
 
-def _signalled(one: Pulse) -> str | None:
-    """Sends the signal that has a process write its stacks; says so where that is of no use."""
-    state = _state(one)
+def _signalled(process: Pulse) -> str | None:
+    """Sends the signal that makes a process write its stacks; returns the reason if it cannot."""
+    state = _state(process)
     if state in ("T", "t"):
-        return f"process {one.pid} is stopped (state {state}): a signal or a debugger did that"
+        return f"process {process.pid} is stopped (state {state}): a signal or a debugger did that"
     if state in ("?", "Z"):
-        return f"process {one.pid} has ended"
-    if one.stacks is None:
-        return f"process {one.pid} keeps no stack: run.dir is not set, or cannot be written"
+        return f"process {process.pid} has ended"
+    if process.stacks is None:
+        return f"process {process.pid} keeps no stack: run.dir is not set, or cannot be written"
     with suppress(ProcessLookupError):
-        os.kill(one.pid, signal.SIGUSR1)
+        os.kill(process.pid, signal.SIGUSR1)
     return None
 
 
 def _size(file: str | None) -> int:
-    """Bytes; 0 where there is no such file."""
+    """Returns a file's bytes; 0 if there is no such file."""
     try:
         return 0 if file is None else Path(file).stat().st_size
     except OSError:
         return 0
 
 
-def _state(one: Pulse) -> str:
-    """The kernel's letter for what a process does; `?` where it is gone, also when another one has its pid."""
-    state, started = _stat(one.pid)
-    return state if started == one.started else "?"
+def _state(process: Pulse) -> str:
+    """Returns the kernel's letter for the state of a process; `?` if it has ended."""
+    state, started = _stat(process.pid)
+    return state if started == process.started else "?"  # another process may have its pid
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """The kernel's letter for what the process of a pid does, and when it started, in ticks since the machine did."""
+    """Returns the kernel's letter for the state of a pid, and its start time in clock ticks (proc_pid_stat(5))."""
     try:
-        columns = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # as in proc_pid_stat(5)
+        columns = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return "?", 0
     return columns[0].decode(), int(columns[19])
@@ -402,12 +390,3 @@ def _stat(pid: int) -> tuple[str, int]:
 
 def _own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        COST.seconds += time.perf_counter() - start

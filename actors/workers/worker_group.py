@@ -1,7 +1,7 @@
-"""The driver's handle on all ranks of one role: starting and ending them, and giving them calls.
+"""The driver's handle on all ranks of one role: it starts and ends them, and gives them calls.
 
-The driver checks a batch where the call is made, and plans it, in a thread of the group's own, before any rank sees it:
-bad input never disturbs a rank, and who made the call goes on meanwhile.
+A batch is checked where the call is made, and planned in a thread of the group, before any rank sees it. So bad input
+never disturbs a rank, and the caller goes on while a batch is planned.
 """
 
 from __future__ import annotations
@@ -54,18 +54,17 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     ) -> None:
         self.config = config
         self.role: Role = role
-        self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
-        self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
+        self.reference_group: WorkerGroup | None = None  # of an actor, with reference.placement=group
+        self.critic: WorkerGroup | None = None  # of an actor, with algorithm=ppo
         self._workers = list(workers)
         self._watchdog = watchdog
-        self.places = PlacementGroups() if places is None else places  # where its processes are
-        # what its end ends: nothing, if it is in another group's processes; or also their placement groups, which are
-        # else another group's or a supervisor's
+        self.places = PlacementGroups() if places is None else places
+        # what ends with the group: nothing if its processes are another group's; its processes; or also `places`
         self._ends = ends
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
-        # of a reference group: its actor's newest update_ref, until it has been waited for; how the one before failed
+        # of a reference group: its actor's last update_ref until someone waits for it, and the error of the one before
         self._coming_weights: CallFuture | None = None
         self._failed_update: Exception | None = None
 
@@ -85,38 +84,38 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         its critic. With `mesh.dp: auto` the group takes what the cluster has; its `config` has the number.
 
         Args:
-            beside: for a critic, the actor group in whose processes it is to be; it ends with them.
-            places: where the processes go, kept by the caller when the group ends; None: places of its own.
-            sharding: levels by role, as of the group that this one replaces; the memory that is free now says nothing.
+            beside: for a critic, the actor group whose processes it uses; it ends with them.
+            places: placement groups for the processes, which the caller keeps; None: the group makes its own.
+            sharding: role -> level in place of fsdp.sharding. A group that replaces another one keeps its levels.
 
         Raises:
-            ResourceError: the cluster is too small. ModelError: the folder cannot be loaded, or had from the hub.
-            StateError: `beside` is no actor group, or the role is no critic.
+            ResourceError: the cluster is too small. ModelError: the folder cannot be loaded or downloaded.
+            StateError: `beside` is not an actor group, or the role is not a critic.
             WorkerDied, WorkerHung: a rank did not come up.
         """
         config = with_model_folders(config)
-        found = _model_folder(config, role)
+        folder = _model_folder(config, role)
         if beside is not None:
-            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, found, sharding)
+            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, folder, sharding)
         if role == "actor" and config.algorithm == "ppo":
-            _require_vocabulary(_model_folder(config, "critic"), found)
+            _require_vocabulary(_model_folder(config, "critic"), folder)
         connect(config)
         config = with_cluster_ranks(config)
-        taken = PlacementGroups() if places is None else places
+        own_places = PlacementGroups() if places is None else places
         group: WorkerGroup | None = None
         try:
-            workers, watchdog, loaded = _start_ranks(_sharded_as(config, sharding.get(role)), role, taken)
+            workers, watchdog, loaded = _start_ranks(_sharded_as(config, sharding.get(role)), role, own_places)
             group = cls(
-                config.with_sharding(loaded.sharding), role, workers, loaded.vocab_size, found,
-                watchdog=watchdog, places=taken, ends="places" if places is None else "processes",
+                config.with_sharding(loaded.sharding), role, workers, loaded.vocab_size, folder,
+                watchdog=watchdog, places=own_places, ends="places" if places is None else "processes",
             )  # fmt: skip
             if role == "actor":
-                group._launch_others(config, taken, sharding)
-        except BaseException:  # Ctrl-C too: in a notebook the driver lives on
+                group._launch_others(config, own_places, sharding)
+        except BaseException:  # also Ctrl-C, after which a notebook lives on
             if group is not None:
                 group.end()
             if places is None:
-                taken.release()
+                own_places.release()
             raise
         return group
 
@@ -133,9 +132,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
                 hint="only a critic shares the processes of an actor group; launch others without it",
             )
         actor._require_workers("launch")
-        given = _sharded_as(config, sharding.get(role))
+        rank_config = _sharded_as(config, sharding.get(role))
         loaded = actor._queue.begin(
-            lambda: [worker.add_trainer.remote(given, role) for worker in actor._workers],
+            lambda: [worker.add_trainer.remote(rank_config, role) for worker in actor._workers],
             name="launch",
             timeout_s=config.cluster.launch_timeout_s,
             first_only=True,
@@ -158,23 +157,23 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             self.critic = self.launch(config, "critic", places=places, sharding=sharding)
 
     def _refer_to(self, reference: WorkerGroup) -> None:
-        """Makes a group that was just launched the reference; its calls and this group's keep one order."""
+        """Makes a new group the reference. Its calls and those of this group keep one order."""
         self.reference_group = reference
         reference._queue = CallQueue(self._queue.dispatcher)
 
     @property
     def sharding(self) -> dict[Role, str]:
-        """The level of fsdp.sharding by role, of this group and those that it launched."""
+        """Returns role -> level of fsdp.sharding, of this group and those that it launched."""
         groups = [group for group in (self, self.critic, self.reference_group) if group is not None]
         return {group.role: group.config.fsdp.sharding for group in groups}
 
     @property
     def receivers(self) -> list[Any]:
-        """Returns what `update_weights` of another group can send to."""
+        """Returns receivers for `update_weights` of another group."""
         return list(self._workers)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """Returns each rank's answer, or the error that stands for it; works while ranks are inside a collective."""
+        """Returns the answer or the error of each rank; works while ranks are in a collective."""
         futures = [
             CallFuture(
                 [worker.health.remote(self.role)],
@@ -200,7 +199,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     def shutdown(self) -> None:
         """Ends all processes of the group, its critic and its reference group, after saves in the background.
 
-        Idempotent. A critic beside an actor only stops answering: the processes are the actor's.
+        Idempotent. A critic in the processes of an actor only refuses further calls.
         """
         for group in (self, self.critic):
             if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
@@ -210,7 +209,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             self.places.release()
 
     def end(self) -> None:
-        """Ends the same processes at once; their placement groups stay with whoever reserved them. Idempotent."""
+        """Ends the same processes at once, but no placement groups. Idempotent."""
         for other in (self.critic, self.reference_group):
             if other is not None:
                 other.end()
@@ -220,7 +219,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         self._workers = []
 
     def _finish_running_save(self) -> None:
-        """Waits for a save in the background; where ranks are lost it warns and goes on."""
+        """Waits for a save in the background; warns if it may be lost."""
         try:
             self._queue.dispatcher.drain(SAVE_GRACE_S)
         except TimeoutError:
@@ -240,8 +239,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         """Refuses a wrong call; returns the planning of its batch, None for a call without one.
 
         Raises:
-            WorkerHung: the ranks hang in an earlier call.
-            SlimeError: of the class that fits; no rank has seen anything.
+            WorkerHung: the ranks hang in an earlier call. SlimeError: the call is wrong; no rank has seen it.
         """
         self._require_workers(request.name)
         if request.name in ("save", "load") and self.role == "ref":
@@ -260,15 +258,15 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     def prepared(self, request: RankRequest, planning: Planning | None) -> RankRequest:
         """Plans and completes the batch of a checked call, and puts it into the object store.
 
-        It serves any group of these settings, also one launched later.
+        The result is valid for any group of these settings, also one launched later.
 
         Raises:
-            SlimeError: of a reference group that completes the batch. ResourceError: the object store is full.
+            SlimeError: a reference group failed to complete the batch. ResourceError: the object store is full.
         """
         if planning is None:
             return request
         work = planning()
-        self._require_workers(request.name)  # they may have been ended meanwhile, and Ray with them
+        self._require_workers(request.name)  # another thread may have ended them, and Ray with them
         self.await_weights()
         if self.reference_group is not None:
             work = self._with_reference(work, self.reference_group)
@@ -277,18 +275,18 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return prepared
 
     def await_weights(self) -> None:
-        """Waits until the weights of an earlier update_ref have reached this reference group.
+        """Waits until the weights of the actor's last update_ref have reached this reference group.
 
         Raises:
-            WorkerDied, WorkerHung, PeerFailed: ranks of the actor were lost in it, and nobody knows what came.
-            StateError: it failed in another way, and no other has come to its end since: some weights may be new.
+            WorkerDied, WorkerHung, PeerFailed: ranks of the actor were lost during the update.
+            StateError: the last update failed in another way, and some weights may be new.
         """
-        coming, self._coming_weights = self._coming_weights, None
-        if coming is not None:
+        update, self._coming_weights = self._coming_weights, None
+        if update is not None:
             try:
-                coming.result()
+                update.result()
                 self._failed_update = None
-            except Exception as error:  # for whoever waits for that call, too
+            except Exception as error:  # the caller of update_ref gets it, too
                 self._failed_update = error
                 if isinstance(error, WorkerDied | WorkerHung | PeerFailed):
                     raise
@@ -300,20 +298,17 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             )
 
     def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
-        """Adds the log-probs of a reference group to a batch, where a loss reads them and the batch has none."""
+        """Adds the log-probs of a reference group to a batch that lacks them, if the loss reads them."""
         batch = work.batch
         if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
             return work
-        # not through its `compute_log_probs`, which would queue behind the call that is being prepared here
+        # its method `compute_log_probs` would queue the request behind the call that is being prepared here
         request = RankRequest("compute_log_probs", {"batch": batch, "model": "ref"})
         future = reference.begin(reference.prepared(request, reference.check(request)))
         return replace(work, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
     def begin(self, request: RankRequest) -> CallFuture:
-        """Starts a call with prepared arguments on all ranks.
-
-        A save or a load of a job with a critic or a reference group waits for these.
-        """
+        """Starts a prepared call on all ranks; a save or load of a job also waits for critic and reference group."""
         others = [group for group in (self.critic, self.reference_group) if group is not None]
         if others and request.name in ("save", "load") and request.adapter is None:
             started = self._begin_save if request.name == "save" else self._begin_load
@@ -321,41 +316,33 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return self._begin(request)
 
     def _begin_save(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Writes the parts of the other groups, then begins the save that takes them in.
-
-        Returns:
-            The future of that save, or of what failed before it.
-        """
+        """Saves the other groups' parts, then starts the actor's save; returns the future of it, or of what failed."""
         job = request.arguments.get("job") or JobCheckpoint(uuid.uuid4().hex)
         request = request.having(job=replace(job, parts=tuple(PARTS[group.role] for group in others)))
-        of_part = {**request.arguments, "loop_state": None, "job": replace(job, is_part=True)}
-        if self.config.checkpoint.async_save:  # it may still be taking in parts, or be of the same step
+        part_arguments = {**request.arguments, "loop_state": None, "job": replace(job, is_part=True)}
+        if self.config.checkpoint.async_save:  # the save before may still read parts, or have the same step
             finishing = self._begin(RankRequest("finish_save"))
             if _failed([finishing]):
                 return finishing
         for group in others:
             group.await_weights()
-        return _failed([group._begin(RankRequest("save", of_part)) for group in others]) or self._begin(request)
+        return _failed([group._begin(RankRequest("save", part_arguments)) for group in others]) or self._begin(request)
 
     def _begin_load(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Loads a checkpoint, then the parts of the other groups from the same one.
-
-        Returns:
-            The future of the load, or of what failed behind it.
-        """
+        """Loads a checkpoint, then the other groups' parts of it; returns the future of the load, or of what failed."""
         load = self._begin(request.having(job=request.arguments.get("job") or JobCheckpoint()))
         if _failed([load]):
             return load
         step = self._begin(RankRequest("restored")).result().step
-        of_part = {**request.arguments, "step": step, "job": JobCheckpoint(is_part=True)}
-        return _failed([group._begin(RankRequest("load", of_part)) for group in others]) or load
+        part_arguments = {**request.arguments, "step": step, "job": JobCheckpoint(is_part=True)}
+        return _failed([group._begin(RankRequest("load", part_arguments)) for group in others]) or load
 
     def _begin(self, request: RankRequest) -> CallFuture:
         reference = self.reference_group
         if request.name == "update_ref" and reference is not None:
             arguments = {"receivers": reference.receivers, "drop_failed": False}
             request = RankRequest("update_weights", arguments, request.adapter)
-        workers = self._workers  # another thread may end the group meanwhile
+        workers = self._workers  # another thread may replace the list
         self._require_workers(request.name)
         future = self._queue.begin(
             lambda: [worker.call.remote(request, self.role) for worker in workers],
@@ -381,7 +368,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
 
 def _failed(futures: Sequence[CallFuture]) -> CallFuture | None:
-    """Waits for calls; returns the first one that has failed, whose `result` raises its error again."""
+    """Waits for calls; returns the first one that failed, or None."""
     failed = None
     for future in futures:
         try:
@@ -393,9 +380,9 @@ def _failed(futures: Sequence[CallFuture]) -> CallFuture | None:
 
 def _model_folder(config: RunConfig, role: Role) -> ModelFolder:
     path, field = config.folder_of(role)
-    found = read_model_folder(path, field=field, with_weights=field != "model.path" or config.model.init == "folder")
-    check_architecture(found, field=field)
-    return found
+    folder = read_model_folder(path, field=field, with_weights=field != "model.path" or config.model.init == "folder")
+    check_architecture(folder, field=field)
+    return folder
 
 
 def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
@@ -412,7 +399,7 @@ def _sharded_as(config: RunConfig, level: str | None) -> RunConfig:
 
 
 def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, Loaded]:
-    """Starts the processes of a group and loads the model; returns them, their watchdog and what they loaded."""
+    """Starts the processes of a group, which load the model."""
     began = time.monotonic()
     timeout_s = config.cluster.launch_timeout_s
     placement, gpus = places.reserve_for_ranks(config, role)

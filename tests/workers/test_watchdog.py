@@ -19,7 +19,7 @@ from actors.workers import watchdog, worker_group
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import RankRequest, submit
 from actors.workers.train_worker import TrainWorker
-from actors.workers.watchdog import COST, Limits, Pulse, Waiting, Watchdog, Watched, write_stacks
+from actors.workers.watchdog import Limits, Pulse, Waiting, Watchdog, Watched, write_stacks
 from slimefsdp import heartbeat
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import WorkerHung
@@ -152,15 +152,26 @@ def test_one_that_has_not_come_up_is_named_and_not_the_others(processes: list[An
 
 
 def test_a_short_call_asks_nobody_and_a_long_one_each_once_a_second(processes: list[Any]) -> None:
-    before = COST.questions
+    questions: list[int] = []
+
+    def counting(index: int, process: Any) -> Any:
+        """A handle on a process that notes each question to it."""
+
+        def remote() -> Any:
+            questions.append(index)
+            return process.progress.remote()
+
+        return SimpleNamespace(progress=SimpleNamespace(remote=remote))
+
+    guard = Watchdog([counting(*entry) for entry in enumerate(processes)], LIMITS)
     refs = [process.act.remote("quick", []) for process in processes]
     ray.wait(refs, num_returns=2, timeout=60)  # a busy machine makes no call long here
-    quick = CallFuture(refs, name="act", timeout_s=60.0, first_only=False, watchdog=Watchdog(processes, LIMITS))
-    assert len(quick.result()) == 2 and COST.questions == before
+    quick = CallFuture(refs, name="act", timeout_s=60.0, first_only=False, watchdog=guard)
+    assert len(quick.result()) == 2 and questions == []
     began = time.monotonic()
-    call(processes, ("long", [1.0] * 3), ("long", [])).result()
+    call(processes, ("long", [1.0] * 3), ("long", []), guard=guard).result()
     seconds = time.monotonic() - began
-    assert 2 * 2 <= COST.questions - before <= 2 * (seconds + 1)
+    assert 2 * 2 <= len(questions) <= 2 * (seconds + 1)
 
 
 def test_stacks_are_written_on_another_node_by_a_task_there(
