@@ -91,7 +91,7 @@ class MemoryManager:
             reshard(model)
         reports: list[MemoryReport] = []
         run_together(lambda: reports.extend(map(move, known)), self._group)
-        return sum(reports, MemoryReport(0, 0, 0, 0.0))
+        return sum(reports[1:], reports[0]) if reports else MemoryReport(0, 0, 0, 0.0)
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:
         """Returns a tag's tensors: parameters with gradients and buffers, or moments; step counts are not moved."""
