@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from slimefsdp.config import RunConfig
 from slimefsdp.config.base import kinds_of
+from slimefsdp.config.conditions import condition_text
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
@@ -28,8 +29,9 @@ INTRODUCTION = """\
 <!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config/, not this file -->
 
 A run is one YAML file; any value can be set on the command line too, as `section.name=value`. What is **required** has
-no default. Unknown names, wrong types and combinations that make no sense are refused before anything starts. The
-least that `slimefsdp train` needs:
+no default. Settings marked *with X=a or b* are read only then; `module:function` stands for a function of your own.
+Unknown names, wrong types and combinations that make no sense are refused before anything starts. The least that
+`slimefsdp train` needs:
 
 ```yaml
 model:
@@ -143,6 +145,8 @@ def _section(title: str, kinds: Mapping[str, type[BaseModel]], skip: Any = ()) -
         types = " \\| ".join(dict.fromkeys(type_text(info.annotation, info.metadata) for info in fields))
         default = "**required**" if fields[0].is_required() else f"`{_yaml(fields[0].default)}`"
         meaning = (fields[0].description or "").replace("|", "\\|")
+        if condition := condition_text(f"{title.strip('`')}.{name}"):
+            meaning = f"*with {condition}*: {meaning}"
         if len(fields) < len(kinds):
             meaning = f"*{', '.join(owners[name])}*: {meaning}"
         rows.append(f"| `{name}` | {types} | {default} | {meaning} |")

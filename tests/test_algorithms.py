@@ -25,7 +25,7 @@ from slimefsdp.algorithms.registry import (
     REDUCTIONS,
 )
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.config.algorithm import CORRECTION_BOUNDS
+from slimefsdp.config.conditions import ONLY_WITH
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_everything, plan_training
@@ -167,7 +167,9 @@ def drawn(seed: int) -> Case:
     if rng.random() < 0.4:
         loss["entropy_coefficient"] = 0.1
     bounds = {"low": 0.6, "high": 1.7}
-    correction = {"method": method} | {name: bounds[name] for name in CORRECTION_BOUNDS[method][1]}
+    correction = {"method": method} | {
+        name: bound for name, bound in bounds.items() if method in ONLY_WITH[f"correction.{name}"]["correction.method"]
+    }
     correction["veto_below"] = rng.choice([None, 0.2])
     correction["opsm_threshold"] = rng.choice([None, 0.1])
     right_or_wrong = estimator in ("pass_at_k", "maxrl")

@@ -44,13 +44,15 @@ SAVED_STEP, KILLED_AFTER = 2, 3
 @pytest.fixture(params=COMMITS)
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of everything that a commit wrote."""
-    return Path(shutil.copytree(FIXTURES / request.param, tmp_path / "written"))
+    folder = Path(shutil.copytree(FIXTURES / request.param, tmp_path / "written"))
+    settings = (folder / "settings.yaml").read_text()  # somebody wrote them, so that no name in them is translated
+    (folder / "settings.yaml").write_text(settings.replace("cluster: {max_ranks_per_core: 64}\n", ""))
+    return folder
 
 
 def config_of(written: Path, *overrides: str) -> RunConfig:
     paths = {"run.dir": "run", "model.path": "model", "data.train": "train.jsonl"}
     given = [f"{name}={written / path}" for name, path in paths.items()]
-    given.append("cluster=null")  # whose settings have other names now
     return load_config(written / "settings.yaml", [*given, *overrides])
 
 

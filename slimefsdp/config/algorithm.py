@@ -56,33 +56,14 @@ class AdvantageSettings(Settings):
     estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS, "loss.policy", POLICY_LOSSES))] | None = Field(
         None, description=f"{_choices(ESTIMATORS)}; null: grpo, or gae under algorithm=ppo"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards a token (reinforce_pp, gae)")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of gae: 1 trusts rewards alone, 0 the critic")
-    pass_k: PositiveInt | None = Field(None, description="k of pass_at_k")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards a token")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="1 trusts rewards alone, 0 the critic")
+    pass_k: PositiveInt | None = Field(None, description="responses of a prompt, one of which has to be right")
     whiten: bool | None = Field(
         None,
         description="give the advantages of a whole batch mean 0 and variance 1 over its trained tokens; null: as the "
         "estimator's authors do",
     )
-
-    def refuse_unread(self, estimator: str) -> None:
-        """Refuses parameters that the estimator does not read; which one it is depends on the algorithm, too.
-
-        Raises:
-            ValueError: naming the parameter and who reads it.
-        """
-        owners = {"gamma": ("reinforce_pp", "gae"), "gae_lambda": ("gae",), "pass_k": ("pass_at_k",)}
-        _refuse_unread(self, "advantage", "estimator", estimator, owners)
-
-    @model_validator(mode="after")
-    def check_pass_at_k(self) -> AdvantageSettings:
-        if self.estimator == "pass_at_k" and self.pass_k is None:
-            raise BrokenRule(
-                "advantage.estimator",
-                "advantage.estimator=pass_at_k needs advantage.pass_k, which is not set",
-                "set it",
-            )
-        return self
 
 
 class LossSettings(Settings):
@@ -96,16 +77,14 @@ class LossSettings(Settings):
         description="1/N tokens; mean over samples of their token mean; sum over constant_length; mean over prompts of "
         "their token mean",
     )
-    constant_length: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
-        None, description="the divisor of reduction=constant (Dr.GRPO)"
-    )
+    constant_length: Annotated[int, Field(ge=1, le=2**31)] | None = Field(None, description="the divisor (Dr.GRPO)")
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, le=LARGEST, description="and above at 1 + clip_high")
     dual_clip: float | None = Field(
         None,
         gt=1,
         le=LARGEST,
-        description="ppo: bounds the loss of a negative advantage A by dual_clip x |A|; null: no bound",
+        description="bounds the loss of a negative advantage A by dual_clip x |A|; null: no bound",
     )
     beta: float = Field(
         0.1,
@@ -140,39 +119,7 @@ class LossSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def check_constant_length(self) -> LossSettings:
-        if self.reduction == "constant" and self.constant_length is None:
-            raise BrokenRule(
-                "loss.reduction",
-                "loss.reduction=constant divides by loss.constant_length, which is not set",
-                "set it",
-            )
-        if self.reduction != "constant" and self.constant_length is not None:
-            raise BrokenRule(
-                "loss.constant_length",
-                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}",
-                "remove it, or set loss.reduction=constant",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_policy_loss_parameters(self) -> LossSettings:
-        clipped = ("ppo", "gspo", "gspo_token", "cispo", "gmpo")
-        owners = {
-            "clip_low": clipped, "clip_high": clipped, "dual_clip": ("ppo",), "beta": ("dpo", "dro"),
-        }  # fmt: skip
-        _refuse_unread(self, "loss", "policy", self.policy, owners)
-        return self
-
-    @model_validator(mode="after")
     def check_kl_settings(self) -> LossSettings:
-        given = [name for name in ("kl_estimator", "kl_in", "kl_target") if self._is_given(name)]
-        if self.kl_coefficient == 0 and given:
-            raise BrokenRule(
-                f"loss.{given[0]}",
-                f"loss.{given[0]}={short_text(getattr(self, given[0]))} does nothing with loss.kl_coefficient=0",
-                "remove it, or raise loss.kl_coefficient",
-            )
         if self.kl_in == "reward" and self.kl_estimator in ("full", "k1_unbiased", "k3_unbiased"):
             raise BrokenRule(
                 "loss.kl_estimator",
@@ -181,9 +128,6 @@ class LossSettings(Settings):
             )
         return self
 
-    def _is_given(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
-
 
 class CorrectionSettings(Settings):
     """Weights and masks for tokens that the rollout engine drew with another probability than the trainer's own."""
@@ -191,9 +135,7 @@ class CorrectionSettings(Settings):
     method: Literal["none", "importance", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = (
         Field("none", description=f"none, or one of {', '.join(CORRECTIONS)}; reads rollout_log_probs")
     )
-    low: float | None = Field(
-        None, ge=0, le=LARGEST, description="lower bound of trainer / rollout probability, where the method has one"
-    )
+    low: float | None = Field(None, ge=0, le=LARGEST, description="lower bound of trainer / rollout probability")
     high: float | None = Field(None, gt=0, le=LARGEST, description="upper bound of it")
     veto_below: float | None = Field(
         None, gt=0, lt=1, description="drop a sequence with any token of a trainer / rollout probability below this"
@@ -206,21 +148,6 @@ class CorrectionSettings(Settings):
 
     @model_validator(mode="after")
     def check_correction_bounds(self) -> CorrectionSettings:
-        needed, allowed = CORRECTION_BOUNDS[self.method]
-        for name in ("low", "high"):
-            value = getattr(self, name)
-            if name in needed and value is None:
-                raise BrokenRule(
-                    "correction.method",
-                    f"correction.method={self.method} needs correction.{name}, which is not set",
-                    "set it",
-                )
-            if name not in allowed and value is not None:
-                raise BrokenRule(
-                    f"correction.{name}",
-                    f"correction.{name}={value} does nothing with correction.method={self.method}",
-                    "remove it, or choose another method",
-                )
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise BrokenRule(
                 "correction.low",
@@ -235,19 +162,6 @@ class CorrectionSettings(Settings):
         return self.method != "none" or self.veto_below is not None
 
 
-CORRECTION_BOUNDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": ((), ()),
-    "importance": ((), ("high",)),
-    "tis": (("high",), ("high",)),
-    "mis": (("high",), ("low", "high")),
-    "icepop": (("low", "high"), ("low", "high")),
-    "sequence_tis": (("high",), ("high",)),
-    "sequence_mis": (("high",), ("low", "high")),
-    "geometric_mis": (("low", "high"), ("low", "high")),
-}
-"""Method -> the bounds that it needs, and those that it reads."""
-
-
 class CriticSettings(PlacedSettings):
     """The value model of algorithm=ppo; what is not said here (optimiser, schedule, epochs) is as for the policy."""
 
@@ -256,9 +170,7 @@ class CriticSettings(PlacedSettings):
         description="its folder, or id: a causal LM, whose value head starts at 0, or a token classifier of one label; "
         "null: model.path",
     )
-    offload: Literal["sleep", "none"] = Field(
-        "sleep", description="where it is while the policy trains or samples (placement: colocated)"
-    )
+    offload: Literal["sleep", "none"] = Field("sleep", description="where it is while the policy trains or samples")
     lr: float | None = Field(None, gt=0, le=LARGEST, description="peak learning rate; null: optim.lr")
     clip: float | None = Field(
         0.2,
@@ -269,23 +181,6 @@ class CriticSettings(PlacedSettings):
     warmup_steps: int = Field(
         0, ge=0, description="first steps of the run: the critic alone is trained, on rewards to go (lambda 1)"
     )
-
-
-def _refuse_unread(
-    settings: Settings, section: str, choice: str, chosen: str, owners: dict[str, tuple[str, ...]]
-) -> None:
-    """Parameters that the chosen function does not read; a function of the user's own may read all."""
-    if ":" in chosen:
-        return
-    for name, readers in owners.items():
-        value: Any = getattr(settings, name)
-        if chosen not in readers and value != type(settings).model_fields[name].default:
-            raise BrokenRule(
-                f"{section}.{name}",
-                f"{section}.{name}={value} does nothing with {section}.{choice}={chosen}",
-                f"remove it (its default is {short_text(type(settings).model_fields[name].default)}), or set "
-                f"{section}.{choice} to {' or '.join(readers)}",
-            )
 
 
 DPO_LOSS = {"policy": "dpo", "reduction": "sequence_mean"}
@@ -328,26 +223,12 @@ class AlgorithmSettings(Settings):
 
     @model_validator(mode="after")
     def check_critic_requires_ppo(self) -> Self:
-        given = [name for name, value in self.critic if value != type(self.critic).model_fields[name].default]
-        if self.algorithm == "grpo" and given:
-            field = f"critic.{given[0]}"
-            raise BrokenRule(
-                field,
-                f"{field}={short_text(self.value_of(field))} does nothing with algorithm=grpo, which has no critic",
-                "remove it, or set algorithm=ppo",
-            )
         if self.algorithm == "ppo" and self.estimator != "gae" and ":" not in self.estimator:
             raise BrokenRule(
                 "advantage.estimator",
                 f"advantage.estimator={self.estimator} reads no values, and algorithm=ppo trains a critic for them",
                 "remove it, or set algorithm=grpo",
             )
-        return self
-
-    @model_validator(mode="after")
-    def check_advantage_parameters(self) -> Self:
-        if self.algorithm != "sft":  # which reads none of them
-            self.advantage.refuse_unread(self.estimator)
         return self
 
     @model_validator(mode="after")
@@ -443,7 +324,13 @@ class AlgorithmSettings(Settings):
         """Whether rewards, and so advantages, depend on log-probs of policy and reference."""
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
+    def effective(self, field: str) -> Any:
+        """Returns the value of a setting that holds in the end."""
+        return self.estimator if field == "advantage.estimator" else self.value_of(field)
+
     def value_of(self, field: str) -> Any:
-        """The value of `section.name`."""
+        """Returns the value of `section.name`, or of a setting of the top level."""
+        if "." not in field:
+            return getattr(self, field)
         section, name = field.split(".")
         return getattr(getattr(self, section), name)

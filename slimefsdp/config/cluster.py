@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from slimefsdp.config.base import (
     LONGEST_S,
     PositiveInt,
     Settings,
 )
-from slimefsdp.config.messages import BrokenRule
 
 
 class ClusterSettings(Settings):
@@ -48,16 +47,6 @@ class ClusterSettings(Settings):
         description="how often lost ranks are replaced, and how often lost engines, which are counted apart; 0: a loss "
         "ends the run. `train` replaces ranks where checkpoint.interval_steps is set",
     )
-
-    @model_validator(mode="after")
-    def check_allow_without_token(self) -> ClusterSettings:
-        if self.allow_without_token and self.address is None:
-            raise BrokenRule(
-                "cluster.allow_without_token",
-                "cluster.allow_without_token=true does nothing without cluster.address",
-                "set that, or remove it",
-            )
-        return self
 
 
 class ServiceSettings(Settings):

@@ -117,7 +117,7 @@ class DataSettings(Settings):
     answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
     train_on: Literal["all_turns", "last_turn"] = Field(
         "all_turns",
-        description="under sft, of records with `messages`: the loss is on every turn of the assistant, or on the last "
+        description="of records with `messages`: the loss is on every turn of the assistant, or on the last "
         "message alone (docs/sft.md)",
     )
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
@@ -133,7 +133,7 @@ class DataSettings(Settings):
     max_tokens: int | None = Field(
         None,
         ge=2,
-        description="under sft and dpo: longest sample, prompt and answer together; null: what a pack holds "
+        description="longest sample, prompt and answer together; null: what a pack holds "
         "(batch.max_tokens_per_rank x mesh.cp), and the model's learned positions",
     )
     overlong_prompts: Literal["error", "skip", "truncate", "split"] = Field(

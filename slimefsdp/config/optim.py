@@ -64,16 +64,6 @@ class _OptimSettings(Settings):
             )
         return self
 
-    @model_validator(mode="after")
-    def check_schedule_floor(self) -> Self:
-        if self.schedule == "constant" and "min_lr_ratio" in self.model_fields_set:
-            raise BrokenRule(
-                "optim.min_lr_ratio",
-                f"optim.min_lr_ratio={self.min_lr_ratio} does nothing with optim.schedule=constant",
-                "remove it or choose linear or cosine",
-            )
-        return self
-
 
 class _AdamMoments(_OptimSettings):
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(

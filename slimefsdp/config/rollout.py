@@ -236,7 +236,7 @@ class RolloutSettings(Settings):
     )
     on_update: Literal["wait", "continue", "abort"] = Field(
         "wait",
-        description="under max_staleness, samples that are being drawn when new weights come: wait for them; let them "
+        description="samples that are being drawn when new weights come: wait for them; let them "
         "continue with the new weights; or abort them and draw them anew",
     )
     reward: Annotated[str, AfterValidator(_reward_name)] | None = Field(
@@ -305,22 +305,7 @@ class RolloutSettings(Settings):
 
     @model_validator(mode="after")
     def check_engine_servers(self) -> RolloutSettings:
-        is_served = self.engine in SERVERS
-        for name in ("engine_python", "engine_args", "engine_urls"):
-            if getattr(self, name) and not is_served:
-                raise BrokenRule(
-                    f"rollout.{name}",
-                    f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none",
-                    f"remove it, or set rollout.engine={' or '.join(SERVERS)}",
-                )
-        if self.gpus_per_engine > 1 and (self.engine_python is None or self.placement == "colocated"):
-            raise BrokenRule(
-                "rollout.gpus_per_engine",
-                f"rollout.gpus_per_engine={self.gpus_per_engine} is of servers that the run starts "
-                "(rollout.engine_python) on GPUs of their own (rollout.placement=own)",
-                "remove it",
-            )
-        if is_served and (self.engine_python is None) == (self.engine_urls is None):
+        if self.engine in SERVERS and (self.engine_python is None) == (self.engine_urls is None):
             raise BrokenRule(
                 "rollout.engine",
                 f"rollout.engine={self.engine} needs either rollout.engine_python, to start servers, or "
@@ -334,13 +319,6 @@ class RolloutSettings(Settings):
                 f"rollout.engines={self.engines} is not the number of different "
                 f"rollout.engine_urls={list(self.engine_urls)}",
                 "set it to that",
-            )
-        if self.engine_urls is not None and self.engine_args:
-            raise BrokenRule(
-                "rollout.engine_args",
-                "rollout.engine_args are for servers that the run starts, and rollout.engine_urls names such as "
-                "are there already",
-                "remove one of them",
             )
         return self
 
@@ -363,20 +341,6 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def check_limits_of_sampling(self) -> RolloutSettings:
-        """Refuses top_p, top_k and min_p with a server, whose log-probs may be over the remaining tokens only."""
-        for name in ("top_p", "top_k", "min_p"):
-            value = getattr(self, name)
-            if self.engine in SERVERS and value != type(self).model_fields[name].default:
-                raise BrokenRule(
-                    f"rollout.{name}",
-                    f"rollout.{name}={value} leaves rollout.engine={self.engine} without log-probs over all tokens, "
-                    "which training reads",
-                    f"remove it, set evaluation.{name} where evaluations are meant, or set rollout.engine=embedded",
-                )
-        return self
-
-    @model_validator(mode="after")
     def check_weights_of_servers(self) -> RolloutSettings:
         server = SERVERS.get(self.engine)
         if server is None:
@@ -392,62 +356,6 @@ class RolloutSettings(Settings):
                 "rollout.engine",
                 f"rollout.engine={self.engine} takes no weights by rollout.weight_transport={self.weight_transport}",
                 f"set it to {' or '.join(server.transports)}",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_staleness(self) -> RolloutSettings:
-        if self.max_staleness and self.sync_interval_steps > 1:
-            raise BrokenRule(
-                "rollout.sync_interval_steps",
-                f"rollout.sync_interval_steps={self.sync_interval_steps} makes samples older than "
-                f"rollout.max_staleness={self.max_staleness} says",
-                "set one of them to its default",
-            )
-        if self.on_update != "wait" and not self.max_staleness:
-            raise BrokenRule(
-                "rollout.on_update",
-                f"rollout.on_update={self.on_update} does nothing under rollout.max_staleness=0, where no sample is "
-                "being drawn when new weights come",
-                "remove it, or raise that",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_colocated_engines(self) -> RolloutSettings:
-        if self.placement != "colocated":
-            return self
-        if self.max_staleness:
-            raise BrokenRule(
-                "rollout.max_staleness",
-                f"rollout.max_staleness={self.max_staleness} samples beside training, and "
-                "rollout.placement=colocated has engines and trainer take turns",
-                "set one of them to its default",
-            )
-        if self.sync_interval_steps > 1:
-            raise BrokenRule(
-                "rollout.sync_interval_steps",
-                f"rollout.sync_interval_steps={self.sync_interval_steps} keeps weights in the engines that are no "
-                "longer the policy's, and under rollout.placement=colocated engines lose theirs in each step",
-                "set one of them to its default",
-            )
-        if self.engine_urls is not None:
-            raise BrokenRule(
-                "rollout.engine_urls",
-                "rollout.engine_urls names servers that are wherever they are, and rollout.placement=colocated "
-                "starts engines in the places of ranks",
-                "set rollout.engine_python, or rollout.placement=own",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_filter_rounds(self) -> RolloutSettings:
-        if self.max_rounds > 1 and self.filter is None:
-            raise BrokenRule(
-                "rollout.max_rounds",
-                f"rollout.max_rounds={self.max_rounds} draws again what a filter dropped, and rollout.filter is not "
-                "set",
-                "remove it, or set rollout.filter=mixed_groups",
             )
         return self
 

@@ -86,13 +86,6 @@ class RunConfig(TrainerConfig):
     def check_environment(self) -> Self:
         rollout = self.rollout
         if rollout.environment is None:
-            for name in changed(self.environment, type(self.environment).model_fields):
-                field = f"environment.{name}"
-                raise BrokenRule(
-                    field,
-                    f"{field}={short_text(self.value_of(field))} is of rollout.environment, which is not set",
-                    "set it, or remove this",
-                )
             return self
         for name in changed(rollout, ("reward", "overlong_buffer_tokens")):
             raise BrokenRule(
@@ -211,16 +204,6 @@ class RunConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
-    def check_gpus_of_engines(self) -> Self:
-        if self.rollout.gpus_per_engine > 1 and self.mesh.device == "cpu":
-            raise BrokenRule(
-                "rollout.gpus_per_engine",
-                f"rollout.gpus_per_engine={self.rollout.gpus_per_engine} does nothing under mesh.device=cpu",
-                "remove it",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_colocated_engine_count(self) -> Self:
         if self.mesh.dp != "auto" and (problem := self._surplus_engines()):
             raise BrokenRule("rollout.engines", *problem)
@@ -237,20 +220,12 @@ class RunConfig(TrainerConfig):
         )
 
     @model_validator(mode="after")
-    def check_demonstration_settings(self) -> Self:
-        if self.algorithm == "sft":
-            return self
-        of_files = [f"data.{name}" for name in changed(self.data, ("max_tokens",))]
-        of_files += ["run.epochs"] if self.run.epochs is not None else []
-        fields = [f"data.{name}" for name in changed(self.data, ("train_on",))]
-        if self.data.overlong_prompts in ("truncate", "split"):
-            fields.append("data.overlong_prompts")
-        for field in fields + (of_files if self.has_rollouts else []):
-            readers = "algorithm=sft or dpo" if field in of_files else "algorithm=sft"
+    def check_overlong_prompts(self) -> Self:
+        if self.data.overlong_prompts in ("truncate", "split") and self.algorithm != "sft":
             raise BrokenRule(
-                field,
-                f"{field}={short_text(self.value_of(field))} is of {readers}, and algorithm={self.algorithm}",
-                f"remove it, or set {readers}",
+                "data.overlong_prompts",
+                f"data.overlong_prompts={self.data.overlong_prompts} changes records, which only algorithm=sft can do",
+                "set error or skip",
             )
         return self
 

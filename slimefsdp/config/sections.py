@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -19,7 +19,6 @@ from slimefsdp.config.base import (
     within_ranks,
 )
 from slimefsdp.config.messages import BrokenRule
-from slimefsdp.errors import short_text
 
 
 def _power_of_two(value: Any) -> Any:
@@ -104,7 +103,7 @@ class RunSettings(Settings):
     )
     epochs: PositiveInt | None = Field(
         None,
-        description="under sft and dpo: how often each record is trained on; the steps follow from it, the last update "
+        description="how often each record is trained on; the steps follow from it, the last update "
         "takes the records that are left, and run.steps beside it ends the run earlier",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
@@ -127,16 +126,6 @@ class RunSettings(Settings):
         description="also log to this Weights & Biases project, with all settings; a resumed run goes on in its wandb "
         "run, whose id is in run.dir/wandb_id; WANDB_NAME and WANDB_RUN_GROUP in the environment name it and its group",
     )
-
-    @model_validator(mode="after")
-    def check_export_dtype(self) -> RunSettings:
-        if self.export_dtype != "auto" and self.export_dir is None:
-            raise BrokenRule(
-                "run.export_dtype",
-                f"run.export_dtype={self.export_dtype} does nothing without run.export_dir",
-                "set that, or remove it",
-            )
-        return self
 
 
 class ModelSettings(Settings):
@@ -171,17 +160,6 @@ class ModelSettings(Settings):
     )
     checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
-
-    @model_validator(mode="after")
-    def check_checkpoint_every_n_layers(self) -> ModelSettings:
-        if self.activation_checkpointing == "none" and self.checkpoint_every_n_layers != 1:
-            raise BrokenRule(
-                "model.checkpoint_every_n_layers",
-                f"model.checkpoint_every_n_layers={self.checkpoint_every_n_layers} does nothing with "
-                "model.activation_checkpointing=none",
-                "remove it, or choose full or selective",
-            )
-        return self
 
     @model_validator(mode="after")
     def check_compile_with_checkpointing(self) -> ModelSettings:
@@ -223,19 +201,6 @@ class LoraSettings(Settings):
         """Whether there are adapters; their rank is that of a folder until `RunConfig.with_adapters` has set it."""
         return self.rank is not None or self.path is not None
 
-    @model_validator(mode="after")
-    def check_lora_rank(self) -> LoraSettings:
-        for name in ("alpha", "targets", "sync"):
-            value = getattr(self, name)
-            if not self.are_trained and value != type(self).model_fields[name].default:
-                shown = short_text(list(value) if name == "targets" else value)
-                raise BrokenRule(
-                    f"lora.{name}",
-                    f"lora.{name}={shown} does nothing without lora.rank",
-                    "set that, or remove it",
-                )
-        return self
-
 
 class PlacedSettings(Settings):
     """Says where a reference or a critic runs."""
@@ -243,26 +208,7 @@ class PlacedSettings(Settings):
     placement: Literal["colocated", "group"] = Field(
         "colocated", description="in the actor's processes, or a worker group of its own"
     )
-    dp: RankCount | None = Field(
-        None, description="data ranks of its own group (placement: group); default: the actor's mesh"
-    )
-
-    @model_validator(mode="after")
-    def check_placement(self) -> Self:
-        name = type(self).__name__.removesuffix("Settings").lower()
-        if self.placement == "colocated" and self.dp is not None:
-            raise BrokenRule(
-                f"{name}.dp",
-                f"{name}.dp={self.dp} is for a group of its own",
-                f"set {name}.placement=group, or remove it",
-            )
-        if self.placement == "group" and "offload" in self.model_fields_set:
-            raise BrokenRule(
-                f"{name}.offload",
-                f"{name}.offload is for a {name} in the actor's processes",
-                f"remove it, or set {name}.placement=colocated",
-            )
-        return self
+    dp: RankCount | None = Field(None, description="data ranks of its own group; default: the actor's mesh")
 
 
 class ReferenceSettings(PlacedSettings):
@@ -271,7 +217,7 @@ class ReferenceSettings(PlacedSettings):
     path: PathOrIdSetting | None = Field(None, description="its folder, or id; default: model.path")
     offload: Literal["sleep", "swap", "fsdp", "none"] = Field(
         "sleep",
-        description="where it is between uses (placement: colocated); sleep: its shards go to the host and come back "
+        description="where it is between uses; sleep: its shards go to the host and come back "
         "whole; swap: the same, and while it computes the policy and its optimiser state wait on the host; fsdp: its "
         "shards stay on the host, and units are gathered from there; none: on the device",
     )
@@ -324,7 +270,7 @@ class PrecisionSettings(Settings):
     )
 
     loss_scale_init: Annotated[int, BeforeValidator(_power_of_two)] = Field(
-        2**16, description="float16: the loss is multiplied by this at first; a power of two, halved at each overflow"
+        2**16, description="the loss is multiplied by this at first; a power of two, halved at each overflow"
     )
 
     @model_validator(mode="after")
@@ -335,17 +281,6 @@ class PrecisionSettings(Settings):
                 "precision.reduce_dtype=float16 overflows without a loss scale, and "
                 f"precision.compute_dtype={self.compute_dtype} has none",
                 "set precision.compute_dtype=float16, or reduce in bfloat16",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_loss_scale(self) -> PrecisionSettings:
-        if self.compute_dtype != "float16" and self.loss_scale_init != 2**16:
-            raise BrokenRule(
-                "precision.loss_scale_init",
-                f"precision.loss_scale_init={self.loss_scale_init} does nothing with "
-                f"precision.compute_dtype={self.compute_dtype}, whose range needs no loss scale",
-                "remove it, or set precision.compute_dtype=float16",
             )
         return self
 
@@ -428,13 +363,3 @@ class ProfileSettings(Settings):
     peak_tflops: float | None = Field(
         None, gt=0, description="dense TFLOP/s of one rank's device, which `mfu` is a share of; null: by its name"
     )
-
-    @model_validator(mode="after")
-    def details_require_updates(self) -> ProfileSettings:
-        if self.details and self.updates is None:
-            raise BrokenRule(
-                "profile.details",
-                f"profile.details={list(self.details)} does nothing without profile.updates",
-                "set that, or remove it",
-            )
-        return self

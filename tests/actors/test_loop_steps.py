@@ -177,7 +177,7 @@ def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later
     critic = Critic()
     group = Group(critic)
     rows = rows_of_run(make(algorithm="ppo", critic={"warmup_steps": 2}), group)
-    assert [row["updates"] for row in rows] == [0, 0, 0, 1, 1, 1] and group.updates == 3
+    assert [row["updates"] for row in rows] == [0, 0, 1, 1, 1, 1] and group.updates == 4
     assert critic.lambdas == [1.0, 1.0, None, None, None, None]
     assert all(row["critic/updates"] == 1 for row in rows)
 

@@ -22,8 +22,9 @@ from actors.run_dir import settings_text
 from slimefsdp.algorithms import advantages, rollout_correction
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
-from slimefsdp.config.algorithm import CORRECTION_BOUNDS, CorrectionSettings
+from slimefsdp.config.algorithm import CorrectionSettings
 from slimefsdp.config.base import kinds_of
+from slimefsdp.config.conditions import ONLY_WITH, REQUIRED_WITH
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.config.messages import MAX_FINDINGS, NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError
@@ -604,13 +605,24 @@ def test_every_policy_loss_can_be_named_and_only_pairs_read_a_reference_without_
     assert config.loss.policy == name and config.needs_reference == (name == "dpo")
 
 
-def test_the_corrections_and_their_bounds_are_those_of_the_table():
+def test_the_methods_of_correction_are_those_that_are_implemented():
     methods = get_args(CorrectionSettings.model_fields["method"].annotation)
-    assert set(methods) == CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS, *rollout_correction.CORRECTIONS}
-    assert (
-        CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS}
-        and CORRECTIONS.keys() == rollout_correction.CORRECTIONS.keys()
-    )
+    assert set(methods) == {"none", *CORRECTIONS} == {"none", *rollout_correction.CORRECTIONS}
+
+
+def test_conditions_name_settings_and_values_that_there_are():
+    fields = {
+        f"{section}.{name}"
+        for section, kinds in SECTIONS.items()
+        for one in kinds.values()
+        for name in one.model_fields
+    }
+    conditions = [*ONLY_WITH.items(), *REQUIRED_WITH.items()]
+    assert {field for field, _ in conditions} <= fields | SECTIONS.keys()
+    assert {other for _, condition in conditions for other in condition} <= fields | {"algorithm"}
+    for field, condition in REQUIRED_WITH.items():  # what must be set is read
+        assert all(set(values) <= set(ONLY_WITH[field][other]) for other, values in condition.items())
+    assert set(ONLY_WITH["correction.high"]["correction.method"]) == CORRECTIONS.keys()
 
 
 def test_every_name_of_a_kl_and_of_a_reduction_can_be_chosen():
