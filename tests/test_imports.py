@@ -37,7 +37,7 @@ assert {'train', 'replay', 'plan', 'check', 'convert dcp-to-hf', 'groups list'} 
 PARTS: dict[str, tuple[str, set[str]]] = {
     "the settings of a Trainer": (
         "from slimefsdp.config.trainer import TrainerConfig; TrainerConfig.checked({'model': {'path': 'm'}})",
-        {*RAY, "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.data", "slimefsdp.config.cluster"},
+        {*RAY, "slimefsdp.config.run", "slimefsdp.config.rollout", "slimefsdp.config.data"},
     ),
     "a Trainer": (
         "import slimefsdp.trainer",
@@ -47,7 +47,6 @@ PARTS: dict[str, tuple[str, set[str]]] = {
             "slimefsdp.config.run",
             "slimefsdp.config.rollout",
             "slimefsdp.config.data",
-            "slimefsdp.config.cluster",
         },
     ),
     "batches": ("import slimefsdp.data.rollout_batch", RAY),

@@ -22,7 +22,7 @@ from actors.cluster.capacity import check_machine, most_processes
 from actors.cluster.cleanup import CleanupProcess
 from actors.cluster.ray_log import RayMessages
 from slimefsdp.config import RunConfig
-from slimefsdp.config.cluster import ClusterSettings
+from slimefsdp.config.run import ClusterSettings
 from slimefsdp.errors import ResourceError
 
 _REACH_S = 10.0  # how long a cluster's machine may take to answer

@@ -19,8 +19,8 @@ from slimefsdp.config.algorithm import AlgorithmSettings
 from slimefsdp.config.base import kinds_of
 from slimefsdp.config.conditions import broken_condition
 from slimefsdp.config.messages import BrokenRule, Kinds, config_error
-from slimefsdp.config.optim import AdamWSettings, MuonSettings, OptimChoice
 from slimefsdp.config.sections import (
+    AdamWSettings,
     AttentionSettings,
     BatchSettings,
     CheckpointSettings,
@@ -28,6 +28,8 @@ from slimefsdp.config.sections import (
     LoraSettings,
     MeshSettings,
     ModelSettings,
+    MuonSettings,
+    OptimChoice,
     PrecisionSettings,
     ProfileSettings,
     ReferenceSettings,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.config import TrainerConfig
-from slimefsdp.config.optim import AdamWSettings
+from slimefsdp.config.sections import AdamWSettings
 from slimefsdp.model_spec import NEWTON_SCHULZ_STEPS, Adapters, ModelSpec
 
 Sharding = Literal["full", "keep_parameters", "optimizer", "replicate"]

@@ -24,7 +24,7 @@ from slimefsdp.batching.cost import CostModel
 from slimefsdp.checkpoint.manifest import check_info
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import TrainerConfig
-from slimefsdp.config.optim import AdamWSettings, MuonSettings, OptimSettings, SgdSettings
+from slimefsdp.config.sections import AdamWSettings, MuonSettings, OptimSettings, SgdSettings
 from slimefsdp.distributed.consensus import all_equal, gathered, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes

@@ -39,7 +39,7 @@ from slimefsdp.checkpoint.shards import ShardedTensor
 from slimefsdp.checkpoint.store import PARTS, CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.earlier import with_present_names
-from slimefsdp.config.optim import AdamWSettings
+from slimefsdp.config.sections import AdamWSettings
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from slimefsdp.config.optim import OptimSettings
+from slimefsdp.config.sections import OptimSettings
 
 IN_LAYERS = re.compile(r"\.(layers|h)\.\d+\.")
 
