@@ -118,16 +118,6 @@ class LossSettings(Settings):
         None, gt=0, description="end the step before an update whose KL(old || policy) exceeds this; null: never"
     )
 
-    @model_validator(mode="after")
-    def check_kl_settings(self) -> LossSettings:
-        if self.kl_in == "reward" and self.kl_estimator in ("full", "k1_unbiased", "k3_unbiased"):
-            raise BrokenRule(
-                "loss.kl_estimator",
-                f"loss.kl_estimator={self.kl_estimator} is a term of the loss, not of the reward",
-                "set loss.kl_in=loss, or choose k1",
-            )
-        return self
-
 
 class CorrectionSettings(Settings):
     """Weights and masks for tokens that the rollout engine drew with another probability than the trainer's own."""
@@ -232,16 +222,6 @@ class AlgorithmSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def check_kl_in_reward(self) -> Self:
-        if self.has_kl_in_reward and self.estimator in ("maxrl", "pass_at_k"):
-            raise BrokenRule(
-                "loss.kl_in",
-                f"loss.kl_in=reward takes a KL off the rewards, and advantage.estimator={self.estimator} counts them",
-                "set loss.kl_in=loss, or choose another estimator",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_sequence_loss_estimator(self) -> Self:
         discounts = self.estimator == "reinforce_pp" and self.advantage.gamma != 1
         has_token_rewards = self.has_kl_in_reward and self.estimator in TOKEN_ESTIMATORS
@@ -252,17 +232,6 @@ class AlgorithmSettings(Settings):
                 f"loss.policy={self.loss.policy} has one advantage for each sequence, and "
                 f"advantage.estimator={self.estimator} gives each token its own",
                 "choose gspo_token or ppo, or another estimator",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_single_correction(self) -> Self:
-        if self.correction.method != "none" and self.loss.old_log_probs == "rollout":
-            raise BrokenRule(
-                "correction.method",
-                f"correction.method={self.correction.method} corrects for the engine's log-probs, and "
-                "loss.old_log_probs=rollout measures the ratio from them already",
-                "remove one",
             )
         return self
 

@@ -1,6 +1,6 @@
-"""Says which settings are read only with some values of others, so that no setting is given in vain.
+"""Says which values of settings go together: what is read only with another setting, and what contradicts another.
 
-A condition is `section.name` of another setting -> the values with which the first one is read.
+A condition is `section.name` of a setting -> the values with which it holds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from slimefsdp.errors import short_text
 
 OWN = "module:function"  # a function or class of the user's own, which may read every setting
 SET = ()  # any value but null, false and 0
+
+
+class But(tuple[Any, ...]):
+    """All values but these."""
+
 
 Condition = dict[str, tuple[Any, ...]]
 
@@ -81,9 +86,88 @@ REQUIRED_WITH: dict[str, Condition] = {
 }
 """Setting -> with which values of another one it must be set."""
 
+CONFLICTS: list[tuple[Condition, str, str]] = [
+    (
+        {"model.activation_checkpointing": ("selective",), "model.compile": (True,)},
+        "the operations inside of a compiled layer cannot be selected",
+        "use full or none, or remove model.compile",
+    ),
+    (
+        {"precision.reduce_dtype": ("float16",), "precision.compute_dtype": But(("float16",))},
+        "float16 sums overflow without a loss scale, which only float16 computation has",
+        "set precision.compute_dtype=float16, or reduce in bfloat16",
+    ),
+    (
+        {"attention.kernel": ("flash_attn_3",), "attention.strategy": ("ring_flash_attn",), "mesh.cp": But((1,))},
+        "this strategy computes by the flash-attn package whatever the kernel",
+        "set attention.strategy=auto, or remove attention.kernel",
+    ),
+    (
+        {"reference.offload": ("none", "swap"), "fsdp.cpu_offload": (True,)},
+        "the policy is on the host between uses, and so must the reference be",
+        "remove one",
+    ),
+    (
+        {"reference.offload": ("swap",), "loss.kl_estimator": ("full",)},
+        "swap takes the policy off the device while the reference computes, and full needs both at once",
+        "set reference.offload=sleep, or another loss.kl_estimator",
+    ),
+    (
+        {"loss.kl_estimator": ("full",), "reference.placement": ("group",)},
+        "full reads the hidden states of the reference, which are in other processes",
+        "set reference.placement=colocated, or choose k3",
+    ),
+    (
+        {"loss.kl_estimator": ("full", "k1_unbiased", "k3_unbiased"), "loss.kl_in": ("reward",)},
+        "this estimator is a term of the loss",
+        "set loss.kl_in=loss, or choose k1",
+    ),
+    (
+        {"loss.kl_in": ("reward",), "advantage.estimator": ("maxrl", "pass_at_k")},
+        "the KL would change rewards, which this estimator counts",
+        "set loss.kl_in=loss, or choose another estimator",
+    ),
+    (
+        {"correction.method": But(("none",)), "loss.old_log_probs": ("rollout",)},
+        "the ratio is measured from the engine's log-probs already, so nothing is left to correct",
+        "remove one",
+    ),
+    (
+        {"data.overlong_prompts": ("truncate", "split"), "algorithm": But(("sft",))},
+        "only records of supervised training can be cut",
+        "set it to error or skip",
+    ),
+    (
+        {"rollout.weight_transport": ("disk",), "run.dir": (None,)},
+        "weights are written below run.dir, which is not set",
+        "set run.dir, or use broadcast",
+    ),
+    (
+        {"rollout.filter": ("mixed_groups",), "rollout.samples_per_prompt": (1,)},
+        "every group of one response is dropped",
+        "raise rollout.samples_per_prompt, or remove rollout.filter",
+    ),
+    (
+        {"rollout.reward_workers": (0,), "rollout.environment": But((None,))},
+        "episodes need a process",
+        "set rollout.reward_workers to 1 or more",
+    ),
+    (
+        {"rollout.reward": But((None,)), "rollout.environment": But((None,))},
+        "the environment gives the rewards",
+        "remove rollout.reward",
+    ),
+    (
+        {"rollout.overlong_buffer_tokens": But((None,)), "rollout.environment": But((None,))},
+        "the environment gives the rewards, and no penalty is taken off them",
+        "remove rollout.overlong_buffer_tokens",
+    ),
+]
+"""Conditions that do not go together, the reason, and the way out. The first setting is named as the wrong one."""
+
 
 def broken_condition(config: Any) -> BrokenRule | None:
-    """Returns the first setting that is set in vain, or is required and not set; None if there is none.
+    """Returns the first rule of this module that the settings break, or None.
 
     Args:
         config: the settings; its `effective(field)` returns the value of a setting that holds in the end.
@@ -102,6 +186,11 @@ def broken_condition(config: Any) -> BrokenRule | None:
             if config.effective(field) is None and config.effective(other) in values:
                 chosen = f"{other}={config.effective(other)}"
                 return BrokenRule(other, f"{chosen} needs {field}, which is not set", "set it")
+    for conflict, reason, hint in CONFLICTS:
+        is_known = all(hasattr(config, setting.partition(".")[0]) for setting in conflict)
+        if is_known and all(_holds(config.effective(setting), values) for setting, values in conflict.items()):
+            shown = " with ".join(_shown(setting, config.effective(setting)) for setting in conflict)
+            return BrokenRule(next(iter(conflict)), f"{shown}: {reason}", hint)
     return None
 
 
@@ -113,7 +202,13 @@ def condition_text(field: str) -> str:
 def _holds(value: Any, values: tuple[Any, ...]) -> bool:
     if OWN in values and isinstance(value, str) and ":" in value:
         return True
+    if isinstance(values, But):
+        return value not in values
     return value in values if values else value not in (None, False, 0, ())
+
+
+def _shown(setting: str, value: Any) -> str:
+    return f"{setting}={value if isinstance(value, str) else short_text(value)}"
 
 
 def _condition(setting: str, values: tuple[Any, ...]) -> str:
@@ -121,9 +216,8 @@ def _condition(setting: str, values: tuple[Any, ...]) -> str:
 
 
 def _unread(field: str, value: Any, other: str, values: tuple[Any, ...], found: Any) -> BrokenRule:
-    shown = f"{other}={found if isinstance(found, str) else short_text(found)}"
     return BrokenRule(
         field,
-        f"{field}={short_text(value)} does nothing with {shown}",
+        f"{field}={short_text(value)} does nothing with {_shown(other, found)}",
         f"remove it, or set {_condition(other, values)}",
     )

@@ -361,16 +361,6 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def check_filter_group_size(self) -> RolloutSettings:
-        if self.filter == "mixed_groups" and self.samples_per_prompt == 1:
-            raise BrokenRule(
-                "rollout.filter",
-                "rollout.filter=mixed_groups drops every group of rollout.samples_per_prompt=1",
-                "raise that, or remove it",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_overlong_buffer(self) -> RolloutSettings:
         if self.overlong_buffer_tokens is not None and self.overlong_buffer_tokens > self.max_new_tokens:
             raise BrokenRule(

@@ -26,7 +26,7 @@ from slimefsdp.config.rollout import (
     temperatures_of,
 )
 from slimefsdp.config.sections import RunSettings
-from slimefsdp.config.trainer import TrainerConfig, changed
+from slimefsdp.config.trainer import TrainerConfig
 from slimefsdp.errors import ConfigError, short_repr, short_text
 
 
@@ -154,20 +154,6 @@ class RunConfig(TrainerConfig):
         rollout = self.rollout
         if rollout.environment is None:
             return self
-        for name in changed(rollout, ("reward", "overlong_buffer_tokens")):
-            raise BrokenRule(
-                f"rollout.{name}",
-                f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
-                f"rollout.environment={rollout.environment} gives the rewards",
-                f"remove rollout.{name}, or give it to the environment under environment.arguments",
-            )
-        if rollout.reward_workers == 0:
-            raise BrokenRule(
-                "rollout.reward_workers",
-                f"rollout.reward_workers=0 leaves the episodes of "
-                f"rollout.environment={rollout.environment} without a process",
-                "set it to 1 or more",
-            )
         most = self.environment.max_tokens
         if most is not None and not rollout.max_new_tokens < most <= self.max_pack_tokens:
             raise BrokenRule(
@@ -261,16 +247,6 @@ class RunConfig(TrainerConfig):
         return None
 
     @model_validator(mode="after")
-    def check_disk_transport_has_a_folder(self) -> Self:
-        if self.rollout.transport == "disk" and self.run.dir is None:
-            raise BrokenRule(
-                "rollout.weight_transport",
-                "rollout.weight_transport=disk writes below run.dir, which is not set",
-                "set it, or use broadcast",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_colocated_engine_count(self) -> Self:
         if self.mesh.dp != "auto" and (problem := self._surplus_engines()):
             raise BrokenRule("rollout.engines", *problem)
@@ -287,16 +263,6 @@ class RunConfig(TrainerConfig):
         )
 
     @model_validator(mode="after")
-    def check_overlong_prompts(self) -> Self:
-        if self.data.overlong_prompts in ("truncate", "split") and self.algorithm != "sft":
-            raise BrokenRule(
-                "data.overlong_prompts",
-                f"data.overlong_prompts={self.data.overlong_prompts} changes records, which only algorithm=sft can do",
-                "set error or skip",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_schedule_end(self) -> Self:
         has_end = self.total_updates is not None or self.run.epochs is not None
         warmup = self.optim.warmup_updates
@@ -307,18 +273,6 @@ class RunConfig(TrainerConfig):
                 given.partition("=")[0],
                 f"{given} is of a schedule that ends nowhere",
                 "set optim.total_updates, run.steps or, under sft, run.epochs",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_warmup_of_steps(self) -> Self:
-        total, own = self.total_updates, self.optim.total_updates
-        if total is not None and self.warmup_updates >= total:
-            of = f"the {total} of run.steps={self.run.steps}" if own is None else f"optim.total_updates={own}"
-            raise BrokenRule(
-                "optim.warmup_updates",
-                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}",
-                "lower the first or raise the second",
             )
         return self
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag
 
 from slimefsdp.config.base import (
     LARGEST,
@@ -19,7 +19,6 @@ from slimefsdp.config.base import (
     chosen_by,
     within_ranks,
 )
-from slimefsdp.config.messages import BrokenRule
 
 
 def _power_of_two(value: Any) -> Any:
@@ -162,16 +161,6 @@ class ModelSettings(Settings):
     checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
 
-    @model_validator(mode="after")
-    def check_compile_with_checkpointing(self) -> ModelSettings:
-        if self.compile and self.activation_checkpointing == "selective":
-            raise BrokenRule(
-                "model.activation_checkpointing",
-                "model.activation_checkpointing=selective cannot see inside the layers of model.compile=true",
-                "use full or none, or remove model.compile",
-            )
-        return self
-
 
 class LoraSettings(Settings):
     """Adapters of low rank, trained in place of the parameters of the policy and of a critic (docs/lora.md)."""
@@ -274,17 +263,6 @@ class PrecisionSettings(Settings):
         2**16, description="the loss is multiplied by this at first; a power of two, halved at each overflow"
     )
 
-    @model_validator(mode="after")
-    def check_reduce_dtype(self) -> PrecisionSettings:
-        if self.reduce_dtype == "float16" and self.compute_dtype != "float16":
-            raise BrokenRule(
-                "precision.reduce_dtype",
-                "precision.reduce_dtype=float16 overflows without a loss scale, and "
-                f"precision.compute_dtype={self.compute_dtype} has none",
-                "set precision.compute_dtype=float16, or reduce in bfloat16",
-            )
-        return self
-
 
 class FsdpSettings(Settings):
     """Chooses how parameters, gradients and optimiser state are spread over ranks and host memory."""
@@ -365,17 +343,6 @@ class _OptimSettings(Settings):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
     max_grad_norm: float = Field(1.0, ge=0, description="global-norm clipping; 0: none")
     log_layer_norms: bool = Field(False, description="metrics also have the gradient norm of each layer")
-
-    @model_validator(mode="after")
-    def check_warmup(self) -> Self:
-        if self.total_updates is not None and self.warmup_updates >= self.total_updates:
-            raise BrokenRule(
-                "optim.warmup_updates",
-                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
-                f"optim.total_updates={self.total_updates}",
-                "lower the first or raise the second",
-            )
-        return self
 
 
 class _AdamMoments(_OptimSettings):

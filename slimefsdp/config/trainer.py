@@ -107,7 +107,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.lora.rank or self.lora.path if field == "lora.rank" else super().effective(field)
 
     @model_validator(mode="after")
-    def check_settings_are_read(self) -> Self:
+    def check_conditions(self) -> Self:
         if broken := broken_condition(self):
             raise broken
         return self
@@ -158,6 +158,18 @@ class TrainerConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_warmup(self) -> Self:
+        total, own = self.total_updates, self.optim.total_updates
+        if total is not None and self.warmup_updates >= total:
+            of = f"the {total} of run.steps={self.run.steps}" if own is None else f"optim.total_updates={own}"
+            raise BrokenRule(
+                "optim.warmup_updates",
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}",
+                "lower the first or raise the second",
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_dpo_update_size(self) -> Self:
         per_update = self.batch.samples_per_update
         if self.loss.policy == "dpo" and per_update is not None and per_update % 2:
@@ -170,29 +182,6 @@ class TrainerConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
-    def check_attention_kernel(self) -> Self:
-        is_ring_package = self.attention.strategy == "ring_flash_attn" and self.mesh.cp > 1
-        if self.attention.kernel == "flash_attn_3" and is_ring_package:
-            raise BrokenRule(
-                "attention.kernel",
-                f"attention.kernel=flash_attn_3 and mesh.cp={self.mesh.cp} with attention.strategy=ring_flash_attn, "
-                "which computes by the flash-attn package whatever the kernel",
-                "set attention.strategy=auto, or remove attention.kernel",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_full_kl_reference(self) -> Self:
-        if self.loss.kl_estimator == "full" and self.reference.placement == "group":
-            raise BrokenRule(
-                "loss.kl_estimator",
-                "loss.kl_estimator=full reads the hidden states of the reference, and reference.placement=group "
-                "keeps them elsewhere",
-                "set reference.placement=colocated, or choose k3",
-            )
-        return self
-
-    @model_validator(mode="after")
     def check_reference_update_is_read(self) -> Self:
         if self.reference.update_interval_steps is not None and not self.needs_reference:
             raise BrokenRule(
@@ -200,33 +189,6 @@ class TrainerConfig(AlgorithmSettings):
                 f"reference.update_interval_steps={self.reference.update_interval_steps} updates a model that "
                 "loss.kl_coefficient=0 never asks",
                 "remove it, or raise loss.kl_coefficient",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_cpu_offload_reference(self) -> Self:
-        if self.fsdp.cpu_offload and self.reference.offload == "none":
-            raise BrokenRule(
-                "reference.offload",
-                "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host",
-                "remove one",
-            )
-        if self.fsdp.cpu_offload and self.reference.offload == "swap":
-            raise BrokenRule(
-                "reference.offload",
-                "reference.offload=swap moves to the host what fsdp.cpu_offload=true keeps there",
-                "remove one",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_swapped_reference(self) -> Self:
-        if self.reference.offload == "swap" and self.kl_estimator == "full":
-            raise BrokenRule(
-                "reference.offload",
-                "reference.offload=swap takes the policy off the device while the reference computes, and "
-                "loss.kl_estimator=full needs both at once",
-                "set reference.offload=sleep, or another loss.kl_estimator",
             )
         return self
 

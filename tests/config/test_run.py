@@ -24,7 +24,7 @@ from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.config.algorithm import CorrectionSettings
 from slimefsdp.config.base import kinds_of
-from slimefsdp.config.conditions import ONLY_WITH, REQUIRED_WITH
+from slimefsdp.config.conditions import CONFLICTS, ONLY_WITH, REQUIRED_WITH
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.config.messages import MAX_FINDINGS, NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError
@@ -619,7 +619,8 @@ def test_conditions_name_settings_and_values_that_there_are():
     }
     conditions = [*ONLY_WITH.items(), *REQUIRED_WITH.items()]
     assert {field for field, _ in conditions} <= fields | SECTIONS.keys()
-    assert {other for _, condition in conditions for other in condition} <= fields | {"algorithm"}
+    others = [condition for _, condition in conditions] + [conflict for conflict, _, _ in CONFLICTS]
+    assert {other for condition in others for other in condition} <= fields | {"algorithm"}
     for field, condition in REQUIRED_WITH.items():  # what must be set is read
         assert all(set(values) <= set(ONLY_WITH[field][other]) for other, values in condition.items())
     assert set(ONLY_WITH["correction.high"]["correction.method"]) == CORRECTIONS.keys()
