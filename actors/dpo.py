@@ -12,7 +12,7 @@ from actors.rollout.evaluation import metric_prefix
 from actors.rollout.scored_groups import Metrics
 from actors.sft import SftLoop
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.monitoring.progress_table import DPO_COLUMNS, Column, with_held_out
+from slimefsdp.monitoring.progress import DPO_COLUMNS, Column, with_held_out
 
 _OF_OLD_POLICY = ("ratio", "clip_", "kl_", "advantage")
 """Prefixes of metrics that compare with the policy that sampled, which is unknown for pairs."""

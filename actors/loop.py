@@ -39,7 +39,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
 from slimefsdp.monitoring.curves import CURVES, RunCurves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
-from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, Column, ProgressTable, with_held_out
+from slimefsdp.monitoring.progress import GRPO_COLUMNS, Column, Progress, with_held_out
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup | TorchrunGroup
@@ -138,13 +138,13 @@ class Run:
         """Loads or writes the first checkpoint, sends the first weights, evaluates; returns the step to begin with."""
         config = self._config
         start = _resume(config, self._group, self._loop.prompts, self._log)
-        self._table = ProgressTable(self._loop.columns, total_steps=self._steps)
+        self._progress = Progress(self._loop.columns, total_steps=self._steps)
         if self._keeps and not config.checkpoint.resume:
             with stage("saving the checkpoint of step 0"):
                 _save(0, self._group, self._loop, self._folder)
         if first := self._loop.before_training(evaluates=start == 0):
             self._log.write(0, first)
-            self._table.write(0, first)
+            self._progress.write(0, first)
         self._profiles = ProfiledUpdates(config, self._group)
         self._interrupts.steps_begin(start + 1, self._steps)
         return start
@@ -166,7 +166,7 @@ class Run:
         metrics |= _memory_metrics(self._group)
         metrics["seconds/step"] = time.perf_counter() - began
         self._log.write(done, metrics)
-        self._table.write(done, metrics)
+        self._progress.write(done, metrics)
         self._profiles.show_new()
         self._curves.draw_if_due()
         is_last = done == self._steps
@@ -227,7 +227,7 @@ class RolloutLoop:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the progress table, with one for each held-out set."""
+        """The columns of the progress lines, with one for each held-out set."""
         return with_held_out(GRPO_COLUMNS, self._evaluator.columns())
 
     @property

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,15 +28,27 @@ from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.config.earlier import STORED
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, CheckpointError
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError
 from slimefsdp.io.files import FolderLock, io_reported, record_of, remove, write_synced
 from slimefsdp.io.hub import id_of_snapshot
+from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
+from slimefsdp.rpc import ROLES
 
 SETTINGS = "settings.yaml"
 SKIPPED = "skipped_prompts.jsonl"
 EVALUATIONS = "evaluations"
 SAMPLES = "samples"
 _BATCH = "batch.safetensors"
+_METRICS = "metrics.jsonl"
+# folders of the machine itself, in which a run's files do not belong
+_SYSTEM_FOLDERS = frozenset(
+    Path("/", name).resolve()  # /bin may be a link to /usr/bin
+    for name in (
+        *("", "bin", "boot", "dev", "dev/shm", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root"),
+        *("run", "sbin", "srv", "sys", "tmp", "usr", "usr/bin", "usr/lib", "usr/local", "usr/sbin", "usr/share"),
+        *("var", "var/lib", "var/log", "var/tmp"),
+    )
+)
 
 
 class RunFolder:
@@ -173,3 +187,88 @@ def with_model_ids(config: RunConfig) -> RunConfig:
 def _line(name: str, value: Any, *, is_given: bool) -> str:
     # JSON is YAML
     return f"{'' if is_given else '# '}{name}: {json.dumps(value, ensure_ascii=False)}"
+
+
+def check_folders(config: RunConfig) -> None:
+    """Refuses folders that cannot take a run's files, or in which another process runs.
+
+    Raises:
+        ConfigError: naming the setting. CheckpointError: another process uses run.dir.
+    """
+    run_dir, export_dir, steps = config.run.dir, config.run.export_dir, config.run.steps
+    assert run_dir is not None
+    with _folder_errors():
+        _check_can_be_made(run_dir, "run.dir")
+        folder, home = run_dir.resolve(), Path.home().resolve()
+        problem, hint = "", "name a folder of the run's own, such as runs/first"
+        if folder in _SYSTEM_FOLDERS or folder == home or folder in home.parents:
+            problem = "is not a folder for the files of a run"
+        elif (folder / ".git").exists():
+            problem = "is the root of a checkout"
+        elif folder in [config.folder_of(role)[0].resolve() for role in ROLES]:
+            problem = "is the folder of a model"
+        elif config.checkpoint.resume and not RunFolder(run_dir).checkpoint_steps:
+            problem = "holds no checkpoint to resume from"
+            hint = "name the folder of a run that wrote one, or set checkpoint.resume=false"
+        if problem:
+            raise ConfigError(f"run.dir={run_dir} {problem}", field="run.dir", hint=hint)
+        if config.checkpoint.resume and steps is not None:
+            oldest = RunFolder(run_dir).checkpoint_steps[0]
+            if oldest > steps:
+                problem = f"run.steps={steps} is below step {oldest}, of the oldest checkpoint in run.dir={run_dir}"
+                raise ConfigError(problem, field="run.steps", hint="raise run.steps, or begin another run")
+        FolderLock(run_dir).require_free()
+        refuse_unless_plain(run_dir / _METRICS)
+        if export_dir is not None:
+            _check_can_be_made(export_dir, "run.export_dir")
+            if export_dir.resolve() in (folder, *folder.parents):
+                raise ConfigError(
+                    f"run.export_dir={export_dir} would hold run.dir={run_dir}",
+                    field="run.export_dir",
+                    hint="use a folder of its own, such as model/ inside run.dir",
+                )
+
+
+def _check_can_be_made(folder: Path, field: str) -> None:
+    """Refuses a folder that cannot be made or cannot be written to."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if can_keep_files(folder) and existing.is_dir() and os.access(existing, os.W_OK):
+            return
+        problem = f"cannot be made in {existing}"
+    except (OSError, RuntimeError) as error:  # a name that is too long, or links that lead round in a circle
+        problem = f"cannot be made: {getattr(error, 'strerror', None) or error}"
+    raise ConfigError(f"{field}={folder} {problem}", field=field, hint="choose another folder")
+
+
+def check_leftovers(config: RunConfig) -> None:
+    """Refuses folders in which an earlier run has left something where this one would write.
+
+    Raises:
+        ConfigError: naming all of them.
+    """
+    run_dir, export_dir, resumes = config.run.dir, config.run.export_dir, config.checkpoint.resume
+    assert run_dir is not None
+    left: dict[str, tuple[str, str]] = {}  # problem and hint by setting
+    with _folder_errors():
+        metrics = run_dir / _METRICS
+        # without a row nothing was trained: a run that ended while it started may start again
+        if not resumes and metrics.exists() and metrics.stat().st_size:
+            hint = "choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints"
+            left["run.dir"] = (f"run.dir={run_dir} holds an earlier run", hint)
+        if export_dir is not None and export_dir.exists() and any(export_dir.iterdir()):
+            hint = "choose another run.export_dir, or run.export_dir=null for a run that leaves no model"
+            hint += ", and raise run.steps if the run has ended already" if resumes else ""
+            left["run.export_dir"] = (f"run.export_dir={export_dir} is not empty", hint)
+    if left:
+        problems, hints = zip(*left.values(), strict=True)
+        raise ConfigError(", and ".join(problems), field=next(iter(left)), hint="; ".join(hints))
+
+
+@contextmanager
+def _folder_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot use {error.filename}: {error.strerror}"
+        raise ConfigError(problem, field="run.dir", hint="name folders that you may write to") from None

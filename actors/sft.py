@@ -14,7 +14,7 @@ from actors.rollout.prompts import PromptStream, digest_of
 from actors.rollout.scored_groups import Metrics
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column
+from slimefsdp.monitoring.progress import SFT_COLUMNS, Column
 
 
 class SftLoop:
@@ -39,7 +39,7 @@ class SftLoop:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Returns the columns of the progress table, with one for each held-out set."""
+        """Returns the columns of the progress lines, with one for each held-out set."""
         held_out = [Column(name or "held-out", _loss_name(name), ".4f") for name in self._heldout]
         return (*SFT_COLUMNS[:1], *held_out, *SFT_COLUMNS[1:])
 

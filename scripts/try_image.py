@@ -265,7 +265,6 @@ class _Image:
                 shutil.copy(ROOT / source, destination)
             owner = step.options.get("chown", "0")
             subprocess.run(["chown", "--recursive", owner, destination], check=True)
-        """Runs a command in the folder as a user; returns its exit status."""
 
     def shell(self, command: str, user: str) -> int:
         """Runs a command in the folder as this user; returns its exit status."""
@@ -273,8 +272,6 @@ class _Image:
         inside = f"cd {shlex.quote(self._work)} && {command}"
         chroot = ["chroot", f"--userspec={user}:{user}", self._folder, "/bin/sh", "-c", inside]
         return subprocess.run(chroot, env=self._environment, stdin=subprocess.DEVNULL).returncode
-
-    """Runs the command line."""
 
 
 def main() -> int:

@@ -1,22 +1,26 @@
-"""`slimefsdp check`: whether this machine can run anything, what there is to choose from, and what settings choose.
-
-With settings, they are validated and the functions they name are imported; nothing is started.
-"""
+"""`slimefsdp check`: what this machine can run, what settings can choose from, and all that is wrong with a file."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+import platform
+import socket
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.cli.environment import Environment, Package, look_around
-from actors.cli.preflight import check_before_launch
-from actors.model_folders import NotHere
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from actors.cli.preflight import Checked, check_before_launch
+from actors.cluster.capacity import RANKS_PER_CORE
 from actors.rollout.filters import FILTERS
-from actors.rollout.record_sets import RecordSet
 from actors.rollout.rewards import exact_match, final_number, sorted_digits
 from actors.startup import reporting
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
@@ -25,7 +29,9 @@ from slimefsdp.config.callables import load_function
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.errors import ConfigError, ResourceError, byte_text
 
-_Choices = dict[str, dict[str, str]]  # setting -> what it may be -> a line about it
+_DISTRIBUTION = "slimefsdp"
+_OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")
+_Choices = dict[str, dict[str, str]]  # setting -> possible value -> a line about it
 
 REGISTRY: _Choices = {
     "advantage.estimator": ESTIMATORS,
@@ -43,123 +49,235 @@ REGISTRY: _Choices = {
 _TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.reward")  # as module:function
 
 
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package, or Python itself, and the versions of it that this project supports."""
+
+    name: str
+    version: str | None  # None: not installed
+    supported: str  # such as ">=2.11,<3"
+    is_optional: bool
+    is_supported: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The packages and hardware of this machine; `problems` names everything without which nothing runs."""
+
+    packages: list[Package]
+    cpu_cores: int
+    memory_bytes: int
+    gpus: list[tuple[str, int]]  # name and bytes of each CUDA device
+    backends: list[str]  # of gloo and nccl, those that this torch has
+    has_loopback: bool
+    can_run: str
+    problems: list[str] = field(default_factory=list)
+
+
 def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Prints what was found, with settings a verdict in the end.
+    """Prints what this machine has and, with settings, a verdict in the end.
 
     Settings with data.train are checked as `slimefsdp train` would check them, others as those of your own loop.
 
     Raises:
-        SlimeError: as `check_before_launch`. ResourceError: more processes than this machine takes, or, once all is
-            printed, something without which nothing runs.
+        SlimeError: as `check_before_launch`. ResourceError: more processes than this machine may run, or, after all is
+            printed, something is missing without which nothing runs.
     """
-    config = None if path is None else load_config(path, overrides)
+    checked: Checked | None = None
     chosen: _Choices = {}
-    refusal: str | None = None
-    sets: list[RecordSet] = []
-    absent: list[NotHere] = []
-    if config is not None:
+    refusal: str | None = None  # why `slimefsdp train` would refuse settings that a loop of one's own may use
+    if path is not None:
+        config = load_config(path, overrides)
         with reporting():
             checked = check_before_launch(config, only_looks=True, is_own_loop=config.data.train is None)
-        sets, absent = checked.sets, checked.absent
-        chosen = chosen_functions(config)
-        refusal = _refusal_of_train(config) if config.data.train is None else None
-    found = look_around()
+        chosen = _chosen_functions(config)
+        if config.data.train is None:
+            try:
+                check_ready_to_train(config)
+            except ConfigError as error:
+                refusal = f"{error.message}; {error.hint}"
+    environment = look_around()
     if as_json:
-        packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
-        record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
-        if config is not None:
-            record |= {"chosen": chosen, "train": refusal, "data": [_json_of(one) for one in sets]}
-            record |= {"not_here": [asdict(one) for one in absent]}
+        record: dict[str, Any] = {"environment": asdict(environment), "registry": REGISTRY}
+        if checked is not None:
+            data = [{**asdict(records), "source": str(records.source)} for records in checked.sets]
+            record |= {"chosen": chosen, "train": refusal, "data": data}
+            record |= {"not_here": [asdict(item) for item in checked.absent]}
         print(json.dumps(record, indent=1))
     else:
-        print("\n".join([*_environment_lines(found), *_registry_lines(chosen), *_data_lines(sets)]))
-    if found.problems:
-        raise ResourceError(
-            "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
-        )
-    if config is not None and not as_json:
-        print("\n".join(["", *(f"not here  {one}" for one in absent)]))
-        lacks_data = any(one.field.startswith("data.") for one in absent)
-        rewards_by = config.rollout.reward or config.rollout.environment
-        untried = config.rewards_by.partition(".")[2] if lacks_data and rewards_by else ""
-        print(
-            "these settings are fine"
-            + (" once that is here" if absent else "")
-            + (f" (the {untried} was not tried)" if untried else "")
-            + ("" if refusal is None else f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}")
-        )
+        print("\n".join([*_environment_lines(environment), *_registry_lines(chosen)]))
+    if environment.problems:
+        hint = "install what is missing: see README.md, Install"
+        raise ResourceError("; ".join(environment.problems), field="environment", hint=hint)
+    if checked is not None and not as_json:
+        print("\n".join(_verdict_lines(checked, refusal)))
     return 0
 
 
-def _data_lines(sets: Sequence[RecordSet]) -> list[str]:
-    width = max((len(one.field) for one in sets), default=0)
-    return [*([""] if sets else []), *(f"{one.field:{width}}  {one}" for one in sets)]
+def _verdict_lines(checked: Checked, refusal: str | None) -> list[str]:
+    config, absent = checked.config, checked.absent
+    width = max((len(records.field) for records in checked.sets), default=0)
+    lacks_data = any(item.field.startswith("data.") for item in absent)
+    verdict = "these settings are fine" + (" once that is here" if absent else "")
+    if lacks_data and (config.rollout.reward or config.rollout.environment):
+        verdict += f" (the {config.rewards_by.partition('.')[2]} was not tried)"
+    if refusal is not None:
+        verdict += f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}"
+    sets = [f"{records.field:{width}}  {records}" for records in checked.sets]
+    return ["", *sets, *(f"not here  {item}" for item in absent), verdict]
 
 
-def _json_of(one: RecordSet) -> dict[str, Any]:
-    return {**asdict(one), "source": str(one.source)}
-
-
-def _refusal_of_train(config: RunConfig) -> str | None:
-    """Why `slimefsdp train` would not take these settings, which a loop of one's own may; None: it would."""
-    try:
-        check_ready_to_train(config)
-    except ConfigError as error:
-        return f"{error.message}; {error.hint}"
-    return None
-
-
-def chosen_functions(config: RunConfig) -> _Choices:
-    """Returns setting -> the function it chooses, with its line of `REGISTRY` or, for a user's own, its place."""
-    names: dict[str, str] = {"loss.reduction": config.loss.reduction}
-    if config.algorithm != "sft":
-        names["loss.policy"] = config.loss.policy
+def _chosen_functions(config: RunConfig) -> _Choices:
+    """Returns setting -> the function it chooses, with its line of `REGISTRY` or the position of a user's own."""
+    names = {"loss.reduction": config.loss.reduction, "loss.policy": config.loss.policy}
+    if config.algorithm == "sft":
+        del names["loss.policy"]
     if config.has_rollouts:
         names["advantage.estimator"] = config.estimator
-        if config.loss.kl_coefficient > 0:
-            names["loss.kl_estimator"] = config.kl_estimator
-        if config.correction.method != "none":
-            names["correction.method"] = config.correction.method
-        if config.rollout.filter is not None:
-            names["rollout.filter"] = config.rollout.filter
-        if config.rollout.reward is not None:
-            names["rollout.reward"] = config.rollout.reward
-        if config.rollout.environment is not None:
-            names["rollout.environment"] = config.rollout.environment
+        names |= {"loss.kl_estimator": config.kl_estimator} if config.loss.kl_coefficient > 0 else {}
+        for setting in ("correction.method", "rollout.filter", "rollout.reward", "rollout.environment"):
+            if (value := config.value_of(setting)) not in (None, "none"):
+                names[setting] = value
     return {
-        setting: {name: REGISTRY.get(setting, {}).get(name) or _place(name, setting)} for setting, name in names.items()
+        setting: {name: REGISTRY.get(setting, {}).get(name) or _position_of(name, setting)}
+        for setting, name in names.items()
     }
 
 
-def _place(name: str, field: str) -> str:
+def _position_of(name: str, setting: str) -> str:
     """Returns the file and line of a function of the user."""
-    function = load_function(name, field=field, example=name)
+    function = load_function(name, field=setting, example=name)
     try:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
-    except (TypeError, OSError):  # a builtin, an object with __call__
+    except (TypeError, OSError):  # a builtin, or an object with __call__
         return repr(function)
 
 
-def _environment_lines(found: Environment) -> list[str]:
-    needed = [one for one in found.packages if not one.is_optional]
-    optional = [one for one in found.packages if one.is_optional]
-    devices = [f"{name}, {byte_text(size)}" for name, size in found.gpus] or ["no CUDA device"]
+def look_around() -> Environment:
+    """Returns the environment of this process. Imports torch, if possible, and neither ray nor transformers."""
+    packages = _packages()
+    problems = [
+        f"{f'{package.name} {package.version}' if package.version else f'no {package.name}'} is installed, and "
+        f"{package.name}{package.supported} is needed"
+        for package in packages
+        if not (package.is_optional or package.is_supported)
+    ]
+    gpus: list[tuple[str, int]] = []
+    backends: list[str] = []
+    try:
+        gpus, backends = _torchs_devices()
+    except Exception as error:  # a package built for other libraries may raise anything while it is imported
+        problems.append(f"torch cannot be used: {type(error).__name__}: {error}")
+    else:
+        if not backends:
+            problems.append("this torch has neither gloo nor nccl: ranks cannot communicate")
+    has_loopback = _can_connect_to_itself()
+    if not has_loopback:
+        problems.append("a socket on 127.0.0.1 cannot be reached from this machine itself, which ranks and Ray need")
+    cores = os.cpu_count() or 1
+    can_run = []
+    if gpus and "nccl" in backends:
+        can_run.append(f"on CUDA {len(gpus)} rank{'s' * (len(gpus) > 1)} and engines in all, each with its own GPU")
+    if "gloo" in backends:
+        can_run.append(
+            f"on the CPU {cores * RANKS_PER_CORE} ranks and engines in all ({RANKS_PER_CORE} for each of {cores} cores)"
+        )
+    return Environment(
+        packages,
+        cpu_cores=cores,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        gpus=gpus,
+        backends=backends,
+        has_loopback=has_loopback,
+        can_run="; ".join(can_run) or "nothing",
+        problems=problems,
+    )
+
+
+def _packages() -> list[Package]:
+    """Returns Python and the packages that the project names, as they are installed here."""
+    python, requirements = _requirements()
+    packages = [
+        Package("python", platform.python_version(), python, False, _is_within(platform.python_version(), python))
+    ]
+    for requirement in map(Requirement, requirements):
+        name, supported = requirement.name, str(requirement.specifier)
+        if name in _OPTIONAL or "extra" not in str(requirement.marker):
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                version = None
+            is_supported = version is not None and _is_within(version, supported)
+            packages.append(Package(name, version, supported, name in _OPTIONAL, is_supported))
+    return packages
+
+
+def _is_within(version: str, supported: str) -> bool:
+    """Returns whether a version such as `2.13.0+cpu` keeps to bounds such as `>=2.11,<3`.
+
+    Builds of GPU vendors, such as `2.11.0a0+nv25.10`, count as the release that they lead to.
+    """
+    try:
+        return Version(version).base_version in SpecifierSet(supported)
+    except InvalidVersion:
+        return False
+
+
+def _requirements() -> tuple[str, list[str]]:
+    """Returns the Python versions and requirements of the source that is run, or of the installed distribution."""
+    project_file = Path(__file__).parents[2] / "pyproject.toml"
+    project: Mapping[str, Any] = tomllib.loads(project_file.read_text())["project"] if project_file.is_file() else {}
+    if project.get("name") == _DISTRIBUTION:
+        extras = [
+            f'{requirement}; extra == "{extra}"'
+            for extra, requirements in project["optional-dependencies"].items()
+            for requirement in requirements
+            if extra != "dev"
+        ]
+        return project["requires-python"], [*project["dependencies"], *extras]
+    distribution = importlib.metadata.distribution(_DISTRIBUTION)
+    requirements = [text for text in distribution.requires or [] if 'extra == "dev"' not in text]
+    return distribution.metadata["Requires-Python"], requirements
+
+
+def _torchs_devices() -> tuple[list[tuple[str, int]], list[str]]:
+    import torch
+    import torch.distributed as dist
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
+    has = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
+    return [(gpu.name, gpu.total_memory) for gpu in properties], [name for name, is_there in has.items() if is_there()]
+
+
+def _can_connect_to_itself() -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _environment_lines(environment: Environment) -> list[str]:
+    def version(package: Package) -> str:
+        if package.version is None:
+            return "not installed" if package.is_optional else f"MISSING, {package.supported} is needed"
+        return f"{package.version} ({'' if package.is_supported else 'NOT '}{package.supported})"
+
+    optional = [f"{package.name} {version(package)}" for package in environment.packages if package.is_optional]
+    devices = [f"{name}, {byte_text(size)}" for name, size in environment.gpus] or ["no CUDA device"]
+    memory = byte_text(environment.memory_bytes)
     rows = [
-        *((one.name, _version(one)) for one in needed),
-        ("optional", "; ".join(f"{one.name} {_version(one)}" for one in optional)),
-        ("devices", f"{found.cpu_cores} CPU cores, {byte_text(found.memory_bytes)}; {'; '.join(devices)}"),
-        ("backends", ", ".join(found.backends) or "none"),
-        ("loopback", "reachable" if found.has_loopback else "NOT reachable"),
-        ("can run", found.can_run),
+        *((package.name, version(package)) for package in environment.packages if not package.is_optional),
+        ("optional", "; ".join(optional)),
+        ("devices", f"{environment.cpu_cores} CPU cores, {memory}; {'; '.join(devices)}"),
+        ("backends", ", ".join(environment.backends) or "none"),
+        ("loopback", "reachable" if environment.has_loopback else "NOT reachable"),
+        ("can run", environment.can_run),
     ]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {text}" for name, text in rows]
-
-
-def _version(package: Package) -> str:
-    if package.version is None:
-        return "not installed" if package.is_optional else f"MISSING, {package.supported} is needed"
-    return f"{package.version} ({'' if package.is_supported else 'NOT '}{package.supported})"
 
 
 def _registry_lines(chosen: _Choices) -> list[str]:

@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.cli.preflight import check_functions, check_installed, check_models, check_servers
-from actors.cli.ray_session import ray_session
-from actors.cluster.capacity import check_gpus, check_machine, gpus_of_engines
-from actors.model_folders import with_model_folders
+from actors.cli.preflight import check_functions, check_start
+from actors.cluster.capacity import gpus_of_engines
+from actors.cluster.connect import ray_session
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment_trial import try_environment, try_reward
 from actors.rollout.prompt_files import Prompts, read_heldout
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 METRICS = "metrics.json"
 _CHECKED_PROMPTS = 4  # whose samples are looked at, of engines of another code
-# of a run's settings, those that its evaluations follow from
+# sections of a run's settings that its evaluations depend on
 _SECTIONS = (
     "mesh",
     "fsdp",
@@ -65,7 +64,11 @@ def eval_command(
         with ray_session(config):
             metrics = evaluated(config, prompts)
     if output is not None:
-        keep_metrics(metrics, output)
+        file = output / METRICS
+        with io_reported(file, "eval"):
+            temporary = output / f".{METRICS}.tmp"
+            write_synced(temporary, (json.dumps(metrics, indent=2) + "\n").encode())
+            temporary.replace(file)
     print(json_text(metrics) if as_json else "\n".join(evaluation_lines(config, prompts, metrics)))
     return 0
 
@@ -108,7 +111,7 @@ def settings_of(model: str, overrides: Sequence[str], run_settings: Path | None,
 
 
 def _with_pass_at(evaluation: Any) -> Any:
-    """Returns how many of the prompts are solved is what is asked, where the settings do not say otherwise."""
+    """Adds pass_at to the settings of an evaluation that have none, for one response and for all that are drawn."""
     evaluation = {} if evaluation is None else evaluation
     if not isinstance(evaluation, dict):
         return evaluation  # which is refused
@@ -122,16 +125,11 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")
     with stage("checking settings and data", is_short=True):
-        check_installed(config)
         for name, written in config.data.heldout_sets.items():
             require_reader(DataSource.of(written), heldout_field(name))
-        config = with_model_folders(config)
-        check_models(config)
+        config = check_start(config, engines=gpus_of_engines(config))
         check_tokenizer(config.model.path)
         check_functions(config)
-        check_servers(config)
-        check_machine(config)
-        check_gpus(config, engines=gpus_of_engines(config))
     prompts = read_heldout(config)
     try_environment(config, prompts)
     try_reward(config, prompts)
@@ -143,7 +141,7 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
 
 
 def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
-    """The metrics of the model, whose weights a group of ranks reads and sends to the engines.
+    """Returns the metrics of the model, whose weights a group of ranks reads and sends to the engines.
 
     Raises:
         SlimeError: any typed error; all processes are ended before it travels on.
@@ -174,21 +172,8 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
             return evaluator.evaluate(0, version)
 
 
-def keep_metrics(metrics: Metrics, folder: Path) -> None:
-    """Leaves them beside the responses, whole or not at all.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
-    file = folder / METRICS
-    with io_reported(file, "eval"):
-        temporary = folder / f".{METRICS}.tmp"
-        write_synced(temporary, (json.dumps(metrics, indent=2) + "\n").encode())
-        temporary.replace(file)
-
-
 def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> list[str]:
-    """The metrics for people."""
+    """Returns the metrics as lines of text."""
     from actors.rollout.evaluation import metric_prefix
 
     sampling, samples = config.sampling(evaluates=True), config.evaluation.samples_per_prompt

@@ -304,7 +304,7 @@ def replay(
     ] = None,
 ) -> int:
     """Run one recorded batch through train_step on Ray workers; print its metrics as JSON."""
-    from actors.cli.replay import replay_command
+    from actors.cli.train import replay_command
 
     return replay_command(config, overrides or (), batch, export)
 
@@ -316,9 +316,27 @@ def curves(
     ],
 ) -> int:
     """Draw a run's curves.png from the metrics that it has written so far."""
-    from actors.cli.curves import curves_command
+    from slimefsdp.config import load_config
+    from slimefsdp.io.files import io_reported
+    from slimefsdp.monitoring.metrics_log import read_metrics
 
-    return curves_command(run_dir)
+    rows = read_metrics(run_dir)
+    if not rows:
+        problem = f"{run_dir} has no metrics: no step is finished there yet, or it is no run.dir"
+        raise ConfigError(problem, field="RUN_DIR", hint="wait for the first step, or name the run.dir of a run")
+    title, heldout_sets = run_dir.resolve().name, tuple[str, ...]()
+    try:
+        config = load_config(run_dir / "settings.yaml")
+        title, heldout_sets = f"{title}: {config.algorithm_title}", tuple(config.data.heldout_sets)
+    except ConfigError as error:  # of an earlier version, or removed: the metrics can be drawn all the same
+        print(f"held-out sets share their panels, since settings.yaml is not read: {error.message}", file=sys.stderr)
+    from slimefsdp.monitoring.curves import CURVES, draw_curves  # imports matplotlib
+
+    target = run_dir / CURVES
+    with io_reported(target, "curves"):
+        draw_curves(rows, target, title=title, heldout_sets=heldout_sets)
+    print(f"{target}: {len(rows)} rows, to step {max(int(row['step'] or 0) for row in rows)}")
+    return 0
 
 
 @groups.command(name="list", epilog=_examples("slimefsdp groups list --address 10.0.0.1:6379"))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.cli.preflight import check_installed, check_models, check_servers
-from actors.cli.ray_session import ray_session
-from actors.cluster.capacity import check_gpus, check_machine, gpus_of_engines
-from actors.model_folders import with_model_folders
+from actors.cli.preflight import check_start
+from actors.cluster.capacity import gpus_of_engines
+from actors.cluster.connect import ray_session
 from actors.startup import reporting
 from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.config import RunConfig, load_config
@@ -35,41 +34,32 @@ def serve_command(path: Path, overrides: Sequence[str]) -> int:
 
 
 def checked_to_serve(config: RunConfig) -> RunConfig:
-    """The settings with the model's folder, when all that can be known before a start is fine.
+    """Returns the settings with the model's folder, after checking all that can be known before a start.
 
-    From here on this process has the lock of run.dir, so that no other `serve` or `train` begins there meanwhile.
+    From here on this process has the lock of run.dir, so that no other `serve` or `train` begins there.
 
     Raises:
-        ConfigError, ModelError, ResourceError: naming what is not. CheckpointError: another process serves or trains in
+        ConfigError, ModelError, ResourceError: naming the setting. CheckpointError: another process serves or trains in
             run.dir; its pid and host are named.
     """
     from actors.service.serve import keys_of, listening, require_packages
 
     check_ready_to_serve(config)
     assert config.run.dir is not None
-    FolderLock(config.run.dir).require_free()  # a second server is told at once; the folder is made when all is fine
+    FolderLock(config.run.dir).require_free()  # refuses a second server early; the folder is made when all is fine
     listening(config).close()
     require_packages()
     keys_of(config)
-    config = with_model_folders(config)
-    check_models(config)
+    config = check_start(config, engines=gpus_of_engines(config) if config.rollout.engine == "vllm" else 1)
     if config.lora.rank is None:
         _check_versions_fit(config)
-    check_installed(config)
-    check_machine(config)
-    check_gpus(config, engines=gpus_of_engines(config) if config.rollout.engine == "vllm" else 1)
-    check_servers(config)
     assert config.run.dir is not None
     FolderLock(config.run.dir).acquire()  # before Ray starts, which takes seconds and writes there
     return config
 
 
 def _check_versions_fit(config: RunConfig) -> None:
-    """Whether the sampling engine has room for one whole model beside the base.
-
-    Raises:
-        ConfigError: it has not.
-    """
+    """Refuses settings under which the sampling engine has no room for one version of the whole model."""
     spec = ModelSpec.from_config(read_model_folder(config.model.path, with_weights=False).config)
     needed, room = spec.parameters * ELEMENT_BYTES[config.precision.compute_dtype], config.service.max_version_bytes
     if needed > room:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_rank_of_torchrun() -> bool:
-    """Whether torchrun started this process; other launchers set RANK, too, and may start Ray's driver."""
+    """Returns whether torchrun started this process; other launchers set RANK, too, and may start Ray's driver."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 

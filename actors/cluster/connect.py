@@ -11,16 +11,19 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 import uuid
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from actors.cluster.capacity import check_machine, most_processes
 from actors.cluster.cleanup import CleanupProcess
-from actors.cluster.ray_log import RayMessages
+from actors.cluster.ray_log import RAY_LOG, RayMessages
+from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.run import ClusterSettings
 from slimefsdp.errors import ResourceError
@@ -132,6 +135,25 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
     check_machine(config)
     num_cpus = max(os.cpu_count() or 1, most_processes(config) + 1)
     _connect(config.cluster, num_cpus, messages)
+
+
+@contextmanager
+def ray_session(config: RunConfig) -> Iterator[None]:
+    """Starts Ray or joins the cluster at cluster.address for the block of a command, and leaves it afterwards.
+
+    What Ray, ranks and engines print goes into a file, which is named on stderr.
+
+    Raises:
+        ResourceError, ConfigError: as `connect`.
+    """
+    path = (config.run.dir or Path(tempfile.mkdtemp(prefix="slimefsdp-"))) / RAY_LOG
+    print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
+    with stage("starting Ray" if config.cluster.address is None else "joining the cluster", start_progress):
+        connect(config, path)
+    try:
+        yield
+    finally:
+        disconnect()
 
 
 def join(address: str = "auto", *, allow_without_token: bool = False) -> None:

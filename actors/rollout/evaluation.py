@@ -17,7 +17,7 @@ from actors.rollout.scored_groups import Metrics, mean_scores
 from actors.run_dir import EVALUATIONS
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
-from slimefsdp.monitoring.progress_table import Column
+from slimefsdp.monitoring.progress import Column
 
 SOLVED_REWARD = 1.0  # a response with this reward or more solves its prompt
 _NORMAL_95 = 1.959964  # the normal distribution has 95 % within this many standard deviations
@@ -95,7 +95,7 @@ class Evaluator:
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
     def columns(self) -> list[Column]:
-        """Returns a column of the progress table for each held-out set."""
+        """Returns a column of the progress lines for each held-out set."""
         columns = []
         for name in self._collector.heldout if self._config.evaluation.interval_steps is not None else ():
             metric, instead = (self._prefix(name) + score for score in self._known_by)

@@ -10,9 +10,9 @@ import json
 import math
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -47,14 +47,13 @@ class MetricsLog:
     def __init__(self, run_dir: Path, *, wandb: Mapping[str, Any] | None = None, resumes: bool = False) -> None:
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE
-        module = None if wandb is None else _import_wandb()
         with disk_reported(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             refuse_unless_plain(self._path)
             if self._path.exists():
                 self._keep_lines(math.inf)
             self._lines: TextIO = self._path.open("a", encoding="utf-8")
-        self._wandb_run: Any = None if wandb is None else _begin_wandb_run(module, wandb, run_dir, resumes=resumes)
+        self._wandb_run: Any = None if wandb is None else _begin_wandb_run(wandb, run_dir, resumes=resumes)
         self._open_scalars(purge_step=None)
 
     def __enter__(self) -> Self:
@@ -62,15 +61,12 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            try:
-                with disk_reported(self._run_dir):
-                    self._lines.close()
-            finally:
-                try:
-                    self._close_scalars()
-                finally:
-                    if self._wandb_run is not None:
-                        self._wandb_run.finish(exit_code=int(error is not None))
+            with ExitStack() as stack:
+                if self._wandb_run is not None:
+                    stack.callback(self._wandb_run.finish, exit_code=int(error is not None))
+                stack.enter_context(disk_reported(self._run_dir))
+                stack.callback(self._scalars.close)
+                stack.callback(self._lines.close)
         except ResourceError:
             if error is None:  # otherwise it would hide the error that ended the run, and may even be the same
                 raise
@@ -105,7 +101,8 @@ class MetricsLog:
         self._lines.close()
         self._keep_lines(step)
         self._lines = self._path.open("a", encoding="utf-8")
-        self._close_scalars()
+        with disk_reported(self._run_dir):
+            self._scalars.close()
         self._open_scalars(purge_step=step + 1)
 
     def _keep_lines(self, last_step: float) -> None:
@@ -121,27 +118,7 @@ class MetricsLog:
         # imported here, since it takes a second and readers of metrics do not need it
         from torch.utils.tensorboard import SummaryWriter
 
-        self._hook_before = threading.excepthook
-        threading.excepthook = self._hook = _without_writers(self._hook_before)
         self._scalars: Any = SummaryWriter(str(self._run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
-
-    def _close_scalars(self) -> None:
-        try:
-            with disk_reported(self._run_dir):
-                self._scalars.close()
-        finally:
-            if threading.excepthook is self._hook:
-                threading.excepthook = self._hook_before
-
-
-def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], Any]:
-    """Suppresses the traceback of TensorBoard's thread, whose error is raised by the next call on its writer."""
-
-    def report(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            hook(failed)
-
-    return report
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
@@ -187,7 +164,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
-def _begin_wandb_run(module: Any, arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
+def _begin_wandb_run(arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
     """Begins or continues the wandb run of this folder; its curves have the metric `step` as their x axis."""
     file = run_dir / WANDB_ID
     with disk_reported(run_dir):
@@ -195,26 +172,16 @@ def _begin_wandb_run(module: Any, arguments: Mapping[str, Any], run_dir: Path, *
         run_id = known if re.fullmatch(r"[\w-]{1,64}", known, re.ASCII) else secrets.token_hex(8)
         file.write_text(run_id + "\n")
     try:
+        import wandb
+
         # "allow": a run that began offline and was not sent yet is unknown to the server
-        run = module.init(**arguments, id=run_id, resume="allow", dir=str(run_dir))
-    except Exception as error:  # its type depends on the cause: no key, no such project, no network
+        run = wandb.init(**arguments, id=run_id, resume="allow", dir=str(run_dir))
+    except Exception as error:  # its type depends on the cause: not installed, no key, no such project, no network
         raise ConfigError(
             f"wandb did not start: {error}",
             field="run.wandb_project",
-            hint="log in with `wandb login`, set WANDB_MODE=offline, or leave the setting out",
+            hint="install the `wandb` extra, `wandb login`, set WANDB_MODE=offline, or leave the setting out",
         ) from error
     # wandb's own step count refuses the steps that a resumed run takes again
     run.define_metric("*", step_metric="step")
     return run
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError(
-            f"wandb cannot be imported ({error})",
-            field="run.wandb_project",
-            hint="install it with `pip install slimefsdp[wandb]`, or leave the setting out",
-        ) from None
-    return wandb

@@ -14,7 +14,7 @@ import json
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,16 +159,13 @@ class UpdateProfiler:
                 torch.cuda.memory._dump_snapshot(str(memory))
         except (OSError, ValueError) as error:  # ValueError: a full disk truncated the trace, which torch ignores
             for file in (packed, memory):
-                _remove(file)
+                with suppress(OSError):
+                    file.unlink()
             return str(error)
         finally:
-            _remove(plain)
+            with suppress(OSError):  # the folder cannot be written
+                plain.unlink()
         return shares_of_trace(events, name)
-
-
-def _remove(file: Path) -> None:
-    with suppress(OSError):  # the folder cannot be written
-        file.unlink()
 
 
 @contextmanager
@@ -195,7 +192,7 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
     kind_of = _device_kind if on_device else _host_kind
     spans: dict[str, list[tuple[float, float]]] = {"compute": [], "communication": []}
     in_phases: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    phases = _Phases(timed)
+    phase_of = _phase_finder(timed)
     for event in timed:
         kind = kind_of(event.get("cat", ""), event["name"])
         start, stop = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
@@ -203,7 +200,7 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
             continue
         spans[kind].append((start, stop))
         if kind == "communication":
-            in_phases[phases.of(event), _collective(event["name"])].append((start, stop))
+            in_phases[phase_of(event), _collective(event["name"])].append((start, stop))
     compute, communication = (_covered(spans[kind]) for kind in ("compute", "communication"))
     either = _covered(spans["compute"] + spans["communication"])
     seconds = (span["dur"] / 1e6, compute / 1e6, communication / 1e6, (either - compute) / 1e6)
@@ -211,25 +208,23 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
     return Shares(*seconds, peak_bytes=_peak_bytes(events, on_device), by_phase=by_phase)
 
 
-class _Phases:
-    """Finds the phase of an update in which an event of the trace began, by the time on the host."""
+def _phase_finder(timed: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], str]:
+    """Returns a function that finds the phase of an update in which an event began, by the time on the host."""
+    named = [event for event in timed if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)]
+    spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(_PHASE)) for event in named)
+    # kernels run later than their launch on the host; both events have the same correlation number
+    launches = {
+        event["args"]["correlation"]: event["ts"]
+        for event in timed
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
 
-    def __init__(self, timed: Sequence[Mapping[str, Any]]) -> None:
-        named = [event for event in timed if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)]
-        self._spans = sorted(
-            (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(_PHASE)) for event in named
-        )
-        # kernels run later than their launch on the host; both events have the same correlation number
-        self._launches = {
-            event["args"]["correlation"]: event["ts"]
-            for event in timed
-            if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-        }
+    def phase_of(event: Mapping[str, Any]) -> str:
+        began = launches.get(event.get("args", {}).get("correlation"), event["ts"])
+        index = bisect.bisect_right(spans, began, key=lambda span: span[0]) - 1
+        return spans[index][2] if index >= 0 and began < spans[index][1] else _OTHER
 
-    def of(self, event: Mapping[str, Any]) -> str:
-        began = self._launches.get(event.get("args", {}).get("correlation"), event["ts"])
-        index = bisect.bisect_right(self._spans, began, key=lambda span: span[0]) - 1
-        return self._spans[index][2] if index >= 0 and began < self._spans[index][1] else _OTHER
+    return phase_of
 
 
 def _collective(name: str) -> str:
@@ -250,24 +245,13 @@ def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
 
 
 def _phase_lines(by_rank: Sequence[Shares]) -> list[str]:
-    """Returns lines with the communication of each phase, as means over ranks; none if there was none."""
-    keys = list(dict.fromkeys(key for shares in by_rank for key in shares.by_phase))
-    if not keys:
-        return []
-    # phases in the order of their first collective; what is in no phase comes last
-    phases = sorted(dict.fromkeys(phase for phase, _ in keys), key=lambda phase: phase == _OTHER)
-    collectives = sorted(dict.fromkeys(collective for _, collective in keys), key=lambda name: name == _OTHER)
-    widths = [max(len(collective), 8) for collective in collectives]
-    first = max(len("in phase"), *map(len, phases))
-    lines = ["communication begun in each phase, % of the update, mean over ranks; what is under way at once overlaps"]
-    lines.append("  ".join(["in phase".ljust(first), *map(str.rjust, collectives, widths)]))
-    for name in phases:
-        cells = []
-        for collective, width in zip(collectives, widths, strict=True):
-            share = fmean(shares.by_phase.get((name, collective), 0.0) / shares.seconds for shares in by_rank)
-            cells.append((f"{100 * share:.1f} %" if share else "-").rjust(width))
-        lines.append("  ".join([name.ljust(first), *cells]))
-    return lines
+    """Returns a line with the communication of each phase, as means over ranks; none if there was none."""
+    by_phase: dict[str, list[str]] = defaultdict(list)
+    for name, collective in dict.fromkeys(key for shares in by_rank for key in shares.by_phase):
+        share = fmean(shares.by_phase.get((name, collective), 0.0) / shares.seconds for shares in by_rank)
+        by_phase[name].append(f"{collective} {100 * share:.1f} %")
+    title = "communication begun in each phase, % of the update, mean over ranks; what is under way at once overlaps"
+    return [title, *(f"  {name}: {', '.join(cells)}" for name, cells in by_phase.items())] if by_phase else []
 
 
 def _device_kind(category: str, name: str) -> str | None:

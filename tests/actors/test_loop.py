@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from actors.loop import train
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
+from slimefsdp.monitoring.progress import GRPO_COLUMNS
 from tests.support import runs
 from tests.support.runs import bits, rows_of
 from tests.support.waiting import wait_until

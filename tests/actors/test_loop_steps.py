@@ -14,7 +14,7 @@ from actors.engines.pool import SampledResponse
 from actors.loop import RolloutLoop
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
+from slimefsdp.monitoring.progress import GRPO_COLUMNS
 from slimefsdp.results import SyncReport
 from tests.support.drawing import DrawsAtOnce
 

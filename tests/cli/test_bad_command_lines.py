@@ -222,7 +222,7 @@ def test_what_is_wrong_is_answered_by_a_typed_error_that_names_it(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    for module in ("cluster.capacity", "cli.preflight", "cli.dry_run"):  # on a machine that has neither GPU nor extras
+    for module in ("cluster.capacity", "cli.preflight", "cli.train"):  # on a machine that has neither GPU nor extras
         monkeypatch.setattr(f"actors.{module}.has_nvidia_driver", lambda: False)
     monkeypatch.setattr("actors.cli.preflight.find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

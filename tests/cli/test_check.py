@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from actors.cli import environment
+from actors.cli import check
 from actors.cli.check import REGISTRY
 from actors.cli.main import main
 from actors.rollout.rewards import exact_match
@@ -123,13 +123,13 @@ def broken_torch() -> Any:
         ("_can_connect_to_itself", lambda: False, "127.0.0.1"),
         ("_requirements", lambda: (">=4", ["numpy>=1"]), "python"),
         ("_requirements", lambda: (">=3", ["no-such-package>=2.1,<3"]), "no no-such-package is installed"),
-        ("_requirements", lambda: (">=3", ["numpy>=1,<1.1"]), "numpy>=1,<1.1 is needed"),
+        ("_requirements", lambda: (">=3", ["numpy>=1,<1.1"]), "numpy<1.1,>=1 is needed"),
     ],
 )
 def test_where_nothing_runs_all_is_printed_and_the_status_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, stand_in: Any, said: str
 ) -> None:
-    monkeypatch.setattr(environment, name, stand_in)
+    monkeypatch.setattr(check, name, stand_in)
     for arguments in ([], ["--json"]):
         printed, error = checked(capsys, *arguments, status=6)
         assert said in error and "grpo" in printed
@@ -139,8 +139,8 @@ def test_where_nothing_runs_all_is_printed_and_the_status_says_so(
 def test_machines_are_told_what_they_can_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(environment.os, "cpu_count", lambda: 6)
-    monkeypatch.setattr(environment, "_torchs_devices", lambda: ([("H1", 80 * 10**9)] * 3, ["gloo", "nccl"]))
+    monkeypatch.setattr(check.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(check, "_torchs_devices", lambda: ([("H1", 80 * 10**9)] * 3, ["gloo", "nccl"]))
     printed, _ = checked(capsys)
     assert "6 CPU cores" in printed and "H1, 80.0 GB" in printed
     assert "on CUDA 3 ranks" in printed and "on the CPU 24 ranks and engines" in printed

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
-from actors.cli import ray_session
+from actors.cluster import connect
 from slimefsdp.errors import ModelError
 from tests.support.runs import startable
 from tests.support.vllm_server import ProtocolServer
@@ -25,7 +25,7 @@ def config(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     def refused(*_: Any) -> NoReturn:
         raise AssertionError("Ray was started")
 
-    monkeypatch.setattr(ray_session, "connect", refused)
+    monkeypatch.setattr(connect, "connect", refused)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(startable(example, tmp_path)))
     return tmp_path / "c.yaml"
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
-from actors.cli import ray_session
+from actors.cluster import connect
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.waiting import PATIENCE_S
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     asked: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     left_out: str, more: list[str], kind: type[ConfigError], named: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ray_session, "connect", None)
+    monkeypatch.setattr(connect, "connect", None)
     words = [word for word in asked if not left_out or not word.startswith(left_out)]
     assert cli.main([*words, *more]) == kind.exit_code
     assert named in capsys.readouterr().err

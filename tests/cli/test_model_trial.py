@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.cli.model_trial import build_models
+from actors.cli.preflight import build_models
 from actors.rollout.tokenizer import encode_records
 from slimefsdp.errors import ConfigError, ModelError
 from tests.support.plain_step import settings

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.cli import main as cli
-from actors.cli import preflight, ray_session
-from actors.cluster import capacity
+from actors.cli import preflight
+from actors.cluster import capacity, connect
 from slimefsdp.config import load_config
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import named_shapes
@@ -41,7 +41,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module, name in ((preflight, "has_nvidia_driver"), (capacity, "has_nvidia_driver")):
         monkeypatch.setattr(module, name, lambda: False)
     monkeypatch.setattr(capacity, "gpus_here", lambda: None)
-    monkeypatch.setattr(ray_session, "connect", lambda *_: pytest.fail("Ray was started"))
+    monkeypatch.setattr(connect, "connect", lambda *_: pytest.fail("Ray was started"))
     return tmp_path
 
 

@@ -1,0 +1,97 @@
+"""Prints a run's progress, one line for each step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TextIO
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A value in the line of a step: its title, the name of its metric, and its number format."""
+
+    title: str
+    metric: str
+    spec: str = ".3f"
+    instead: str | None = None  # the metric to show in steps without the main one
+
+    def text(self, metrics: Mapping[str, float]) -> str | None:
+        """Returns the title and the value, or None if the step has no such metric."""
+        metric = self.instead if self.metric not in metrics and self.instead is not None else self.metric
+        if (value := metrics.get(metric)) is None:
+            return None
+        text = format(value, self.spec)
+        rounds_to_zero = value != 0 and math.isfinite(value) and not any(digit in text for digit in "123456789")
+        return f"{self.title} {format(value, '.1e') if rounds_to_zero else text}"
+
+
+GRPO_COLUMNS = (
+    Column("reward", "rollout/reward"),
+    Column("exact", "rollout/exact"),
+    Column("held-out", "eval/exact", instead="eval/reward"),
+    Column("loss", "loss", ".4f"),
+    Column("entropy", "entropy"),
+    Column("grad norm", "grad_norm"),
+    Column("mismatch", "rollout_mismatch_max", ".1e"),
+    Column("s/step", "seconds/step", ".1f"),
+)
+SFT_COLUMNS = (
+    Column("loss", "loss", ".4f"),
+    Column("grad norm", "grad_norm"),
+    Column("lr", "lr", ".1e"),
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+)
+DPO_COLUMNS = (
+    Column("loss", "loss", ".4f"),
+    Column("accuracy", "rewards/accuracies"),
+    Column("margin", "rewards/margins"),
+    Column("held-out", "eval/rewards/accuracies"),
+    Column("grad norm", "grad_norm"),
+    Column("lr", "lr", ".1e"),
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+)
+
+
+def with_held_out(columns: Sequence[Column], held_out: Sequence[Column]) -> tuple[Column, ...]:
+    """Returns the columns with `held_out` in place of the single column for held-out records."""
+    position = next(index for index, column in enumerate(columns) if column.metric.startswith("eval/"))
+    return (*columns[:position], *held_out, *columns[position + 1 :])
+
+
+class Progress:
+    """Prints a line for each step: its number, the values of the columns, and the remaining time.
+
+    Args:
+        columns: the metrics to show, such as `GRPO_COLUMNS`; those that a step does not have are left out.
+        total_steps: the step after which the run ends.
+        stream: where to print; None: the standard output at this moment.
+    """
+
+    def __init__(self, columns: Sequence[Column], *, total_steps: int, stream: TextIO | None = None) -> None:
+        self._columns = tuple(columns)
+        self._total_steps = total_steps
+        self._stream = stream or sys.stdout
+        self._recent_seconds: deque[float] = deque(maxlen=20)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the line of a finished step, 0 <= step <= total_steps.
+
+        The remaining time is the median of the last 20 values of `seconds/step` (`train_seconds` without a rollout)
+        times the remaining steps; the median, because the first step and those with an evaluation take longer.
+        """
+        seconds = metrics.get("seconds/step", metrics.get("train_seconds", math.nan))
+        if math.isfinite(seconds):
+            self._recent_seconds.append(seconds)
+        cells = [f"step {step:{len(str(self._total_steps))}}/{self._total_steps}"]
+        cells += [text for column in self._columns if (text := column.text(metrics)) is not None]
+        if self._recent_seconds:
+            remaining_s = statistics.median(self._recent_seconds) * (self._total_steps - step)
+            cells.append(f"ETA {timedelta(seconds=round(remaining_s))}")
+        # flushed, so that a reader of a log file sees each step when it ends
+        print("  ".join(cells), file=self._stream, flush=True)
