@@ -17,6 +17,7 @@ import yaml
 from actors.cli import check
 from actors.cli.check import REGISTRY
 from actors.cli.main import main
+from actors.cluster.capacity import RANKS_PER_CORE
 from actors.rollout.rewards import exact_match
 from slimefsdp.algorithms import registry
 from slimefsdp.config import RunConfig
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 WATCHED = """
 import sys
 from actors.cli.main import main
+from actors.cluster.capacity import RANKS_PER_CORE
 code = main(sys.argv[1:])
 heavy = {"ray", "transformers"} & set(sys.modules)
 sys.exit(f"imported {sorted(heavy)}" if heavy else code)
@@ -143,4 +145,4 @@ def test_machines_are_told_what_they_can_run(
     monkeypatch.setattr(check, "_torchs_devices", lambda: ([("H1", 80 * 10**9)] * 3, ["gloo", "nccl"]))
     printed, _ = checked(capsys)
     assert "6 CPU cores" in printed and "H1, 80.0 GB" in printed
-    assert "on CUDA 3 ranks" in printed and "on the CPU 24 ranks and engines" in printed
+    assert "on CUDA 3 ranks" in printed and f"on the CPU {6 * RANKS_PER_CORE} ranks and engines" in printed
