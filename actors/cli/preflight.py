@@ -384,7 +384,7 @@ def check_functions(config: RunConfig) -> None:
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
-    from actors.engines.server_launch import is_on_cpu  # imports ray
+    from actors.engines.dialect import is_on_cpu  # imports ray
 
     return is_on_cpu(config)
 

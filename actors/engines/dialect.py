@@ -1,4 +1,4 @@
-"""What one kind of rollout server understands: how it is started, what it says of itself, its requests and its answers.
+"""How a kind of rollout server is started, asked and sent weights.
 
 `ServedEngine` does everything else. A new server is a subclass of `ServerDialect` in a module of its own, and a row of
 `slimefsdp.config.rollout.SERVERS`; docs/contributing.md goes through it.
@@ -7,116 +7,72 @@
 from __future__ import annotations
 
 import importlib
+import socket
+import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from actors.cluster.allocator import ALLOCATOR
+from actors.cluster.capacity import has_nvidia_driver
+from actors.engines.child_server import ChildServer
 from actors.engines.protocol import EngineTag, GroupKind, Request, TensorInfo
 from actors.engines.served_samples import PartialSample
-from actors.engines.server_client import Refusal, ServerClient
+from actors.engines.server_client import Refusal, ServerClient, WeightRoutes
+from actors.startup import stage
+from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
-from slimefsdp.errors import SyncError, WorkerHung
+from slimefsdp.errors import EngineError, WorkerHung, short_repr
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.sampling.params import FinishReason
 
 if TYPE_CHECKING:  # importing this file costs no torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
-SERVED_AS = "policy"  # the name under which a server that the run starts serves the model
-ADAPTER = "policy-adapter"  # the name by which requests ask for the adapter of lora.sync=adapters
-ASK_S = 60.0  # for a question that costs nothing; a busy machine may take some seconds
+SERVED_AS = "policy"  # the model's name at a server that the run starts
+ADAPTER = "policy-adapter"  # name of the adapter of lora.sync=adapters in requests
+ASK_S = 60.0  # timeout of cheap requests; a busy machine may take some seconds
 TIED_HEAD = "lm_head.weight"
+LOGS = "engine_logs"  # subfolder of run.dir
+LOOPBACK = "127.0.0.1"
+BACK_S = 60.0  # to wait for a server at a URL, which may be restarting
+_LOOK_EVERY_S = 0.5
+_LINES = 15  # of a log, in an error
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Holds the answers of a usable server about itself."""
+    """Holds the properties of a usable server."""
 
     version: str
     dtype: str
     vocab_size: int
-    max_model_len: int  # of a prompt and its response
+    max_model_len: int  # limit on the tokens of a prompt and its response
     workers: int
-
-
-class WeightRoutes:
-    """The routes of a server by which it is given weights. What goes wrong on them is a `SyncError`.
-
-    Args:
-        index: of the engine.
-        is_of_group: says of a route and a refusal whether the broadcast group may have broken.
-    """
-
-    def __init__(
-        self, client: ServerClient, config: RunConfig, index: int, is_of_group: Callable[[str, Refusal], bool]
-    ) -> None:
-        self.client = client
-        self.timeout_s = config.cluster.sync_timeout_s
-        self._index, self._is_of_group = index, is_of_group
-
-    def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Returns the answer.
-
-        Raises:
-            SyncError: the server refused, or did not answer in time. WorkerDied: it is gone.
-        """
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return self._asked(route, lambda: self.client.post(route, body, timeout_s=limit_s), limit_s)
-
-    def tell(self, route: str, body: Any = None) -> None:
-        """Does as `post`, where the answer is a text for people."""
-        self._asked(route, lambda: self.client.tell(route, body, timeout_s=self.timeout_s), self.timeout_s)
-
-    def get(self, route: str) -> Any:
-        """Does as `post`, by GET."""
-        return self._asked(route, lambda: self.client.get(route, timeout_s=self.timeout_s), self.timeout_s)
-
-    def try_post(self, route: str, body: Any = None) -> bool:
-        """Returns whether the server took what it may refuse."""
-        try:
-            self.client.post(route, body, timeout_s=self.timeout_s)
-        except Refusal:
-            return False
-        return True
-
-    def _asked(self, route: str, ask: Callable[[], Any], limit_s: float) -> Any:
-        try:
-            return ask()
-        except Refusal as refusal:
-            error = SyncError(
-                f"weights did not arrive at engine {self._index}: {refusal}",
-                field="update_weights", hint="send the whole update again",
-            )  # fmt: skip
-            error.is_of_group = self._is_of_group(route, refusal)
-            raise error from refusal
-        except WorkerHung as error:
-            raise SyncError(
-                f"weights did not arrive: engine {self._index} has not answered {route} within {limit_s:g} s",
-                field="cluster.sync_timeout_s", hint="start the server again, or raise cluster.sync_timeout_s",
-            ) from error  # fmt: skip
 
 
 class ServerDialect(ABC):
     """Translates the calls of a run for a kind of server.
 
     Args:
-        folder: of the model that the server serves.
+        folder: the folder of the model that the server serves.
     """
 
     NAME: ClassVar[str]
-    ALIVE: ClassVar[str] = "/health"  # a route that costs nothing and is answered at any time
+    ALIVE: ClassVar[str] = "/health"  # a cheap route that is answered at any time
     GENERATE: ClassVar[str]  # the route that samples
     GROUP: ClassVar[GroupKind] = "slimefsdp"
-    LENGTH_OPTION: ClassVar[str]  # with which a server is started that takes longer samples
-    ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests` of all that was asked ends what comes meanwhile, too
+    LENGTH_OPTION: ClassVar[str]  # the server's argument for longer samples
+    ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests` of all requests also ends those that arrive during it
 
     def __init__(self, config: RunConfig, folder: ModelFolder) -> None:
         self.config, self.folder = config, folder
         self.head_is_tied = bool(folder.config.get("tie_word_embeddings", TIED_HEAD not in folder.tensors))
-        self.group_name: str | None = None  # of the broadcast group that the server's workers are in
+        self.group_name: str | None = None  # of the broadcast group that the server's workers have joined
 
     # ------------------------------------------------------------------ starting
 
@@ -130,7 +86,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def check(self, client: ServerClient) -> ServerFacts:
-        """Asks a server what it is.
+        """Returns a server's properties.
 
         Raises:
             EngineError: the run cannot use it; the message says why. WorkerDied, WorkerHung: as `ServerClient`.
@@ -144,17 +100,17 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the JSON of a request that is answered with the adapter."""
+        """Returns the JSON of a request to sample with the adapter."""
 
     @abstractmethod
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Returns what a server has drawn, and why it ended there: None, where the sample is to go on.
+        """Returns the drawn tokens, and why they end there: None, if the sample has to be continued.
 
         Args:
-            body: as `body` made it.
-            versions: of weights that it may have drawn from.
+            body: the request, from `body`.
+            versions: versions of the weights that the server may have drawn from.
 
         Raises:
             EngineError: the answer is not what was asked for. StateError: the logits were not finite.
@@ -162,7 +118,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        """Tells the server to abort requests, which may be all that it has been asked."""
+        """Has the server abort requests; `are_all`: all that it was sent."""
 
     # ------------------------------------------------------------------ weights
 
@@ -172,21 +128,21 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def open_update(self, routes: WeightRoutes) -> None:
-        """Ends what is sampled, and makes the server ready for weights, also where an update was left unfinished."""
+        """Ends all sampling and prepares the server for weights, also if an earlier update was not finished."""
 
     @abstractmethod
     def take_bucket(
-        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
+        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
         """Has the server take a bucket that the trainer's first rank broadcasts now.
 
         Args:
-            how: `digest` of its bytes; `buffer`, a handle of shared memory, where it lies there instead.
+            options: `digest` of its bytes; `buffer`, the handle of the shared memory that has it instead.
         """
 
     @abstractmethod
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
-        """Has the server load a folder: of weights, of an adapter where there is a scale, or of both."""
+        """Has the server load a folder of weights, of an adapter if there is a scale, or of both."""
 
     @abstractmethod
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
@@ -194,15 +150,15 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def weight_version(self, routes: WeightRoutes) -> str:
-        """Returns which weights the server says it has."""
+        """Returns the version of the server's weights."""
 
     @abstractmethod
     def end_waiting(self, client: ServerClient) -> None:
-        """Ends requests that wait at the server for an update that has failed."""
+        """Ends requests that wait at the server for an update that failed."""
 
     @abstractmethod
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """Returns whether a refusal of a weight route may be that the broadcast group broke, or did not form."""
+        """Returns whether the broadcast group may be the cause of a weight route's refusal."""
 
     # ------------------------------------------------------------------ memory
 
@@ -220,3 +176,118 @@ def dialect_class(engine: str) -> type[ServerDialect]:
     module, _, name = SERVERS[engine].dialect.partition(":")
     found: type[ServerDialect] = getattr(importlib.import_module(module), name)
     return found
+
+
+# ---------------------------------------------------------------------- starting a server
+
+
+def is_on_cpu(config: RunConfig) -> bool:
+    """Returns whether a server that is started here has no GPU."""
+    return config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_nvidia_driver())
+
+
+def shares_a_gpu(config: RunConfig) -> bool:
+    """Returns whether a server that is started here has to free its GPU for a rank."""
+    return config.rollout.placement == "colocated" and not is_on_cpu(config)
+
+
+def log_folder(config: RunConfig) -> Path:
+    """Returns the folder in which a run's servers run and write logs."""
+    if config.run.dir is None:
+        return Path(tempfile.mkdtemp(prefix="slimefsdp_engine_"))
+    logs = config.run.dir.absolute() / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs
+
+
+def start_client(dialect: ServerDialect, config: RunConfig, index: int) -> ServerClient:
+    """Returns a client of the server of an engine: one of rollout.engine_urls, or one that is started on loopback."""
+    if config.rollout.engine_urls is not None:
+        return ServerClient(config.rollout.engine_urls[index], index, alive=dialect.ALIVE)
+    assert config.rollout.engine_python is not None
+    logs, port = log_folder(config), free_port()
+    program = str(config.rollout.engine_python.absolute())
+    command = [program, *dialect.arguments(), "--host", LOOPBACK, "--port", str(port)]
+    # settings by which this process computes with one thread are not for a server
+    environment = {name: value for name, value in dialect.environment(logs).items() if name not in ALLOCATOR}
+    child = ChildServer(command, environment, logs / f"{dialect.NAME.lower()}_{index}.log", logs)
+    return ServerClient(f"http://{LOOPBACK}:{port}", index, child, alive=dialect.ALIVE)
+
+
+def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, index: int) -> Any:
+    """Waits until a server answers, and returns its properties, as `dialect.check` does.
+
+    Raises:
+        EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
+    """
+    _wait_until_ready(dialect.NAME, client, config, index)
+    try:
+        return dialect.check(client)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(
+            f"the server at {client.url} does not answer as {dialect.NAME} does: {type(error).__name__}: "
+            f"{short_repr(str(error))}",
+            field="rollout.engine_urls", hint="name one of a supported release (docs/engines.md)",
+        ) from error  # fmt: skip
+
+
+def free_port() -> int:
+    """Returns a port that is free now. If another process takes it first, the server's log says so."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
+    """Returns the most tokens of a prompt with its response: bounded by a pack and by the model's positions."""
+    pack = config.batch.max_tokens_per_rank * config.mesh.cp
+    positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
+    return pack if positions is None else min(pack, int(positions))
+
+
+def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index: int) -> None:
+    """Returns when the server answers; one that this process did not start may be restarting.
+
+    Raises:
+        EngineError: it ended, or no server appears at the URL. WorkerHung: it took more than cluster.launch_timeout_s.
+    """
+    child, began = client.child, time.monotonic()
+    limit_s = config.cluster.launch_timeout_s
+    back_s = min(BACK_S, limit_s / 2)  # before the driver's own deadline
+
+    def how_far() -> str:
+        if child is None:
+            return f"nobody answers at {client.url}"
+        lines = child.last_lines(1)
+        return lines[0][-100:] if lines else "its log is empty"
+
+    with stage(f"starting {name} for engine {index}", how_far):
+        while True:
+            if child is not None and child.status() is not None:
+                raise _ended(name, child)
+            if client.answers(ASK_S):
+                return
+            waited_s = time.monotonic() - began
+            if child is None and waited_s > back_s:
+                raise EngineError(
+                    f"nobody answers at rollout.engine_urls[{index}]={client.url}",
+                    field="rollout.engine_urls", hint="start the server, or correct the address",
+                )  # fmt: skip
+            if child is not None and waited_s > limit_s:
+                error = WorkerHung(
+                    f"{name} did not answer within cluster.launch_timeout_s={limit_s:g}; its log ends with: "
+                    f"{how_far()}",
+                    field="cluster.launch_timeout_s", hint=f"see {child.log}, or raise the timeout", rank=index,
+                )  # fmt: skip
+                error.seconds = limit_s
+                raise error
+            heartbeat.tick()
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _ended(name: str, child: ChildServer) -> EngineError:
+    said = "\n    ".join(child.last_lines(_LINES))
+    return EngineError(
+        f"{name} ended with status {child.status()} while it started; its log ends with\n    {said}\n ",
+        field="rollout.engine_python", hint=f"see {child.log}; rollout.engine_args may be at fault too",
+    )  # fmt: skip

@@ -18,7 +18,6 @@ from actors.engines.protocol import (
     Engine,
     EngineInfo,
     EngineTag,
-    FrozenWeights,
     Manifest,
     Request,
     Sample,
@@ -72,8 +71,6 @@ class EmbeddedEngine(Engine):
         self._group: BroadcastGroup | None = None  # that weights are broadcast in
         self._buffers = OpenedBuffers()
         self._arriving = host_buffers(1)  # what is broadcast
-        self._manifest: Manifest = {}  # of the update that was begun last
-        self._frozen = FrozenWeights()
         self._bytes: dict[Any, int] = {}  # of parameters while asleep
         self._thread = SamplingThread(
             self._step, lambda: self._sampler.is_idle or self._receiver.version is None,
@@ -91,7 +88,7 @@ class EmbeddedEngine(Engine):
         call = _Call(sum(request.samples for request in requests))
 
         def add() -> None:
-            if self._receiver.version is None and not self._receiver.is_receiving:
+            if self._receiver.version is None and self._receiver.incoming is None:
                 raise StateError(
                     "the engine has no committed weights",
                     field="update_weights",
@@ -167,7 +164,7 @@ class EmbeddedEngine(Engine):
         self._between_tokens(lambda: self._hand_out(self._sampler.abort()))
 
     def has_frozen(self, source: str) -> bool:
-        return self._frozen.are_of(source)
+        return self._receiver.has_frozen(source)
 
     def takes_adapters(self) -> bool:
         """Whether it has adapters of its own, which updates fill: under lora.sync=adapters."""
@@ -184,8 +181,6 @@ class EmbeddedEngine(Engine):
             self._receiver.begin(version, manifest, kept)
             if adapter_scale is not None:
                 set_scale(self._policy, adapter_scale)
-            self._manifest = manifest
-            self._frozen.begin(keeps=bool(kept))
 
         self._between_tokens(begin)
 
@@ -244,7 +239,7 @@ class EmbeddedEngine(Engine):
     def receive_disk(self, path: str) -> None:
         from actors.workers.disk_update import checked_weights, read_weights
 
-        for named in read_weights(checked_weights(path), self._manifest):
+        for named in read_weights(checked_weights(path), self._receiver.manifest):
             self._receiver.receive([named])
 
     def _take(self, data: Any, tensors: Sequence[TensorInfo], digest: str | None) -> None:
@@ -260,7 +255,6 @@ class EmbeddedEngine(Engine):
     def commit(self, version: int) -> None:
         def commit() -> None:
             self._receiver.commit(version)
-            self._frozen.commit()
             self._sampler.take_new_weights(version)
 
         self._between_tokens(commit)
@@ -270,7 +264,6 @@ class EmbeddedEngine(Engine):
 
         def sleep() -> None:
             self._receiver.forget()
-            self._frozen.forget()
             self._arriving.clear()
             for _, parameter in () if self._bytes else self._policy.all_parameters():
                 storage = parameter.untyped_storage()

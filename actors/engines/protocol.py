@@ -20,6 +20,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import Transport as Transport
 from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
+from slimefsdp.weight_sync.progress import Manifest as Manifest
 
 if TYPE_CHECKING:  # importing this file costs no torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
@@ -27,8 +28,6 @@ if TYPE_CHECKING:  # importing this file costs no torch
 _ROUNDING = 1e-5  # by which a log-prob may be above 0
 _STREAMS_KEPT = 1000  # that were ended, until they are forgotten: one may be ended before it has begun
 
-Manifest = dict[str, tuple[int, ...]]
-"""Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
 EngineTag = Literal["weights", "kv_cache"]
 ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
 """What an engine holds of its device. One that has a cache for what it samples alone has nothing to take for it."""
@@ -254,35 +253,6 @@ class Engine(Watched):
         """Texts of responses without special tokens, stripped: what reward functions are given."""
         texts = self.tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)
         return [text.strip() for text in texts]
-
-
-class FrozenWeights:
-    """Keeps track of whose frozen weights an engine has, which updates of other weights need not send again."""
-
-    def __init__(self) -> None:
-        # the sources of the update that was committed last, of the one that has begun, and of the one that is to begin
-        self._committed: str | None = None
-        self._coming: str | None = None
-        self._asked: str | None = None
-
-    def are_of(self, source: str | None) -> bool:
-        """Notes the source of the update that is to begin; returns whether its frozen weights are here."""
-        self._asked = source
-        return self._committed is not None and self._committed == source
-
-    def begin(self, *, keeps: bool) -> None:
-        """Notes that this update begins; if it `keeps` nothing, what is here is about to be overwritten."""
-        self._coming, self._asked = self._asked, None
-        if not keeps:
-            self._committed = None
-
-    def commit(self) -> None:
-        """Notes that the update has come to its end."""
-        self._committed = self._coming
-
-    def forget(self) -> None:
-        """Notes that the weights are gone, or that nobody knows what they are."""
-        self._committed = None
 
 
 def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:

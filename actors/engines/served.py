@@ -1,11 +1,10 @@
-"""The engine that samples at a rollout server, which it starts or finds at a URL; what differs from server to server is
-in its `ServerDialect`.
+"""The engine that samples at a rollout server, which it starts or finds at a URL; `ServerDialect` hides its kind.
 
-The server has an environment of its own, and this process speaks to it by HTTP. Prompts and samples are token ids. New
-weights come to the server by broadcast, in a group that the trainer's first rank and the server's workers form, as a
-folder, or in shared memory. What is being sampled when they come is aborted; what it has so far is sent again, as part
-of the prompt, once they are committed. Under lora.sync=adapters the server has the model's own weights, which are sent
-once, and an adapter that every request names.
+The server has an environment of its own, and this process sends it HTTP requests. Prompts and samples are token ids.
+New weights reach the server by broadcast, in a group of the trainer's first rank and the server's workers, as a folder,
+or in shared memory. They abort what is being sampled; once they are committed, the tokens drawn so far are sent again
+as part of the prompt. With lora.sync=adapters the server gets the model's own weights once, and then adapters, which
+every request names.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.engines.dialect import TIED_HEAD, ServerFacts, WeightRoutes, dialect_class
+from actors.engines.dialect import TIED_HEAD, ServerFacts, dialect_class, facts_of, start_client
 from actors.engines.protocol import (
     ENGINE_TAGS,
     Engine,
     EngineInfo,
     EngineTag,
-    FrozenWeights,
     Manifest,
     Request,
     Sample,
@@ -30,8 +28,7 @@ from actors.engines.protocol import (
 )
 from actors.engines.served_samples import check_request
 from actors.engines.served_sampling import CommittedVersions, ServedSampling
-from actors.engines.server_client import HEALTH_S, Refusal
-from actors.engines.server_launch import facts_of, start_client
+from actors.engines.server_client import HEALTH_S, Refusal, WeightRoutes
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
@@ -39,16 +36,17 @@ from slimefsdp.errors import SlimeError, StateError, SyncError, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
 from slimefsdp.models.peft_folder import MATRICES
+from slimefsdp.weight_sync.progress import UpdateProgress, other_model
 
-if TYPE_CHECKING:  # importing this file costs no torch
+if TYPE_CHECKING:  # importing this file does not import torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 
 class ServedEngine(Engine):
-    """See `Engine`. Its samples' log-probs are at the sampling temperature; greedy ones are at temperature 1.
+    """Samples at a server; log-probs are at the sampling temperature, greedy ones at temperature 1.
 
     Args:
-        config: of the run; rollout.engine_python starts a server, rollout.engine_urls names those that are there.
+        config: of the run; rollout.engine_python starts a server, rollout.engine_urls names running ones.
         index: of this engine.
 
     Raises:
@@ -57,7 +55,7 @@ class ServedEngine(Engine):
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)
-        is_random = config.model.init == "random"  # the folder may have no weights, whose names and shapes we compare
+        is_random = config.model.init == "random"  # the folder may have no weights to compare names and shapes with
         self._folder = read_model_folder(config.model.path, with_weights=not is_random)
         self._shapes = {name: entry.shape for name, entry in self._folder.tensors.items()}
         self._server = SERVERS[config.rollout.engine]
@@ -71,24 +69,22 @@ class ServedEngine(Engine):
             self._dialect, self._client, self._versions, self.tokenizer, config.cluster.call_timeout_s
         )
         self._updating = threading.Lock()
-        self._manifest: Manifest = {}
-        self._missing: set[str] = set()
-        self._adapter_scale: float | None = None  # of the adapter that comes, or is there; None: of none
-        self._frozen = FrozenWeights()
+        self._progress = UpdateProgress()
+        self._adapter_scale: float | None = None  # of the adapter that is being sent, or present; None: no adapter
         self._asleep: frozenset[EngineTag] = frozenset()
 
     def health(self) -> None:
         """Returns if the server answers."""
         try:
             self._client.get(self._dialect.ALIVE, timeout_s=HEALTH_S)
-        except Refusal as refusal:  # its engine has ended, and it does so itself
+        except Refusal as refusal:  # the server's engine has ended, and the server is about to end
             raise self._client.lost(str(refusal)) from refusal
 
     def info(self) -> EngineInfo:
-        """Waits for a server that was started here, and asks it what it is.
+        """Waits until the server is ready, and returns its properties.
 
         Raises:
-            EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
+            EngineError: it ended, does not exist, or cannot be used. WorkerHung: it takes too long.
         """
         facts = self._known()
         heartbeat.enter(heartbeat.IDLE)
@@ -110,7 +106,7 @@ class ServedEngine(Engine):
         """Yields samples as they end; implements `Engine.generate`.
 
         Raises:
-            StateError, EngineError: as in `Engine`. BatchError: a request that no server could do.
+            StateError, EngineError: as in `Engine`. BatchError: no server could answer a request.
             WorkerDied, WorkerHung: the server ended, or did not answer within cluster.call_timeout_s.
         """
         facts = self._known()
@@ -123,7 +119,7 @@ class ServedEngine(Engine):
         yield from self._sampling.generate(requests, self.decode)
 
     def abort(self) -> None:
-        """Aborts all samples; returns when the server has been told.
+        """Aborts all samples; returns when the server has ended them.
 
         Raises:
             WorkerHung: samples did not end within cluster.call_timeout_s.
@@ -141,17 +137,17 @@ class ServedEngine(Engine):
         self._dialect.join(self._routes, meeting)
 
     def takes_adapters(self) -> bool:
-        """Whether its server has room for an adapter: under lora.sync=adapters."""
+        """Returns whether the server has room for an adapter: with lora.sync=adapters."""
         return self.config.lora.sync == "adapters"
 
     def has_frozen(self, source: str) -> bool:
         """Returns True only for updates of adapters, since servers fuse frozen weights with others."""
         with self._updating:
-            are_here = self._frozen.are_of(source if self.takes_adapters() else None)
+            are_here = self._progress.has_frozen(source if self.takes_adapters() else None)
             committed = self._versions.committed
             if committed is None or not are_here:
                 return False
-            return self._dialect.weight_version(self._routes) == str(committed)  # else it was started anew
+            return self._dialect.weight_version(self._routes) == str(committed)  # otherwise it was restarted
 
     def begin(
         self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
@@ -161,16 +157,15 @@ class ServedEngine(Engine):
             self._known()
             self._require_awake(("weights",))
             self._check_manifest(manifest)
-            self._manifest, self._missing = dict(manifest), set(manifest) - set(kept)
+            self._progress.begin(version, manifest, kept)
             self._adapter_scale = adapter_scale
             self._sampling.uses_adapter = adapter_scale is not None
-            self._frozen.begin(keeps=bool(kept))
             self._versions.begin(version)
             with self._or_fail():
                 self._dialect.open_update(self._routes)
 
     def receive(self, bucket: Any) -> None:
-        """Refuses: no server reads from Ray's object store."""
+        """Raises a SyncError: no server reads from Ray's object store."""
         raise SyncError(
             f"{self._dialect.NAME} takes weights by {' or '.join(self._server.transports)}, not from the object store",
             field="rollout.engine", hint="send them as EngineInfo.transports says",
@@ -180,73 +175,54 @@ class ServedEngine(Engine):
         """Has the server receive a broadcast of tensors; implements `Engine.receive_broadcast`.
 
         Raises:
-            StateError: no update was begun. SyncError: a tensor that was not announced, or what went wrong on the way.
+            StateError: no update was begun. SyncError: a tensor was not announced, or could not be received.
         """
         self._receive(tensors, "receive_broadcast", digest=digest)
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """Takes weights as `receive_broadcast` does."""
         self._receive(tensors, "receive_ipc", digest=digest, buffer=handle)
 
-    def receive_disk(self, path: str) -> None:
-        """Takes weights as `receive_broadcast` does."""
-        from actors.workers.disk_update import checked_adapter, checked_weights
-
-        self._require_begun("receive_disk")
+    def _receive(self, tensors: Sequence[TensorInfo], name: str, **options: Any) -> None:
+        self._progress.require_begun(name)
+        tensors = [TensorInfo(*tensor) for tensor in tensors]  # plain tuples are accepted
         with self._updating, self._or_fail():
-            there: set[str] = set()
-            if has_weights := any(not name.endswith(MATRICES) for name in self._missing):
-                there |= checked_weights(path).tensors.keys()
-            if self._adapter_scale is not None:
-                there |= checked_adapter(path)
-            kind = self._folder.model_type
-            self._dialect.take_folder(self._routes, Path(path), self._adapter_scale, has_weights=has_weights)
-            self._missing = {
-                name
-                for name in self._missing
-                if not all(part.name in there for part in hub_parts(kind, name, self._manifest[name]))
-            }
-
-    def _require_begun(self, name: str) -> None:
-        if self._versions.incoming is None:
-            raise StateError(f"{name}() before begin()", field="update_weights", hint="call begin(version, manifest)")
-
-    def _receive(self, tensors: Sequence[TensorInfo], name: str, **how: Any) -> None:
-        self._require_begun(name)
-        tensors = [TensorInfo(*tensor) for tensor in tensors]  # plain tuples will do
-        with self._updating, self._or_fail():
-            for name, _, shape in tensors:
-                if self._manifest.get(name) != tuple(shape):
-                    raise SyncError(
-                        f"tensor {name!r} came as {tuple(shape)}, announced was {self._manifest.get(name)}",
-                        field="update_weights", hint="send the tensors of the manifest",
-                    )  # fmt: skip
-            self._dialect.take_bucket(self._routes, tensors, self._adapter_scale, **how)
-            self._missing -= {tensor.name for tensor in tensors}
+            for tensor in tensors:
+                self._progress.require_announced(tensor.name, tensor.shape)
+            self._dialect.take_bucket(self._routes, tensors, self._adapter_scale, **options)
+            self._progress.missing -= {tensor.name for tensor in tensors}
             heartbeat.tick()
 
+    def receive_disk(self, path: str) -> None:
+        from actors.workers.disk_update import checked_adapter, checked_weights
+
+        self._progress.require_begun("receive_disk")
+        with self._updating, self._or_fail():
+            found: set[str] = set()
+            if has_weights := any(not name.endswith(MATRICES) for name in self._progress.missing):
+                found |= checked_weights(path).tensors.keys()
+            if self._adapter_scale is not None:
+                found |= checked_adapter(path)
+            kind, manifest = self._folder.model_type, self._progress.manifest
+            self._dialect.take_folder(self._routes, Path(path), self._adapter_scale, has_weights=has_weights)
+            self._progress.missing -= {
+                name for name in manifest if all(part.name in found for part in hub_parts(kind, name, manifest[name]))
+            }
+
     def commit(self, version: int) -> None:
-        if self._versions.incoming != version or self._missing:
-            missing = f"{len(self._missing)} tensors missing, e.g. {min(self._missing)!r}" if self._missing else ""
-            raise SyncError(
-                f"cannot commit version {version}: begun was {self._versions.incoming}"
-                + (f", {missing}" if missing else ""),
-                field="update_weights",
-                hint="send the whole update again",
-            )
+        self._progress.require_complete(version)
         with self._updating, self._or_fail():
             self._dialect.close_update(self._routes, version, has_adapter=self._adapter_scale is not None)
-            found = self._dialect.weight_version(self._routes)
-            if found != str(version):
+            present = self._dialect.weight_version(self._routes)
+            if present != str(version):
                 raise SyncError(
-                    f"the server has weights {found!r} after version {version} was committed",
+                    f"the server has weights {present!r} after version {version} was committed",
                     field="update_weights", hint="let nobody else update this server",
                 )  # fmt: skip
-            self._frozen.commit()
+            self._progress.commit(version)
             self._versions.commit(version)
 
     def _check_manifest(self, manifest: Manifest) -> None:
-        """Whether these are the tensors of model.path, which is what the server has loaded the architecture of."""
+        """Raises a SyncError if these are not the tensors of model.path, whose architecture the server has loaded."""
         kind, seen = self._folder.model_type, set()
         for name in sorted(name for name in manifest if name.endswith(MATRICES)):
             if not name.endswith(tuple(f".{end}" for end in MATRICES)):
@@ -261,26 +237,29 @@ class ServedEngine(Engine):
                 continue
             for part in stored_parts(kind, name, shape, self._shapes):
                 if self._shapes.get(part.name) != part.shape:
-                    raise _other_model(name, shape, self._shapes.get(part.name))
+                    raise other_model(name, shape, self._shapes.get(part.name))
                 seen.add(part.name)
         unsent = sorted(name for name in self._shapes.keys() - seen if not is_no_weight(kind, name))
         for name in unsent:
             if not (name == TIED_HEAD and self._dialect.head_is_tied):
-                raise _other_model(name, None, self._shapes[name])
+                raise other_model(name, None, self._shapes[name])
 
     @contextmanager
     def _or_fail(self) -> Iterator[None]:
-        """Leaves the engine without weights if anything fails inside, and ends what waits for weights."""
+        """Leaves the engine without weights if anything fails inside, and ends requests that wait for weights."""
         try:
             yield
         except BaseException:
-            self._frozen.forget()
-            self._versions.fail()
+            self._lose_weights()
             with suppress(Refusal, SlimeError):
                 self._dialect.end_waiting(self._client)
             raise
 
-    # ------------------------------------------------------------------ its life
+    def _lose_weights(self) -> None:
+        self._progress.forget()
+        self._versions.fail()
+
+    # ------------------------------------------------------------------ memory, end
 
     def sleep(self) -> None:
         """Frees the server's memory; docs/engines.md says what each server frees.
@@ -292,9 +271,8 @@ class ServedEngine(Engine):
             return
         self.abort()
         with self._updating:
-            self._frozen.forget()
-            self._versions.fail()
-            if self._asleep:  # servers free all that they hold, or nothing
+            self._lose_weights()
+            if self._asleep:  # servers free everything or nothing
                 self._dialect.take_memory(self._routes, _in_order(self._asleep))
             self._dialect.free_memory(self._routes)
             self._asleep = frozenset(ENGINE_TAGS)
@@ -319,7 +297,7 @@ class ServedEngine(Engine):
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends a server that was started here; idempotent. One at a URL goes on."""
+        """Ends a server that was started here, not one at a URL; idempotent."""
         self._versions.fail()
         self._sampling.give_up()
         self._client.end()
@@ -327,11 +305,3 @@ class ServedEngine(Engine):
 
 def _in_order(tags: Collection[EngineTag]) -> list[EngineTag]:
     return [tag for tag in ENGINE_TAGS if tag in tags]
-
-
-def _other_model(name: str, sent: Any, here: Any) -> SyncError:
-    return SyncError(
-        f"tensor {name!r} is {sent} at the sender and {here} here",
-        field="update_weights",
-        hint="sender and receiver must load the same architecture",
-    )

@@ -28,12 +28,12 @@ GIVE_UP_S = 10.0  # for requests to end that nobody waits for
 
 
 class CommittedVersions:
-    """The versions of the weights that a server has or is being sent; samples wait here for some.
+    """The versions of the weights that a server has or is being sent; samples wait here for weights.
 
-    Its fields change on the event loop of the client alone, so that a sample sees no change between two waits.
+    Its fields only change on the client's event loop, so that a sample sees no change between two waits.
 
     Args:
-        timeout_s: how long samples wait for an update that has begun.
+        timeout_s: limit on the wait for the end of an update.
     """
 
     def __init__(self, client: ServerClient, timeout_s: float) -> None:
@@ -41,39 +41,46 @@ class CommittedVersions:
         self._changed = asyncio.Condition()
         self.incoming: int | None = None  # the version of the update that has begun
         self.committed: int | None = None  # None between two, and after an update that failed
-        self.commits: list[int] = []  # all that there were
-        self.interruptions = 0  # of what was sampled: by updates, and by whatever else ends all of it
-        self.failures = 0  # what a server draws across a failure is from weights that nobody knows
+        self.commits: list[int] = []  # all committed versions
+        self.interruptions = 0  # number of events that ended all sampling, such as updates
+        self.failures = 0  # number of failed updates; tokens drawn across one are of unknown weights
 
     def begin(self, version: int) -> None:
         """Begins an update: from now on nothing is sampled."""
-        self._client.start(self._set(None, incoming=version)).result()
+        self._change(weights=(None, version), interruptions=1)
 
     def fail(self) -> None:
         """Ends an update that failed: there are no weights to sample from, and none come."""
-
-        async def fail() -> None:
-            self.failures += 1
-            await self._set(None, incoming=None)
-
-        self._client.start(fail()).result()
+        self._change(weights=(None, None), interruptions=1, failures=1)
 
     def interrupt(self) -> None:
-        """Notes that all that is sampled ends now, and goes on."""
-
-        async def interrupt() -> None:
-            self.interruptions += 1
-
-        self._client.start(interrupt()).result()
+        """Notes that all samples are ended now, and continue."""
+        self._change(interruptions=1)
 
     def commit(self, version: int) -> None:
-        """Ends an update: all samples that wait go on."""
+        """Ends an update: all samples that wait continue."""
+        self._change(weights=(version, None), commits=[version])
 
-        async def commit() -> None:
-            self.commits.append(version)
-            await self._set(version, incoming=None)
+    def _change(
+        self,
+        *,
+        weights: tuple[int | None, int | None] | None = None,
+        interruptions: int = 0,
+        failures: int = 0,
+        commits: Sequence[int] = (),
+    ) -> None:
+        """Changes fields on the client's event loop; `weights` are the new (committed, incoming)."""
 
-        self._client.start(commit()).result()
+        async def change() -> None:
+            async with self._changed:
+                if weights is not None:
+                    self.committed, self.incoming = weights
+                self.commits += commits
+                self.interruptions += interruptions
+                self.failures += failures
+                self._changed.notify_all()
+
+        self._client.start(change()).result()
 
     def known_since(self, place: int) -> set[int]:
         """Returns the versions from this place of `commits` on, the incoming one included.
@@ -108,12 +115,6 @@ class CommittedVersions:
                 async with self._changed, asyncio.timeout(_TICK_S):
                     await self._changed.wait()
         return None
-
-    async def _set(self, committed: int | None, *, incoming: int | None) -> None:
-        async with self._changed:
-            self.interruptions += committed is None
-            self.committed, self.incoming = committed, incoming
-            self._changed.notify_all()
 
 
 class _Call:

@@ -1,4 +1,4 @@
-"""Asks a rollout server by HTTP, and says what its silence and its refusals mean."""
+"""Sends requests to a rollout server by HTTP, and turns refusals and silence into errors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.engines.child_server import ChildServer
-from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
+from slimefsdp.errors import SlimeError, SyncError, WorkerDied, WorkerHung
 
-if TYPE_CHECKING:  # a command line that asks no server does not wait for httpx
+if TYPE_CHECKING:  # commands that use no server do not import httpx
     import httpx
+
+    from slimefsdp.config import RunConfig
 
 Result = TypeVar("Result")
 HEALTH_S = 10.0  # for a server to say that it is alive
@@ -35,16 +37,16 @@ class Refusal(Exception):
 
 
 class ServerClient:
-    """A client of one server, whose requests all run on one event loop in a thread of the client's own.
+    """A client of one server; its requests run on one event loop, in a thread of the client's own.
 
-    `get`, `post`, `tell`, `answers` and `lost` wait for the loop and may be called from any other thread. Code that
-    runs on the loop, as `start` has it, awaits `ask`, `is_alive` and `loss`.
+    `get`, `post`, `call`, `answers` and `lost` wait for the loop and may be called from any other thread. Code that
+    runs on the loop, by `start`, awaits `ask`, `is_alive` and `loss`.
 
     Args:
         url: without a slash at its end.
         index: of the engine.
-        child: the server, where this process has started it.
-        alive: a route that costs nothing, and that a server answers at any time.
+        child: the server, if this process has started it.
+        alive: a cheap route that the server answers at any time.
     """
 
     def __init__(self, url: str, index: int, child: ChildServer | None = None, *, alive: str = "/health") -> None:
@@ -59,20 +61,20 @@ class ServerClient:
     # ------------------------------------------------------------------ for other threads
 
     def get(self, route: str, *, timeout_s: float) -> Any:
-        """Returns the answer, from JSON; None if there is none.
+        """Returns the answer, from JSON; None if it is empty.
 
         Raises:
-            Refusal: any other status than 200. WorkerDied: nobody answers. WorkerHung: not in time.
+            Refusal: the status is not 200. WorkerDied: the server cannot be reached. WorkerHung: no answer in time.
         """
-        return self.start(self.ask("GET", route, timeout_s=timeout_s)).result()
+        return self.call("GET", route, timeout_s=timeout_s)
 
-    def post(self, route: str, body: Any = None, *, timeout_s: float) -> Any:
-        """Posts JSON, and returns the answer as `get` does."""
-        return self.start(self.ask("POST", route, body, timeout_s=timeout_s)).result()
+    def post(self, route: str, body: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
+        """Posts JSON, and returns the answer as `get` does; None, if it is not `is_json`."""
+        return self.call("POST", route, body, timeout_s=timeout_s, is_json=is_json)
 
-    def tell(self, route: str, body: Any = None, *, timeout_s: float) -> None:
-        """Posts a request whose answer is plain text."""
-        self.start(self.ask("POST", route, body, timeout_s=timeout_s, is_json=False)).result()
+    def call(self, method: str, route: str, body: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
+        """Sends a request as `ask` does."""
+        return self.start(self.ask(method, route, body, timeout_s=timeout_s, is_json=is_json)).result()
 
     def answers(self, timeout_s: float) -> bool:
         """Returns whether the server is there and ready."""
@@ -98,14 +100,13 @@ class ServerClient:
     # ------------------------------------------------------------------ on the client's event loop
 
     async def ask(self, method: str, route: str, body: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
-        """Returns what the server answers within `timeout_s` seconds; a caller that is cancelled closes the connection.
+        """Returns the server's answer; cancelling the caller closes the connection.
 
         Args:
-            method: of HTTP.
-            is_json: the answer is JSON; else it is a text for people, and None is returned.
+            is_json: whether the answer is JSON; otherwise it is a text, and None is returned.
 
         Raises:
-            Refusal, WorkerDied, WorkerHung: as `get`. A server that refuses since it is about to end has died.
+            Refusal, WorkerDied, WorkerHung: as `get`. A server that refuses because it is about to end counts as died.
         """
         try:
             return await self._ask(method, route, body, timeout_s, is_json=is_json)
@@ -187,6 +188,58 @@ class ServerClient:
         )
         error.seconds = timeout_s
         return error
+
+
+class WeightRoutes:
+    """The routes of a server that take weights; failures are `SyncError`s.
+
+    Args:
+        index: of the engine.
+        is_of_group: returns whether the broadcast group may be the cause of a route's refusal.
+    """
+
+    def __init__(
+        self, client: ServerClient, config: RunConfig, index: int, is_of_group: Callable[[str, Refusal], bool]
+    ) -> None:
+        self._client = client
+        self._timeout_s = config.cluster.sync_timeout_s
+        self._index, self._is_of_group = index, is_of_group
+
+    def get(self, route: str) -> Any:
+        """Returns the answer; raises as `post`."""
+        return self._ask("GET", route, None, self._timeout_s)
+
+    def post(self, route: str, body: Any = None, *, timeout_s: float | None = None, is_json: bool = True) -> Any:
+        """Posts JSON, and returns the answer.
+
+        Raises:
+            SyncError: the server refused, or did not answer in time. WorkerDied: it is gone.
+        """
+        return self._ask("POST", route, body, self._timeout_s if timeout_s is None else timeout_s, is_json=is_json)
+
+    def try_post(self, route: str, body: Any = None) -> bool:
+        """Returns whether the server accepts a request that it may refuse."""
+        try:
+            self._client.post(route, body, timeout_s=self._timeout_s)
+        except Refusal:
+            return False
+        return True
+
+    def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
+        try:
+            return self._client.call(method, route, body, timeout_s=timeout_s, is_json=is_json)
+        except Refusal as refusal:
+            error = SyncError(
+                f"weights did not arrive at engine {self._index}: {refusal}",
+                field="update_weights", hint="send the whole update again",
+            )  # fmt: skip
+            error.is_of_group = self._is_of_group(route, refusal)
+            raise error from refusal
+        except WorkerHung as error:
+            raise SyncError(
+                f"weights did not arrive: engine {self._index} has not answered {route} within {timeout_s:g} s",
+                field="cluster.sync_timeout_s", hint="start the server again, or raise cluster.sync_timeout_s",
+            ) from error  # fmt: skip
 
 
 async def _whole(answer: httpx.Response) -> bytes:

@@ -8,11 +8,20 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from actors.engines.dialect import ADAPTER, ASK_S, SERVED_AS, ServerDialect, ServerFacts, WeightRoutes
+from actors.engines.dialect import (
+    ADAPTER,
+    ASK_S,
+    SERVED_AS,
+    ServerDialect,
+    ServerFacts,
+    WeightRoutes,
+    is_on_cpu,
+    longest_sample,
+    shares_a_gpu,
+)
 from actors.engines.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo
 from actors.engines.served_samples import PartialSample, check_end, checked, limits_of, not_finite, seed_of, wrong
 from actors.engines.server_client import Refusal, ServerClient
-from actors.engines.server_launch import is_on_cpu, longest_sample, shares_a_gpu
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError
 from slimefsdp.models.hf_weight_names import hub_parts
@@ -235,9 +244,9 @@ class SglangDialect(ServerDialect):
             routes.post("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(path / ADAPTER_FOLDER)})
 
     def take_bucket(
-        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
+        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
-        assert not any(how.values()), "the settings refuse checksums, and its transports ipc"
+        assert not any(options.values()), "the settings refuse checksums, and its transports ipc"
         # a parameter of all experts holds what SGLang takes for each, one after another; it skips a head that is tied
         kind = self.folder.model_type
         named = [(part.name, one.dtype, part.shape) for one in tensors for part in hub_parts(kind, one.name, one.shape)]
@@ -256,7 +265,7 @@ class SglangDialect(ServerDialect):
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
         if not self._comes_by_disk:
             routes.post("/end_weight_update", {})
-        routes.tell("/flush_cache")
+        routes.post("/flush_cache", is_json=False)
         routes.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         routes.post("/continue_generation", {"torch_empty_cache": False})
 

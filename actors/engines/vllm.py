@@ -19,11 +19,13 @@ from actors.engines.dialect import (
     ServerDialect,
     ServerFacts,
     WeightRoutes,
+    is_on_cpu,
+    longest_sample,
+    shares_a_gpu,
 )
 from actors.engines.protocol import EngineTag, Request, TensorInfo
 from actors.engines.served_samples import PartialSample, check_end, checked, limits_of, seed_of, wrong
 from actors.engines.server_client import Refusal, ServerClient
-from actors.engines.server_launch import is_on_cpu, longest_sample, shares_a_gpu
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import EngineError
@@ -183,7 +185,7 @@ class VllmDialect(ServerDialect):
             routes.post("/start_weight_update")
 
     def take_bucket(
-        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **how: Any
+        self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
         info = {
             "names": [tensor.name for tensor in tensors],
@@ -191,7 +193,7 @@ class VllmDialect(ServerDialect):
             "shapes": [list(tensor.shape) for tensor in tensors],
             "parts": [self._parts(tensor) for tensor in tensors],
             "adapter_scale": adapter_scale,
-            **how,
+            **options,
         }
         routes.post("/update_weights", {"update_info": info})
 
@@ -217,7 +219,8 @@ class VllmDialect(ServerDialect):
         """Ends an update; the server is told of the adapter only once, since its workers find what it holds."""
         routes.post("/finish_weight_update", {"weight_version": str(version)})
         if has_adapter and ADAPTER not in {one["id"] for one in routes.get("/v1/models")["data"]}:
-            routes.tell("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER})
+            body = {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER}
+            routes.post("/v1/load_lora_adapter", body, is_json=False)
         routes.post("/reset_prefix_cache")
         routes.post("/resume")
 

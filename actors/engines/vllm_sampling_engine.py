@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from actors.engines.dialect import facts_of, start_client
 from actors.engines.served_sampling import ABORT_AGAIN_S, GIVE_UP_S, MOST_AT_ONCE, MOST_CUTS
 from actors.engines.server_client import HEALTH_S, Refusal, ServerClient
-from actors.engines.server_launch import facts_of, start_client
 from actors.engines.tokenizer import decoder_of
 from actors.engines.vllm_service import (
     SamplingFacts,
@@ -292,7 +292,7 @@ class VllmSamplingEngine(Watched):
 
     def _tell(self, route: str, body: dict[str, str]) -> None:
         assert self._client is not None
-        self._client.tell(route, body, timeout_s=self._config.cluster.sync_timeout_s)
+        self._client.post(route, body, timeout_s=self._config.cluster.sync_timeout_s, is_json=False)
 
     async def _answer(self, call: _Call, body: dict[str, Any]) -> Any:
         """Returns what the server answers to one sample of a request; runs on the client's event loop."""

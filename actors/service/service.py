@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.engines.server_launch import longest_sample
+from actors.engines.dialect import longest_sample
 from actors.engines.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, SamplerRecord, Saved

@@ -20,7 +20,7 @@ from actors.workers.weight_update import AGAIN, WeightUpdate, as_sync_error, in_
 from slimefsdp.errors import SyncError
 from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous, TorchBroadcastGroup
 from slimefsdp.weight_sync.buckets import Bucket, digest_of
-from slimefsdp.weight_sync.receive import Manifest
+from slimefsdp.weight_sync.progress import Manifest
 from slimefsdp.weight_sync.send import BeginAgain
 
 if TYPE_CHECKING:

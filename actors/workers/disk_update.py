@@ -30,7 +30,7 @@ from slimefsdp.models.hf_weight_names import hub_parts
 from slimefsdp.models.load_weights import OpenTensors
 from slimefsdp.models.peft_folder import ADAPTER_FOLDER, MATRICES, TENSOR_FILE
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest
+from slimefsdp.weight_sync.progress import Manifest
 
 if TYPE_CHECKING:
     from slimefsdp.config import RunConfig

@@ -25,7 +25,7 @@ from slimefsdp.errors import ResourceError, SlimeError, SyncError
 from slimefsdp.io.safetensors_file import memory_of
 from slimefsdp.results import FailedReceiver
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest
+from slimefsdp.weight_sync.progress import Manifest
 
 if TYPE_CHECKING:
     from slimefsdp.config import RunConfig

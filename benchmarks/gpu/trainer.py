@@ -43,7 +43,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import start_process_group_from_environment
 from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest
+from slimefsdp.weight_sync.progress import Manifest
 
 COMMON = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True,
           "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False,

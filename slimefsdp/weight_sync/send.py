@@ -17,7 +17,8 @@ from slimefsdp.distributed.consensus import gathered, run_on_first
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import SyncReport
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest, Receiver
+from slimefsdp.weight_sync.progress import Manifest
+from slimefsdp.weight_sync.receive import Receiver
 
 _Parameters = Sequence[tuple[str, nn.Parameter]]
 _RowsOf = Callable[[str, nn.Parameter], torch.Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.engines import served_sampling, server_launch
+from actors.engines import dialect, served_sampling
 from actors.engines.protocol import Request, TensorInfo
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.sampling.params import VersionSpan
@@ -31,7 +31,7 @@ def kind(request: Any) -> Kind:
 def test_a_url_without_a_server_is_refused_when_none_comes(
     kind: Kind, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_launch, "BACK_S", 0.2)
+    monkeypatch.setattr(dialect, "BACK_S", 0.2)
     url = "http://127.0.0.1:1"
     with refused(EngineError, "rollout.engine_urls", url):
         kind.engine(kind.config(make_config, url), 0).info()
@@ -468,7 +468,7 @@ def test_a_server_in_the_place_of_a_rank_can_free_its_gpu(
     kind: Kind, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for device, has_gpu, placement in product(("cuda", "auto", "cpu"), (True, False), ("own", "colocated")):
-        monkeypatch.setattr(server_launch, "has_nvidia_driver", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(dialect, "has_nvidia_driver", lambda has_gpu=has_gpu: has_gpu)
         settings = {"engine": kind.name, "engine_python": "python", "placement": placement, "engines": 1}
         config = make_config(mesh={"device": device}, rollout=settings)
         given = kind.server_arguments(config)

@@ -19,7 +19,8 @@ from slimefsdp.trainer import Trainer
 from slimefsdp.training.build import compute_dtype
 from slimefsdp.training.plan import plan_training
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
+from slimefsdp.weight_sync.progress import Manifest
+from slimefsdp.weight_sync.receive import WeightReceiver
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep
 from tests.support.trainers import error_of, hex_losses

@@ -17,7 +17,8 @@ from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
 from slimefsdp.weight_sync import send
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
+from slimefsdp.weight_sync.progress import Manifest
+from slimefsdp.weight_sync.receive import WeightReceiver
 from slimefsdp.weight_sync.send import DEFAULT_BUCKET_BYTES, full_weights
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
@@ -166,7 +167,7 @@ class Breaking(WeightReceiver):
         super().begin(version, manifest)
 
     def receive(self, bucket: Bucket) -> None:
-        if len(self._missing) < len(self._parameters):  # half-way: not the first bucket
+        if len(self.missing) < len(self._parameters):  # half-way: not the first bucket
             self._break("receive")
         super().receive(bucket)
 

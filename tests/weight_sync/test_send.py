@@ -16,7 +16,8 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync import send
 from slimefsdp.weight_sync.buckets import Bucket
-from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
+from slimefsdp.weight_sync.progress import Manifest
+from slimefsdp.weight_sync.receive import WeightReceiver
 from slimefsdp.weight_sync.send import DEFAULT_BUCKET_BYTES, BeginAgain, HostCopy, stream_weights
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder

@@ -19,9 +19,9 @@ import safetensors.torch
 import torch
 
 from actors.engines.child_server import ChildServer
+from actors.engines.dialect import free_port, longest_sample
 from actors.engines.protocol import Request, Sample
 from actors.engines.served import ServedEngine
-from actors.engines.server_launch import free_port, longest_sample
 from actors.engines.sglang import SglangDialect
 from actors.workers.disk_update import write_adapter, write_weights
 from slimefsdp.config import RunConfig

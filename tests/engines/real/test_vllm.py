@@ -20,7 +20,7 @@ import ray
 import torch
 import transformers
 
-from actors.engines import server_launch, vllm
+from actors.engines import dialect, vllm
 from actors.engines.child_server import ChildServer
 from actors.engines.protocol import Request, Sample, TensorInfo
 from actors.engines.served import ServedEngine
@@ -349,11 +349,11 @@ def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) ->
 
 def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) -> None:
     config = settings(make_config)
-    folder, port = read_model_folder(config.model.path), server_launch.free_port()
-    dialect = vllm.VllmDialect(config, folder)
-    environment = dialect.environment(tmp_path)
+    folder, port = read_model_folder(config.model.path), dialect.free_port()
+    ours = vllm.VllmDialect(config, folder)
+    environment = ours.environment(tmp_path)
     del environment["VLLM_SERVER_DEV_MODE"]
-    command = [str(PYTHON), *dialect.arguments()]
+    command = [str(PYTHON), *ours.arguments()]
     child = ChildServer([*command, "--port", str(port)], environment, tmp_path / "log", tmp_path)
     try:
         engine = ServedEngine(settings(make_config, rollout={"engine_urls": [f"http://127.0.0.1:{port}"]}), 0)

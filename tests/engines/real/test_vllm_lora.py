@@ -21,7 +21,7 @@ import ray
 import torch
 import transformers
 
-from actors.engines import server_launch, vllm
+from actors.engines import vllm
 from actors.engines.child_server import ChildServer
 from actors.engines.pool import EnginePool
 from actors.engines.served import ServedEngine
@@ -237,9 +237,9 @@ def test_a_server_without_room_for_the_adapter_is_refused_by_the_argument_that_i
     started = settings(make_config, tmp_path / "run", lora={"rank": 8}, rollout={})
     folder = read_model_folder(started.model.path)
     dialect = vllm.VllmDialect(started, folder)
-    port = server_launch.free_port()
+    port = dialect.free_port()
     command = [str(PYTHON), *dialect.arguments(), "--port", str(port)]
-    logs = server_launch.log_folder(started)
+    logs = dialect.log_folder(started)
     environment = dialect.environment(logs)
     for change, rank, named in (
         ({}, 9, ["--enable-lora --max-lora-rank 16"]),
