@@ -11,7 +11,7 @@ import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,6 +91,32 @@ class ServerDialect(ABC):
         Raises:
             EngineError: the run cannot use it; the message says why. WorkerDied, WorkerHung: as `ServerClient`.
         """
+
+    def unusable(self, client: ServerClient, problem: str, hint: str, field: str | None = None) -> EngineError:
+        """Returns the error of a server that the run cannot use; by default because of the arguments of its start."""
+        if field is None:
+            field = "rollout.engine_args" if self.config.rollout.engine_urls is None else "rollout.engine_urls"
+        return EngineError(f"the server at {client.url} {problem}", field=field, hint=hint)
+
+    def other_release(self, client: ServerClient, found: str, supported: str, package: str) -> EngineError:
+        """Returns the error of a server of a release that is not supported."""
+        field = "rollout.engine_python" if self.config.rollout.engine_urls is None else "rollout.engine_urls"
+        return self.unusable(client, f"is {found}; {supported} is supported", f"install {package} for it", field)
+
+    def require(
+        self, client: ServerClient, properties: Mapping[str, Any], wanted: Mapping[str, tuple[Any, str]]
+    ) -> None:
+        """Compares a server's properties with those that are needed.
+
+        Args:
+            wanted: name -> (needed value, hint).
+
+        Raises:
+            EngineError: one differs, or is missing.
+        """
+        for name, (value, hint) in wanted.items():
+            if name not in properties or properties[name] != value:
+                raise self.unusable(client, f"has {name}={properties.get(name)}, and {value} is needed", hint)
 
     # ------------------------------------------------------------------ sampling
 

@@ -1,6 +1,6 @@
-"""The embedded rollout engine: samples from a Hugging Face model in its own process, on this project's own sampler.
+"""The embedded rollout engine: samples a Hugging Face model in its own process with this project's sampler.
 
-It loads the model's architecture and tokenizer from the folder, never its weights: those come from the trainer.
+It loads the model's architecture and tokenizer from the folder; the weights come from the trainer.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from actors.engines.sampling_thread import SamplingThread, use_one_thread
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
 
-if TYPE_CHECKING:  # finding an engine's class costs no torch
+if TYPE_CHECKING:  # importing this file does not import torch
     from slimefsdp.sampling.params import SampledTokens
     from slimefsdp.weight_sync.broadcast import BroadcastGroup, Rendezvous
 
-_LOOK_S = 1.0  # of a call that waits for weights
+_LOOK_S = 1.0  # interval of checks while a call waits
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of `generate` that has not ended."""
+    """A call of `generate` in progress."""
 
-    left: int  # samples that were not handed over
+    left: int  # number of samples that were not yielded yet
     ended: SimpleQueue[tuple[int, int, SampledTokens] | Exception] = field(default_factory=SimpleQueue)
 
 
 class EmbeddedEngine(Engine):
-    """Samples in a Ray actor of its own. All of its calls are sampled together, in one thread."""
+    """Samples in a Ray actor of its own. All calls are sampled together, in one thread."""
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)
@@ -61,17 +61,17 @@ class EmbeddedEngine(Engine):
             use_one_thread()
         device = torch.device("cuda" if self._is_on_cuda else "cpu")
         dtype = getattr(torch, config.precision.compute_dtype)
-        # under lora.sync=adapters the update says what they are multiplied by; nothing is drawn before
+        # with lora.sync=adapters, the update sets the scale of the adapters
         lora = lora_of(config) if config.lora.sync == "adapters" else None
         self._policy = build_for_sampling(Path(config.model.path), dtype, device, lora)
         self._receiver = WeightReceiver(self._policy.all_parameters())
         self._sampler = Sampler(self._policy, decode=self.tokenizer.decode)
-        # the calls that have not ended, by number of the sampler's request, with the request's place in its call
+        # number of the sampler's request -> its call, and its index in the call
         self._calls: dict[int, tuple[_Call, int]] = {}
-        self._group: BroadcastGroup | None = None  # that weights are broadcast in
+        self._group: BroadcastGroup | None = None
         self._buffers = OpenedBuffers()
-        self._arriving = host_buffers(1)  # what is broadcast
-        self._bytes: dict[Any, int] = {}  # of parameters while asleep
+        self._arriving = host_buffers(1)  # receives broadcasts
+        self._bytes: dict[Any, int] = {}  # sizes of the parameters, while asleep
         self._thread = SamplingThread(
             self._step, lambda: self._sampler.is_idle or self._receiver.version is None,
             activity="generate", is_on_cpu=not self._is_on_cuda,
@@ -79,7 +79,7 @@ class EmbeddedEngine(Engine):
 
     def info(self) -> EngineInfo:
         config = self._policy.hf.config
-        positions = getattr(config, "n_positions", None)  # learned ones; others have no end
+        positions = getattr(config, "n_positions", None)  # learned positions; other models have no limit
         return EngineInfo(
             "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, get_args(Transport)
         )
@@ -89,11 +89,8 @@ class EmbeddedEngine(Engine):
 
         def add() -> None:
             if self._receiver.version is None and self._receiver.incoming is None:
-                raise StateError(
-                    "the engine has no committed weights",
-                    field="update_weights",
-                    hint="call engines.update_from(group) first",
-                )
+                hint = "call engines.update_from(group) first"
+                raise StateError("the engine has no committed weights", field="update_weights", hint=hint)
             for place, request in enumerate(requests):
                 self._calls[self._sampler.add(request.prompt, request.samples, request.params)] = (call, place)
 
@@ -114,50 +111,49 @@ class EmbeddedEngine(Engine):
             self._between_tokens(give_up)
 
     def _next(self, call: _Call) -> list[tuple[int, int, SampledTokens]]:
-        """Waits for a sample of a call, and takes what else has ended."""
-        ended = [self._first(call)]
+        """Waits for a sample of a call; returns all that have ended."""
+        outcomes = [self._first(call)]
         with suppress(Empty):
             while True:
-                ended.append(call.ended.get_nowait())
-        for one in ended:
-            if isinstance(one, Exception):
-                raise one
-        return [one for one in ended if not isinstance(one, Exception)]
+                outcomes.append(call.ended.get_nowait())
+        ended = []
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            ended.append(outcome)
+        return ended
 
     def _first(self, call: _Call) -> tuple[int, int, SampledTokens] | Exception:
-        """Waits for a sample, which goes on after an update, whether it began before or meanwhile."""
-        since = time.monotonic()  # when there were no weights first
+        """Waits for a sample, also during an update, after which sampling continues."""
+        since = time.monotonic()  # when there were weights last
         while True:
             with suppress(Empty):
                 return call.ended.get(timeout=_LOOK_S)
             if self._receiver.version is not None:
                 since = time.monotonic()
             elif time.monotonic() - since > self.config.cluster.sync_timeout_s:
-                raise StateError(
-                    f"no weights were committed within cluster.sync_timeout_s={self.config.cluster.sync_timeout_s:g} "
-                    "of the beginning of an update",
-                    field="update_weights",
-                    hint="call update_weights, and generate again",
-                )
+                limit = f"cluster.sync_timeout_s={self.config.cluster.sync_timeout_s:g}"
+                problem = f"no weights were committed within {limit} of the beginning of an update"
+                raise StateError(problem, field="update_weights", hint="call update_weights, and generate again")
 
     def _step(self) -> None:
         """Draws a token for all calls; runs in the sampling thread."""
         try:
             self._hand_out(self._sampler.step())
-        except Exception as error:  # the sampler holds nothing any more, of no call
+        except Exception as error:  # the sampler has dropped the samples of all calls
             for call in {id(call): call for call, _ in self._calls.values()}.values():
                 call.ended.put(error)
 
     def _hand_out(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> None:
-        for request, number, completion in ended:
+        for request, number, sample in ended:
             call, place = self._calls[request]
-            call.ended.put((place, number, completion))
+            call.ended.put((place, number, sample))
 
     def _samples(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[Sample]:
-        texts = self.decode([completion.tokens for _, _, completion in ended])
+        texts = self.decode([sample.tokens for _, _, sample in ended])
         return [
-            Sample(place, number, one.tokens, one.log_probs, one.finish_reason, one.versions, text)
-            for (place, number, one), text in zip(ended, texts, strict=True)
+            Sample(place, number, sample.tokens, sample.log_probs, sample.finish_reason, sample.versions, text)
+            for (place, number, sample), text in zip(ended, texts, strict=True)
         ]
 
     def abort(self) -> None:
@@ -167,7 +163,7 @@ class EmbeddedEngine(Engine):
         return self._receiver.has_frozen(source)
 
     def takes_adapters(self) -> bool:
-        """Whether it has adapters of its own, which updates fill: under lora.sync=adapters."""
+        """Returns whether the engine has adapters that updates fill: with lora.sync=adapters."""
         return self.config.lora.sync == "adapters"
 
     def begin(
@@ -194,7 +190,7 @@ class EmbeddedEngine(Engine):
 
         if self._group is not None:
             self._group.close()
-        self._arriving.clear()  # a broadcast of the group before that did not end may write there yet
+        self._arriving.clear()  # an unfinished broadcast of the previous group may still write to it
         try:
             self._group = BroadcastGroup(*meeting)
         except BroadcastError as error:
@@ -209,7 +205,7 @@ class EmbeddedEngine(Engine):
         if self._group is None:
             raise StateError("receive_broadcast() before join()", field="update_weights", hint="call join first")
         nbytes = packed_bytes(tensors)
-        if self._is_on_cuda:  # whose allocator keeps memory
+        if self._is_on_cuda:  # torch caches memory there
             flat = torch.empty(nbytes, dtype=torch.uint8, device=next(self._policy.parameters()).device)
         else:
             flat = self._arriving.next(nbytes)[:nbytes]
@@ -225,13 +221,10 @@ class EmbeddedEngine(Engine):
         try:
             data = self._buffers.get(handle)
         except OSError as error:
-            raise SyncError(
-                f"weights did not arrive: {error}",
-                field="rollout.weight_transport",
-                hint="ipc is for engines beside the trainer's first rank; set broadcast",
-            ) from error
+            hint = "ipc is for engines on the machine of the trainer's first rank; set broadcast"
+            raise SyncError(f"weights did not arrive: {error}", field="rollout.weight_transport", hint=hint) from error
         self._take(data[: packed_bytes(tensors)], tensors, digest)
-        if self._is_on_cuda:  # rank 0 writes to it again when this has returned
+        if self._is_on_cuda:  # rank 0 may write to the buffer again when this returns
             import torch
 
             torch.cuda.synchronize()
@@ -275,7 +268,7 @@ class EmbeddedEngine(Engine):
         self._between_tokens(sleep)
 
     def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
-        """Takes memory for the weights again; a cache exists only while samples are drawn."""
+        """Takes memory for the weights again; the cache takes its own when samples are drawn."""
 
         def wake_up() -> None:
             for parameter, size in self._bytes.items():
@@ -291,10 +284,7 @@ class EmbeddedEngine(Engine):
 
 
 def _not_arrived(error: Exception) -> SyncError:
-    made = SyncError(
-        f"weights did not arrive: {error}",
-        field="update_weights",
-        hint="send the update again; where the sender has ended, start it first",
-    )
-    made.is_of_group = True
-    return made
+    hint = "send the update again; where the sender has ended, start it first"
+    sync_error = SyncError(f"weights did not arrive: {error}", field="update_weights", hint=hint)
+    sync_error.is_of_group = True
+    return sync_error

@@ -1,7 +1,7 @@
-"""What a run and its rollout engines say to each other, whichever engine it is: requests, samples, and new weights.
+"""The interface of rollout engines: requests, samples, and new weights.
 
-An engine is a Ray actor of a class made from `Engine`. `rollout.engine` names one that comes with the project, or a
-class of one's own as `module:Class`. Importing this file costs no torch.
+An engine is a Ray actor of a subclass of `Engine`. `rollout.engine` names an engine of the project, or a user's class
+as `module:Class`. Importing this file does not import torch.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 from slimefsdp.weight_sync.progress import Manifest as Manifest
 
-if TYPE_CHECKING:  # importing this file costs no torch
+if TYPE_CHECKING:
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
-_ROUNDING = 1e-5  # by which a log-prob may be above 0
-_STREAMS_KEPT = 1000  # that were ended, until they are forgotten: one may be ended before it has begun
+_ROUNDING = 1e-5  # a log-prob may be above 0 by this much
+_STREAMS_KEPT = 1000  # names of ended streams to remember: a stream may be ended before it begins
 
 EngineTag = Literal["weights", "kv_cache"]
 ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
-"""What an engine holds of its device. One that has a cache for what it samples alone has nothing to take for it."""
+"""Kinds of memory that an engine takes on its device; some engines take a cache only while they sample."""
 GroupKind = Literal["slimefsdp", "torch"]
-"""What such a group is: a `BroadcastGroup`, or one that the engine's workers make by torch.distributed."""
+"""How an engine's workers join a broadcast group: as a `BroadcastGroup`, or by torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Samples that are wanted of one prompt.
+    """A request for samples of one prompt.
 
-    `params.seed` and a sample's number decide what is drawn for it, so requests of one run have seeds of their own.
+    `params.seed` and a sample's number determine its draws, so each request of a run has its own seed.
     """
 
     prompt: Sequence[int]  # token ids
@@ -49,14 +49,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds a response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+    """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
-    request: int  # its place among the requests of the call
+    request: int  # index of its request in the call
     number: int  # among the samples of the request
     tokens: list[int]  # of the response
-    log_probs: list[float]  # as the request's `tempered` asks
+    log_probs: list[float]  # as the request's `tempered` says
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]  # one after another, over all tokens
+    versions: tuple[VersionSpan, ...]  # consecutive spans that cover all tokens
     text: str  # of the response without special tokens, stripped
 
 
@@ -74,23 +74,23 @@ class EngineInfo(NamedTuple):
     name: str  # such as "vllm 0.32.0"
     vocab_size: int  # of its model
     dtype: str  # of its weights, such as "float32"
-    max_tokens: int | None  # of a prompt and its response; None: as many as memory holds
-    transports: tuple[Transport, ...]  # by which it takes weights, the one it takes best first
-    processes: int = 1  # that join a group for the broadcast of weights
+    max_tokens: int | None  # limit on the tokens of a prompt and its response; None: memory is the limit
+    transports: tuple[Transport, ...]  # transports of weights that it supports, the best first
+    processes: int = 1  # number of processes that join a broadcast group
     group: GroupKind = "slimefsdp"
 
 
 class Engine(Watched):
-    """Base of the Ray actors that sample.
+    """The base class of engines, which are Ray actors.
 
-    Several calls of `generate` run at once, and `abort` and new weights come beside them, each on a thread of its own.
-    Weights come by `begin`, `receive` as often as needed, and `commit`; whatever is being sampled at `begin`, or asked
-    for until `commit`, goes on after it with the new weights, its context read anew. Without committed weights nothing
-    is sampled.
+    Several calls of `generate` run at once; `abort` and updates run at the same time, each in a thread of its own. An
+    update is `begin`, `receive` for each bucket, and `commit`. Samples that are being drawn at `begin`, or are
+    requested before `commit`, continue after it: their context is read again with the new weights. Without committed
+    weights nothing is sampled.
 
     Args:
         config: of the run.
-        index: of this engine among `rollout.engines`.
+        index: of this engine, below `rollout.engines`.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2, "generate": 16}
@@ -103,59 +103,47 @@ class Engine(Watched):
         self._end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
 
     def info(self) -> EngineInfo:
-        """Returns what this engine is, once it is ready for weights.
-
-        Raises:
-            EngineError: it is not one that the run can use.
-        """
+        """Returns the engine's properties, once it is ready for weights; raises an EngineError if it is unusable."""
         raise NotImplementedError
 
     def health(self) -> None:
-        """Returns where the engine can be asked for more.
+        """Returns if the engine works.
 
         Raises:
-            WorkerDied, WorkerHung: what it needs beside its own process has ended, or does not answer.
+            WorkerDied, WorkerHung: another process that it needs has ended, or does not answer.
         """
 
     def end_token_ids(self) -> frozenset[int]:
-        """The tokens that end a response: the tokenizer's, and those of generation_config.json."""
+        """Returns the tokens that end a response: the tokenizer's, and those of generation_config.json."""
         return self._end_token_ids
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of texts or lists of chat messages.
-
-        Raises:
-            ConfigError: as `encode_prompt`.
-        """
+        """Returns the token ids of texts or lists of chat messages; raises as `encode_prompt`."""
         return [encode_prompt(self.tokenizer, prompt, self.config.data.chat_template_kwargs) for prompt in prompts]
 
     def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
-        """Token ids of what an environment answers to a response, with the end of the assistant's turn before it.
-
-        Raises:
-            ConfigError: as `encode_observation`.
-        """
-        template_kwargs = self.config.data.chat_template_kwargs
-        return [encode_observation(self.tokenizer, one, template_kwargs) for one in observations]
+        """Returns the token ids of an environment's answers to responses; raises as `encode_observation`."""
+        kwargs = self.config.data.chat_template_kwargs
+        return [encode_observation(self.tokenizer, observation, kwargs) for observation in observations]
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """Yields samples as they end, some at a time and in no order; each sample of each request once.
+        """Yields lists of samples as they end, in no order; each sample of each request once.
 
         Raises:
             StateError: no weights are committed, or their logits are not finite.
-            EngineError: the engine cannot do what a request asks, or did not do what it was asked.
+            EngineError: the engine cannot do what a request needs, or did not do it.
         """
         raise NotImplementedError
 
     @ray.method(num_returns="streaming", concurrency_group="generate")
     def stream(self, name: str, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """`generate`, which `end_stream` may end.
+        """Runs `generate`; `end_stream` can end it.
 
-        It is not `ray.cancel` that ends it. That takes back a call that has not left its caller, whose place in the
-        order of calls is then waited for: all later calls stand still (Ray 2.60: for 30 s or more, and are lost then).
+        `ray.cancel` is not used: on a call that has not left its caller, it delays all later calls for 30 s or more,
+        and then loses them (Ray 2.60).
 
         Args:
-            name: of this stream alone.
+            name: a unique name of the stream.
         """
         if name in self._ended_streams:
             return
@@ -166,67 +154,67 @@ class Engine(Watched):
 
     @ray.method(concurrency_group="control")
     def end_stream(self, name: str) -> None:
-        """Has a stream end where it hands over samples next, or before it begins."""
+        """Ends a stream when it yields next, or before it begins."""
         self._ended_streams.append(name)
 
     def abort(self) -> None:
-        """Ends all samples that are running or wait, as they are: their `finish_reason` is "abort"."""
+        """Ends all running and waiting samples as they are, with `finish_reason` "abort"."""
         raise NotImplementedError
 
     def has_frozen(self, source: str) -> bool:
-        """Asked before `begin`: whether the frozen weights of `source` are here, from an update that was committed.
+        """Returns whether the frozen weights of `source` are present, from a committed update; called before `begin`.
 
-        Where all engines have them, `begin` is told of those that are not sent. Engines that keep none say False.
+        If all engines have them, they are not sent again, and `begin` gets their names.
         """
         return False
 
     def begin(self, version: int, manifest: Manifest) -> None:
         """Begins an update, as in `slimefsdp.weight_sync.receive.Receiver`.
 
-        Where `has_frozen` may be True it has a third argument, the names of `WeightReceiver.begin`'s `kept`, and where
-        the engine has adapters a fourth, what they are multiplied by.
+        An engine whose `has_frozen` may be True needs a third parameter, `kept` of `UpdateProgress.begin`; an engine
+        with adapters needs a fourth, their scale.
         """
         raise NotImplementedError
 
     def receive(self, bucket: Any) -> None:
-        """Takes one bucket from the object store."""
+        """Receives a bucket from the object store."""
         raise NotImplementedError
 
     def join(self, meeting: Rendezvous) -> None:
-        """Joins the group in which rank 0 broadcasts weights, and leaves the one before; returns when all are in it.
+        """Joins the group in which rank 0 broadcasts weights, and leaves the previous one; returns when all joined.
 
         Raises:
-            SyncError: the others did not come.
+            SyncError: other members did not join.
         """
         raise NotImplementedError
 
     def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """Takes a bucket that rank 0 broadcasts now as one tensor of bytes, one after another.
+        """Receives a bucket that rank 0 broadcasts now as one tensor of bytes.
 
         Args:
             digest: of these bytes, as `slimefsdp.weight_sync.buckets.digest_of`; None: they are not checked.
 
         Raises:
-            SyncError: they were altered on the way. One with `is_of_group`: the group broke, for all that is known.
+            SyncError: they were altered in transit; with `is_of_group`: the group broke, by whose fault is not known.
         """
         raise NotImplementedError
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """Takes a bucket whose bytes lie at the beginning of a shared buffer until this returns.
+        """Receives a bucket from the beginning of a shared buffer, which has it until this returns.
 
         Args:
-            handle: of `slimefsdp.weight_sync.buckets`; one of few, that come again.
+            handle: of `slimefsdp.weight_sync.buckets`; senders alternate between few buffers.
 
         Raises:
-            SyncError: the buffer is on another machine, or what came is not what was sent.
+            SyncError: the buffer is on another machine, or its bytes were altered.
         """
         raise NotImplementedError
 
     def receive_disk(self, path: str) -> None:
-        """Takes all weights of an update from a folder that `actors.workers.disk_update` wrote.
+        """Receives all weights of an update from a folder that `actors.workers.disk_update` wrote.
 
         Raises:
-            SyncError: it is not there, not whole, or was altered.
+            SyncError: it does not exist, is not whole, or was altered.
         """
         raise NotImplementedError
 
@@ -234,9 +222,9 @@ class Engine(Watched):
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Frees the device until `wake_up`; what is being sampled is aborted, and the weights have to be sent again.
+        """Frees the device until `wake_up`; aborts all samples, and loses the weights. Idempotent.
 
-        Idempotent. Who sends weights to an engine that sleeps is refused.
+        An engine that sleeps refuses updates.
         """
         raise NotImplementedError
 
@@ -244,23 +232,19 @@ class Engine(Watched):
         """Takes the device's memory again; idempotent.
 
         Args:
-            tags: `weights`, into which new ones have to be sent before anything is sampled; `kv_cache`, which may come
-                after them, when the sender has freed its own memory.
+            tags: `weights`, which must be sent before sampling; `kv_cache`, which may be taken after the weights have
+                arrived, when the sender has freed its own memory.
         """
         raise NotImplementedError
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of responses without special tokens, stripped: what reward functions are given."""
+        """Returns the texts of responses without special tokens, stripped, as reward functions get them."""
         texts = self.tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)
         return [text.strip() for text in texts]
 
 
 def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:
-    """Looks at what an engine handed over, before anybody trains on it; one that was aborted may be of any length.
-
-    Raises:
-        EngineError: it cannot be a sample of these requests.
-    """
+    """Raises an EngineError if an engine's answer cannot be a sample of these requests; aborted ones may be short."""
     if not isinstance(sample, Sample) or not (is_whole(sample.request) and is_whole(sample.number)):
         raise _wrong(engine, f"{short_repr(sample)}, which is no sample")
     if not 0 <= sample.request < len(requests) or not 0 <= sample.number < requests[sample.request].samples:
@@ -280,7 +264,7 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
     if sample.finish_reason not in get_args(FinishReason):
         raise _wrong(engine, f"finish_reason={short_repr(sample.finish_reason)}, not {get_args(FinishReason)}")
     if not isinstance(sample.text, str):
-        raise _wrong(engine, f"{short_repr(sample.text)} in the place of a text")
+        raise _wrong(engine, f"{short_repr(sample.text)} instead of a text")
     if not (isinstance(sample.versions, tuple | list) and all(map(_is_span, sample.versions))):
         raise _wrong(engine, f"versions={short_repr(sample.versions)}, not spans of whole numbers from 0")
     ends = [0, *(span.end for span in sample.versions)]
@@ -289,7 +273,7 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
 
 
 def is_info(value: Any) -> bool:
-    """Whether it is an `EngineInfo` whose fields can be compared with the run."""
+    """Returns whether a value is an `EngineInfo` with fields of the right types."""
     return (
         isinstance(value, EngineInfo)
         and all(isinstance(text, str) for text in (value.name, value.dtype, value.group))
@@ -302,26 +286,25 @@ def is_info(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, of Python or numpy; a truth value is none."""
+    """Returns whether a value is an integer of Python or numpy, but not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_span(span: Any) -> bool:
-    """Whether it may be one, of some tokens."""
     if not isinstance(span, VersionSpan) or not all(map(is_whole, (span.version, span.start, span.end))):
         return False
     return span.version >= 0 and span.start <= span.end
 
 
 def _row(engine: int, sample: Sample, name: str) -> np.ndarray:
-    given = getattr(sample, name)
+    value = getattr(sample, name)
     try:
-        found = np.asarray(given)
-    except ValueError:  # of lists of several lengths
-        found = np.empty((0, 0))
-    if found.ndim != 1:
-        raise _wrong(engine, f"{name}={short_repr(given)}, not a list of numbers")
-    return found
+        row = np.asarray(value)
+    except ValueError:  # ragged lists
+        row = np.empty((0, 0))
+    if row.ndim != 1:
+        raise _wrong(engine, f"{name}={short_repr(value)}, not a list of numbers")
+    return row
 
 
 def _wrong(engine: int, what: str) -> EngineError:

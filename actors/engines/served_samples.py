@@ -1,4 +1,4 @@
-"""What servers draw: what is there of a sample so far, and what an answer must be before anybody trains on it."""
+"""Samples drawn by servers: their parts, and checks of requests and answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from actors.engines.protocol import Request
 from slimefsdp.errors import BatchError, EngineError, StateError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
-_LOWEST = -3.4e38  # a log-prob that float32 holds
-_ROUNDING = 1e-5  # by which a log-prob may be above 0
+_LOWEST = -3.4e38  # smallest log-prob, as in float32
+_ROUNDING = 1e-5  # a log-prob may be above 0 by this much
 
 
 @dataclass(slots=True)
@@ -46,60 +46,54 @@ class PartialSample:
 def check_request(
     request: Request, most_tokens: int, *, engine: str, temperatures: tuple[float, float], length_option: str
 ) -> None:
-    """Whether a server can do what is asked.
+    """Checks that a server can answer a request.
 
     Args:
-        most_tokens: of a prompt and its response.
-        engine: its name.
-        temperatures: the lowest and the highest that it samples at.
-        length_option: with which a server that takes longer ones is started.
+        most_tokens: limit on the tokens of a prompt and its response.
+        engine: the server's name.
+        temperatures: lowest and highest temperature of the server.
+        length_option: the server's argument for longer samples.
 
     Raises:
-        EngineError: it has no log-probs of that kind, or no such temperature. BatchError: no prompt, no samples, or
-            more tokens than fit.
+        EngineError: the server has no such log-probs or temperature. BatchError: there is no prompt or no sample, or
+            there are too many tokens.
     """
     params = request.params
     low, high = temperatures
     if not params.greedy and not low <= params.temperature <= high:
-        raise EngineError(
-            f"rollout.temperature={params.temperature:g}: {engine} samples from {low:g} to {high:g}",
-            field="rollout.temperature", hint="set one of these, or rollout.engine=embedded",
-        )  # fmt: skip
-    # a server gives log-probs of what it draws from; of the likeliest token, of softmax(logits)
+        problem = f"rollout.temperature={params.temperature:g}: {engine} samples from {low:g} to {high:g}"
+        hint = "set one of these, or rollout.engine=embedded"
+        raise EngineError(problem, field="rollout.temperature", hint=hint)
+    # servers return log-probs of the distribution that they draw from; for greedy tokens, of softmax(logits)
     if params.temperature != 1 and params.tempered == params.greedy:
         kind = "greedy tokens at a temperature" if params.greedy else "logits without the temperature they are drawn at"
-        raise EngineError(
-            f"rollout.temperature={params.temperature:g}: {engine} has no log-probs of {kind}",
-            field="rollout.temperature",
-            hint=f"ask for tempered={not params.tempered}, or set rollout.temperature=1 or rollout.engine=embedded",
-        )
+        problem = f"rollout.temperature={params.temperature:g}: {engine} has no log-probs of {kind}"
+        hint = f"ask for tempered={not params.tempered}, or set rollout.temperature=1 or rollout.engine=embedded"
+        raise EngineError(problem, field="rollout.temperature", hint=hint)
     if params.is_limited and not params.renormalized:
-        given = {"top_k": params.top_k is not None, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
-        name = next(name for name, is_given in given.items() if is_given)
-        raise EngineError(
-            f"{name}={getattr(params, name)!r}: of samples with such a limit {engine} has no log-probs over all tokens",
-            field=name,
-            hint="leave it out, ask for renormalized=True, or set rollout.engine=embedded",
-        )
+        limits = {"top_k": params.top_k is not None, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
+        name = next(name for name, is_set in limits.items() if is_set)
+        problem = f"{name}={getattr(params, name)!r}: {engine} has no log-probs over all tokens with such a limit"
+        hint = "leave it out, ask for renormalized=True, or set rollout.engine=embedded"
+        raise EngineError(problem, field=name, hint=hint)
     if not request.prompt:
         raise BatchError("a prompt has no tokens", field="prompts", hint="give it some")
     if request.samples < 1:
-        raise BatchError(f"{request.samples} samples of a prompt are asked for", field="samples", hint="raise it")
+        raise BatchError(f"{request.samples} samples of a prompt are requested", field="samples", hint="raise it")
     if len(request.prompt) + params.max_new_tokens > most_tokens:
-        raise BatchError(
-            f"a prompt of {len(request.prompt)} tokens and max_new_tokens={params.max_new_tokens} are more than the "
-            f"{most_tokens} that the server takes",
-            field="max_new_tokens", hint=f"lower it, leave out long prompts, or raise {length_option}",
-        )  # fmt: skip
+        problem = f"a prompt of {len(request.prompt)} tokens and max_new_tokens={params.max_new_tokens} are more than "
+        problem += f"the {most_tokens} that the server takes"
+        hint = f"lower it, leave out long prompts, or raise {length_option}"
+        raise BatchError(problem, field="max_new_tokens", hint=hint)
 
 
 def limits_of(params: SamplingParams) -> dict[str, float]:
-    """Returns which tokens are drawn from, as vLLM and SGLang are asked."""
+    """Returns the limits on tokens to draw from, in the form of vLLM and SGLang."""
     return {"top_k": -1 if params.top_k is None else params.top_k, "top_p": params.top_p, "min_p": params.min_p}
 
 
 def seed_of(params: SamplingParams, number: int, drawn: int) -> int:
-    """63 bits for what is drawn of sample `number` after its first `drawn` tokens."""
+    """Returns a seed of 63 bits for the tokens of sample `number` after the first `drawn` ones."""
     digest = hashlib.blake2b(repr((tuple(params.seed), number, drawn)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
@@ -115,17 +109,17 @@ def checked(
     versions: Collection[int],
     no_number: float | None,
 ) -> PartialSample:
-    """Returns what a server says it has drawn.
+    """Returns the tokens of a server's answer, checked.
 
     Args:
-        of_tokens: which token each of the log-probs is of.
+        of_tokens: the token of each log-prob.
         spans: version, start and end of the tokens of each version of the weights.
-        most: so many tokens were asked for.
-        versions: of weights that it may have drawn from.
-        no_number: what the server writes for a log-prob that is not finite.
+        most: limit on the tokens.
+        versions: versions of the weights that the server may have drawn from.
+        no_number: the server's value for a log-prob that is not finite.
 
     Raises:
-        EngineError: it cannot be. StateError: the logits were not finite.
+        EngineError: the answer is impossible. StateError: the logits were not finite.
     """
     check_tokens(tokens, log_probs, of_tokens, most=most, vocab_size=vocab_size, no_number=no_number)
     return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
@@ -140,48 +134,44 @@ def check_tokens(
     vocab_size: int,
     no_number: float | None,
 ) -> None:
-    """Checks what a server has drawn whose weights are those that it was started with.
-
-    Raises:
-        EngineError, StateError: as `checked`.
-    """
+    """Checks tokens and log-probs; arguments and errors as in `checked`."""
     if not isinstance(tokens, list):
-        raise wrong(f"{short_repr(tokens)} in the place of tokens")
+        raise wrong(f"{short_repr(tokens)} instead of tokens")
     if len(tokens) > most:
         raise wrong(f"{len(tokens)} tokens where at most {most} were asked for")
     if list(of_tokens) != tokens:
-        raise wrong(f"{len(log_probs)} log-probs that do not belong to the {len(tokens)} tokens beside them")
+        raise wrong(f"{len(log_probs)} log-probs that do not belong to its {len(tokens)} tokens")
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
             raise wrong(f"token {token!r}, outside the vocabulary of {vocab_size}")
     for value in log_probs:
         if value == no_number:
             raise not_finite()
-        if type(value) not in (float, int) or not _LOWEST <= value <= _ROUNDING:  # NaN is not either
+        if type(value) not in (float, int) or not _LOWEST <= value <= _ROUNDING:  # NaN is not in the range
             raise wrong(f"the log-prob {short_repr(value)}")
 
 
 def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: bool) -> FinishReason:
-    """The reason for which a sample ended, which must be one that was asked for.
+    """Returns the reason for which a sample ended.
 
     Args:
-        ends_itself: its last tokens may be an end that was asked for.
+        ends_itself: whether its last tokens may be an end of the request.
 
     Raises:
-        EngineError: they are not, or it was cut elsewhere than after `most` tokens.
+        EngineError: the sample has no such end, or was cut elsewhere than after `most` tokens.
     """
     if reason not in get_args(FinishReason) or (reason == "stop" and not ends_itself):
         raise wrong(f"a sample that ended by {reason!r} after {len(tokens)} tokens, without an end that was asked for")
     if reason == "length" and len(tokens) != most:
         raise wrong(f"a sample cut after {len(tokens)} tokens, not {most}")
-    found: FinishReason = reason
-    return found
+    finish_reason: FinishReason = reason
+    return finish_reason
 
 
 def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, decode: Any) -> int | None:
-    """Returns the number of tokens up to the one, from index `first` on, that completes a stop text, or None.
+    """Returns the number of tokens up to the first one, from index `first` on, that completes a stop text, or None.
 
-    A server that goes on with a sample sees only what it draws itself, and a stop text may have begun before.
+    A server that continues a sample does not see earlier tokens, in which a stop text may have begun.
     """
     tail = 4 * max(map(len, params.stop), default=0) + 4
     for length in range(first + 1, len(tokens) + 1):
@@ -192,14 +182,14 @@ def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, 
 
 
 def wrong(what: str) -> EngineError:
-    """The error of an answer that is not what was asked for."""
+    """Returns the error of an answer that the request cannot have."""
     return EngineError(
         f"the server returned {what}", field="engine", hint="use a supported release, as docs/engines.md says"
     )
 
 
 def not_finite() -> StateError:
-    """The error of logits that are no numbers."""
+    """Returns the error of logits that are not finite."""
     return StateError(
         "the logits of the committed weights are not finite", field="update_weights", hint="look at the weights"
     )
@@ -208,13 +198,8 @@ def not_finite() -> StateError:
 def _versions(spans: Sequence[tuple[str, int, int]], length: int, known: Collection[int]) -> list[VersionSpan]:
     found, at = [], 0
     for version, start, end in spans:
-        if (
-            type(start) is not int
-            or type(end) is not int
-            or start != at
-            or not start < end
-            or version not in map(str, known)
-        ):
+        is_range = type(start) is type(end) is int and at == start < end
+        if not is_range or version not in map(str, known):
             raise wrong(f"tokens {start} to {end} from weights {version!r}, where {sorted(known)} were committed")
         found.append(VersionSpan(int(version), start, end))
         at = end

@@ -1,4 +1,4 @@
-"""The dialect of SGLang's server: how it is started, what it says of itself, its requests and its answers."""
+"""The dialect of SGLang's server."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:  # importing this file costs no torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 OLDEST = (0, 5, 23)  # of the releases 0.5.x
-_NO_TOKEN = "NaN happened"  # what matched where a token is outside the vocabulary; SGLang puts an end token there
-_KEPT_BACK = 6  # tokens of its context that SGLang leaves free: its max_req_input_len is so much less
-# these variables make log-probs those of other logits than tokens are drawn from, or numbers of what is none
+_NO_TOKEN = "NaN happened"  # `matched`, if a token is outside the vocabulary; SGLang puts an end token there
+_KEPT_BACK = 6  # SGLang's max_req_input_len is smaller than its context by this many tokens
+# with these variables, log-probs are of other logits than those that were drawn from, or hide NaN
 _CHANGES_LOG_PROBS = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_SANITIZE_NAN_LOGITS")
-_CONTROL_S = 10.0  # for what is tried after something else has failed
+_CONTROL_S = 10.0  # timeout of cleaning up after a failure
 
 
 class SglangDialect(ServerDialect):
@@ -76,25 +76,20 @@ class SglangDialect(ServerDialect):
         """Returns this process's environment without its packages and without what would change log-probs."""
         removed = ("PYTHONPATH", "PYTHONHOME", *_CHANGES_LOG_PROBS)
         own = {name: value for name, value in os.environ.items() if name not in removed}
-        # what SGLang keeps back may lie beyond the model's positions; no token comes there
+        # the tokens that SGLang leaves free may be beyond the model's positions; they are never used
         return {**own, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def check(self, client: ServerClient) -> ServerFacts:
         config = self.config
-        is_own = config.rollout.engine_urls is None
-        arguments = "rollout.engine_args" if is_own else "rollout.engine_urls"
         server, model = _asked(client, "/server_info"), _asked(client, "/model_info")
         version = str(server.get("version"))
         numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
         release = tuple(map(int, numbers.groups())) if numbers else ()
         if release[:2] != OLDEST[:2] or release < OLDEST:
             oldest = ".".join(map(str, OLDEST))
-            raise EngineError(
-                f"the server at {client.url} is SGLang {version}; 0.5.x from {oldest} on is supported",
-                field="rollout.engine_python" if is_own else "rollout.engine_urls",
-                hint=f"install sglang=={oldest} for it",
-            )
-        wanted = {
+            raise self.other_release(client, f"SGLang {version}", f"0.5.x from {oldest} on", f"sglang=={oldest}")
+        said = {**server, "model_type": model.get("model_type"), "is_generation": model.get("is_generation")}
+        wanted: dict[str, tuple[Any, str]] = {
             "dtype": (config.precision.compute_dtype, "start it with --dtype of precision.compute_dtype"),
             "dp_size": (1, "give each of rollout.engines a server of its own instead of --dp-size"),
             "pp_size": (1, "use --tp-size: stages of a pipeline would take the same rank in the broadcast"),
@@ -102,36 +97,23 @@ class SglangDialect(ServerDialect):
             "skip_tokenizer_init": (False, "start it with a tokenizer, for stop texts"),
             "disaggregation_mode": ("null", "start it without: prompts and samples come from one server"),
             "quantization": (None, "start it without: the trainer's log-probs are not of such weights"),
-            "preferred_sampling_params": (None, "start it without: the run says how to sample"),
-        }
-        said = {**server, "model_type": model.get("model_type"), "is_generation": model.get("is_generation")}
-        wanted |= {
+            "preferred_sampling_params": (None, "start it without: the run defines how to sample"),
             "model_type": (self.folder.model_type, "have it serve model.path"),
             "is_generation": (True, "have it serve model.path"),
         }
-        for name, (value, hint) in wanted.items():
-            if name not in said or said[name] != value:
-                raise EngineError(
-                    f"the server at {client.url} has {name}={said.get(name)}, and {value} is needed",
-                    field=arguments,
-                    hint=hint,
-                )
+        self.require(client, said, wanted)
         if config.lora.sync == "adapters":
-            found, rank = said.get("max_lora_rank"), config.lora.rank
+            room, rank = said.get("max_lora_rank"), config.lora.rank
             assert rank is not None
-            if said.get("enable_lora") is not True or not isinstance(found, int) or found < rank:
-                raise EngineError(
-                    f"the server at {client.url} has enable_lora={said.get('enable_lora')} and max_lora_rank={found}: "
-                    f"lora.sync=adapters with adapters of rank {rank} needs {' '.join(_lora_arguments(config))}",
-                    field=arguments, hint="start it so, or set lora.sync=merged",
-                )  # fmt: skip
+            if said.get("enable_lora") is not True or not isinstance(room, int) or room < rank:
+                problem = f"has enable_lora={said.get('enable_lora')} and max_lora_rank={room}: lora.sync=adapters "
+                problem += f"with adapters of rank {rank} needs {' '.join(_lora_arguments(config))}"
+                raise self.unusable(client, problem, "start it so, or set lora.sync=merged")
         sizes = [said.get("max_req_input_len"), said.get("tp_size")]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise EngineError(
-                f"the server at {client.url} does not say max_req_input_len and tp_size, but {sizes}",
-                field=arguments, hint="use a supported release",
-            )  # fmt: skip
-        # it takes prompts that are shorter than that, and what goes on after an update is all prompt but for one token
+            problem = f"does not report max_req_input_len and tp_size, but {sizes}"
+            raise self.unusable(client, problem, "use a supported release")
+        # prompts must be shorter than max_req_input_len, and after an update all drawn tokens but one are prompt
         return ServerFacts(version, said["dtype"], self.folder.vocab_size, said["max_req_input_len"], said["tp_size"])
 
     # ------------------------------------------------------------------ sampling
@@ -139,8 +121,8 @@ class SglangDialect(ServerDialect):
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
         """Returns the JSON that asks for the rest of a sample.
 
-        SGLang's ignore_eos is about stop_token_ids too. Where there are some, it also ends at the end tokens of its own
-        files; `read` knows which were asked for.
+        SGLang's ignore_eos also disables stop_token_ids. If there are some, it also ends at the end tokens of its own
+        files; `read` finds out.
         """
         params = request.params
         asked: dict[str, Any] = {
@@ -150,7 +132,7 @@ class SglangDialect(ServerDialect):
             "ignore_eos": not params.end_token_ids,
             "no_stop_trim": True,
             "skip_special_tokens": False,
-            "sampling_seed": seed_of(params, number, len(drawn.tokens)),  # looked at by deterministic servers alone
+            "sampling_seed": seed_of(params, number, len(drawn.tokens)),  # used by deterministic servers alone
         }
         if params.end_token_ids:
             asked["stop_token_ids"] = sorted(params.end_token_ids)
@@ -161,7 +143,7 @@ class SglangDialect(ServerDialect):
             "input_ids": [*request.prompt, *drawn.tokens],
             "sampling_params": asked,
             "return_logprob": True,
-            "logprob_start_len": -1,  # of what is drawn alone
+            "logprob_start_len": -1,  # of drawn tokens alone
             "stream": False,
         }
 
@@ -226,7 +208,7 @@ class SglangDialect(ServerDialect):
         routes.post("/pause_generation", {"mode": "abort"})
         if self._comes_by_disk or routes.try_post("/begin_weight_update", {"selector": "target"}):
             return
-        routes.try_post("/end_weight_update", {})  # an update that nobody has finished is open
+        routes.try_post("/end_weight_update", {})  # an earlier update was not finished
         routes.post("/begin_weight_update", {"selector": "target"})
 
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
@@ -239,7 +221,7 @@ class SglangDialect(ServerDialect):
         if has_weights:
             routes.post("/update_weights_from_disk", body)
         if adapter_scale is not None:
-            # the name stays: requests that wait at the paused server ask for what has it when they go on
+            # under the same name: requests that wait at the paused server will use the new adapter
             routes.try_post("/unload_lora_adapter", {"lora_name": ADAPTER})
             routes.post("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(path / ADAPTER_FOLDER)})
 
@@ -247,7 +229,7 @@ class SglangDialect(ServerDialect):
         self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
         assert not any(options.values()), "the settings refuse checksums, and its transports ipc"
-        # a parameter of all experts holds what SGLang takes for each, one after another; it skips a head that is tied
+        # a parameter of all experts contains SGLang's tensors of each expert in turn; SGLang skips a tied head
         kind = self.folder.model_type
         named = [(part.name, one.dtype, part.shape) for one in tensors for part in hub_parts(kind, one.name, one.shape)]
         body = {
@@ -291,7 +273,7 @@ class SglangDialect(ServerDialect):
 
 
 def _lora_arguments(config: RunConfig) -> list[str]:
-    """Returns those of a server with room for the run's adapter, of every matrix that SGLang has one of."""
+    """Returns the arguments of a server with room for the run's adapter, of all matrices that SGLang supports."""
     assert config.lora.rank is not None
     return ["--enable-lora", "--max-lora-rank", str(config.lora.rank), "--lora-target-modules", "all"]
 

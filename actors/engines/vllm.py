@@ -1,12 +1,9 @@
-"""The dialect of vLLM's server: how it is started, what it says of itself, its requests and its answers.
-
-What a service asks of such a server beside this is in `actors.engines.vllm_service`.
-"""
+"""The dialect of vLLM's server; what only a service asks of it is in `actors.engines.vllm_service`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +26,6 @@ from actors.engines.server_client import Refusal, ServerClient
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import EngineError
-from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.hf_weight_names import hub_parts
 from slimefsdp.models.peft_folder import MATRICES, tensor_name
 from slimefsdp.sampling.params import FinishReason, SamplingParams
@@ -42,8 +38,8 @@ PROTOCOL = 4  # as in slimefsdp.weight_sync.vllm_plugin
 EXTENSION = "slimefsdp.weight_sync.vllm_plugin.WorkerExtension"
 BACKEND = "slimefsdp"  # as slimefsdp.weight_sync.vllm_plugin registers it
 HELD_ADAPTER = "slimefsdp:adapter"  # as there
-RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # in a server's environment, for it to be told of adapters
-GROUP = "the broadcast group"  # in what our end in a server says when that breaks (slimefsdp.weight_sync.broadcast)
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # variable of a server that loads adapters on request
+GROUP = "the broadcast group"  # part of errors of that group (slimefsdp.weight_sync.broadcast)
 NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
 NEEDED = (
     f"--worker-extension-cls={EXTENSION}",
@@ -51,14 +47,14 @@ NEEDED = (
     "--logprobs-mode=processed_logprobs",
     "--enable-scale-out",
 )
-"""Arguments without which a server is of no use to a run, whoever starts it."""
+"""Arguments that a server of a run needs."""
 _ON_CPU = {
-    # threads that vLLM binds to cores of its choice would share them with the trainer's
+    # vLLM would bind its threads to cores, which the trainer's threads use too
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; else it takes a share of the machine
 }
-_CONTROL_S = 10.0  # for what is tried after something else has failed
+_CONTROL_S = 10.0  # timeout of cleaning up after a failure
 
 
 class VllmDialect(ServerDialect):
@@ -72,13 +68,12 @@ class VllmDialect(ServerDialect):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the server is told of adapters."""
+        """Returns whether the server loads adapters on request."""
         return self.config.lora.sync == "adapters"
 
     def arguments(self) -> list[str]:
         config = self.config
-        # its weights come from the trainer
-        arguments = [*self.common_arguments(), "--load-format", "dummy", *NEEDED]
+        arguments = [*self.common_arguments(), "--load-format", "dummy", *NEEDED]  # weights come from the trainer
         if shares_a_gpu(config):
             arguments.append("--enable-sleep-mode")
         if self.takes_adapters:
@@ -97,13 +92,13 @@ class VllmDialect(ServerDialect):
             "--disable-uvicorn-access-log",
         ]
         if is_on_cpu(config):
-            # compiling takes minutes; a prompt that is read in parts has its draw taken back by moving the generator of
-            # its seed, which those of a CPU refuse: the server would end
+            # Compiling takes minutes. With chunked prefill, vLLM moves random generators back, which those of a CPU do
+            # not support: the server would end.
             return [*arguments, "--enforce-eager", "--no-enable-chunked-prefill"]
         return [*arguments, "--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns an environment whose PYTHONPATH has our package and nothing else of our environment."""
+        """Returns an environment whose PYTHONPATH has our package alone."""
         window = logs / "importable"
         window.mkdir(exist_ok=True)
         link, package = window / "slimefsdp", Path(slimefsdp.__file__).resolve().parent
@@ -119,24 +114,81 @@ class VllmDialect(ServerDialect):
         return {**usual, **own}
 
     def check(self, client: ServerClient) -> ServerFacts:
+        version, properties = self.checked_properties(client, takes_weights=True)
+        if self.config.lora.sync == "adapters":
+            self.check_adapters(client, properties["max_lora_rank"], "lora.sync=adapters", "lora.sync=merged")
+        workers = self._asked(client, "/get_world_size")["world_size"]
+        sizes = properties["vocab_size"], properties["max_model_len"]
+        return ServerFacts(version, properties["dtype"], *sizes, workers)
+
+    def checked_properties(self, client: ServerClient, *, takes_weights: bool) -> tuple[str, dict[str, Any]]:
+        """Returns a server's release, and what one of its workers reports, after the checks of all servers.
+
+        Args:
+            takes_weights: whether weights are sent to the server; log-probs are then at the sampling temperature.
+
+        Raises:
+            EngineError: the server cannot be used.
+        """
         config = self.config
-        arguments = arguments_setting(config)
-        version = version_of(client, config)
-        if (refusal := _refusal_of_weights(client)) is not None:
-            raise EngineError(
-                f"the server at {client.url} takes no weights: it was started without VLLM_SERVER_DEV_MODE=1",
-                field=arguments, hint="start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-            ) from refusal  # fmt: skip
-        wanted = {
-            "backend": (BACKEND, f"start it with {NEEDED[1]}"),
-            "logprobs_mode": ("processed_logprobs", f"start it with {NEEDED[2]}"),
+        version: str = self._asked(client, "/version")["version"]
+        if version.split(".")[:2] != SUPPORTED.split("."):
+            raise self.other_release(client, f"vLLM {version}", f"{SUPPORTED}.x", f"vllm=={SUPPORTED}.0")
+        wanted: dict[str, tuple[Any, str]] = {
+            "protocol": (PROTOCOL, "have server and trainer use the same release of slimefsdp")
         }
-        said = said_by_worker(client, config, self.folder, wanted)
-        check_generate(client, arguments)
-        if config.lora.sync == "adapters":
-            check_adapters(client, arguments, config, said["max_lora_rank"], "lora.sync=adapters", "lora.sync=merged")
-        workers = _asked(client, "/get_world_size")["world_size"]
-        return ServerFacts(version, said["dtype"], said["vocab_size"], said["max_model_len"], workers)
+        if takes_weights:
+            try:
+                client.get("/weight_info", timeout_s=ASK_S)
+            except Refusal as refusal:
+                if refusal.status != 404:
+                    raise _refused(refusal) from refusal
+                problem = "takes no weights: it was started without VLLM_SERVER_DEV_MODE=1"
+                hint = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+                raise self.unusable(client, problem, hint) from refusal
+            wanted["backend"] = BACKEND, f"start it with {NEEDED[1]}"
+        mode = "processed_logprobs" if takes_weights else "raw_logprobs"
+        wanted |= {
+            "logprobs_mode": (mode, f"start it with --logprobs-mode={mode}"),
+            "dtype": (config.precision.compute_dtype, "start it with --dtype of precision.compute_dtype"),
+            "model_type": (self.folder.model_type, "have it serve model.path"),
+            "vocab_size": (self.folder.vocab_size, "have it serve model.path"),
+        }
+        try:
+            answer = client.post("/collective_rpc", {"method": "slimefsdp_worker"}, timeout_s=ASK_S)
+            properties = dict(answer["results"][0])
+        except (Refusal, KeyError, IndexError, TypeError) as error:
+            hint = f"start it with {NEEDED[0]} and this package in its PYTHONPATH"
+            raise self.unusable(client, f"has workers that do not know slimefsdp: {error}", hint) from error
+        self.require(client, properties, wanted)
+        if (refusal_of_route := _refusal_of(client, self.GENERATE)) is not None:
+            problem = f"does not generate from token ids: {refusal_of_route}"
+            raise self.unusable(client, problem, f"start it with {NEEDED[3]}") from refusal_of_route
+        return version, properties
+
+    def check_adapters(self, client: ServerClient, room: int | None, user: str, alternative: str) -> None:
+        """Raises an EngineError if a server has no room for adapters of lora.rank.
+
+        Args:
+            room: the rank that it has room for; None: no adapters.
+            user: what needs them.
+            alternative: the setting that does without.
+        """
+        needed = room_for(self.config)
+        if room is None or room < needed:
+            has = "no room for adapters" if room is None else f"room for adapters of rank {room} alone"
+            problem = f"has {has}: {user} with adapters of rank {self.config.lora.rank} needs "
+            problem += f"--enable-lora --max-lora-rank {needed}"
+            raise self.unusable(client, problem, f"start it so, or set {alternative}")
+        if (refusal := _refusal_of(client, "/v1/load_lora_adapter")) is not None:
+            hint = f"start it with that in its environment, or set {alternative}"
+            raise self.unusable(client, f"has no {RUNTIME_LORA}=1, which {user} needs: {refusal}", hint) from refusal
+
+    def _asked(self, client: ServerClient, route: str) -> Any:
+        try:
+            return client.get(route, timeout_s=ASK_S)
+        except Refusal as refusal:
+            raise _refused(refusal) from refusal
 
     # ------------------------------------------------------------------ sampling
 
@@ -175,12 +227,12 @@ class VllmDialect(ServerDialect):
     def join(self, routes: WeightRoutes, meeting: Rendezvous) -> None:
         info = meeting._asdict()
         info["rank_offset"] = info.pop("rank")
-        # the server's workers give up by themselves, and look for rank 0 a second time before
+        # the server's workers have a timeout of their own, and look for rank 0 a second time before they give up
         routes.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=3 * meeting.timeout_s + 30)
 
     def open_update(self, routes: WeightRoutes) -> None:
         routes.post("/pause?mode=abort&clear_cache=true")
-        if not routes.try_post("/start_weight_update"):  # an update that nobody has finished is open
+        if not routes.try_post("/start_weight_update"):  # an earlier update was not finished
             routes.try_post("/finish_weight_update")
             routes.post("/start_weight_update")
 
@@ -203,9 +255,9 @@ class VllmDialect(ServerDialect):
         routes.post("/update_weights", {"update_info": info})
 
     def _parts(self, tensor: TensorInfo) -> list[tuple[str, int | None, int, int]]:
-        """Returns what `slimefsdp.weight_sync.vllm_plugin.UpdateInfo` says of a tensor; nothing of a tied head.
+        """Returns a tensor's `parts` of `slimefsdp.weight_sync.vllm_plugin.UpdateInfo`; none for a tied head.
 
-        Matrices of adapters go by peft's names, which is how vLLM knows them.
+        Matrices of adapters have peft's names there, which vLLM uses.
         """
         if tensor.name.endswith(MATRICES):
             module, _, matrix = tensor.name.rpartition(".lora_")
@@ -216,7 +268,7 @@ class VllmDialect(ServerDialect):
         return [(part.name, part.expert, part.start, part.end) for part in parts]
 
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """Ends an update; the server is told of the adapter only once, since its workers find what it holds."""
+        """Ends an update; loads the adapter only once, since the server's workers find its new matrices."""
         routes.post("/finish_weight_update", {"weight_version": str(version)})
         if has_adapter and ADAPTER not in {one["id"] for one in routes.get("/v1/models")["data"]}:
             body = {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER}
@@ -228,7 +280,7 @@ class VllmDialect(ServerDialect):
         return str(routes.get("/weight_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
-        """Aborts requests that came to the server while it was paused; they would wait there."""
+        """Aborts requests that arrived while the server was paused; they would wait there."""
         client.post("/abort_requests", {}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
@@ -237,7 +289,7 @@ class VllmDialect(ServerDialect):
     # ------------------------------------------------------------------ memory
 
     def free_memory(self, routes: WeightRoutes) -> None:
-        """Puts the server to sleep at level 2, which drops the weights; an update sends them again in any case."""
+        """Puts the server to sleep at level 2, which drops the weights; the next update sends all of them."""
         routes.post("/sleep?level=2")
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
@@ -252,7 +304,7 @@ def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str
         "temperature": 0.0 if params.greedy else params.temperature,
         "seed": seed,
         "logprobs": 0,  # of the sampled token alone
-        "ignore_eos": True,  # what ends a sample is said by the request, not by files on the server's side
+        "ignore_eos": True,  # the request defines what ends a sample, not the files of the server
         "stop_token_ids": sorted(params.end_token_ids),
         "detokenize": bool(params.stop),
     }
@@ -264,7 +316,7 @@ def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str
 
 
 def choice_of(answer: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Returns the only choice of an answer, its log-probs, and the tokens that these are of.
+    """Returns the only choice of an answer, its log-probs, and the tokens of these log-probs.
 
     Raises:
         EngineError: the answer has none.
@@ -273,7 +325,7 @@ def choice_of(answer: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
         (choice,) = answer["choices"]
         content = choice["logprobs"]["content"] or []
         found = dict(choice), [one["logprob"] for one in content], [one["token_id"] for one in content]
-        choice["token_ids"], choice["finish_reason"]  # which every reader looks at
+        choice["token_ids"], choice["finish_reason"]  # every caller reads them
     except (KeyError, TypeError, ValueError) as error:
         raise wrong(f"an answer without what belongs to a sample: {type(error).__name__}: {error}") from error
     return found
@@ -286,117 +338,14 @@ def room_for(config: RunConfig) -> int:
     return next(rank for rank in ranks if rank >= config.lora.rank)
 
 
-def arguments_setting(config: RunConfig) -> str:
-    """Returns the setting that says how a server is started."""
-    return "rollout.engine_args" if config.rollout.engine_urls is None else "rollout.engine_urls"
-
-
-def version_of(client: ServerClient, config: RunConfig) -> str:
-    version: str = _asked(client, "/version")["version"]
-    if version.split(".")[:2] != SUPPORTED.split("."):
-        raise EngineError(
-            f"the server at {client.url} is vLLM {version}; {SUPPORTED}.x is supported",
-            field="rollout.engine_python" if config.rollout.engine_urls is None else "rollout.engine_urls",
-            hint=f"install vllm=={SUPPORTED}.0 for it",
-        )
-    return version
-
-
-def _refusal_of_weights(client: ServerClient) -> Refusal | None:
-    try:
-        client.get("/weight_info", timeout_s=ASK_S)
-    except Refusal as refusal:
-        if refusal.status != 404:
-            raise _refused(refusal) from refusal
-        return refusal
-    return None
-
-
-def said_by_worker(
-    client: ServerClient, config: RunConfig, folder: ModelFolder, wanted: Mapping[str, tuple[str, str]]
-) -> dict[str, Any]:
-    """Returns what one of the server's workers says of itself.
-
-    Args:
-        wanted: values of what has to be as they say, and the way out; what is the same of all servers is added.
-    """
-    arguments = arguments_setting(config)
-    said = _worker(client, arguments)
-    common: dict[str, tuple[Any, str]] = {
-        "protocol": (PROTOCOL, "have server and trainer use the same release of slimefsdp"),
-        **wanted,
-        "dtype": (config.precision.compute_dtype, "start it with --dtype of precision.compute_dtype"),
-        "model_type": (folder.model_type, "have it serve model.path"),
-        "vocab_size": (folder.vocab_size, "have it serve model.path"),
-    }
-    for name, (value, hint) in common.items():
-        if said.get(name) != value:
-            raise EngineError(
-                f"the server at {client.url} has {name}={said.get(name)}, and {value} is needed",
-                field=arguments,
-                hint=hint,
-            )
-    return said
-
-
-def _asked(client: ServerClient, route: str) -> Any:
-    try:
-        return client.get(route, timeout_s=ASK_S)
-    except Refusal as refusal:
-        raise _refused(refusal) from refusal
-
-
-def _worker(client: ServerClient, arguments: str) -> dict[str, Any]:
-    try:
-        answer = client.post("/collective_rpc", {"method": "slimefsdp_worker"}, timeout_s=ASK_S)
-        said = answer["results"][0]
-    except (Refusal, KeyError, IndexError, TypeError) as error:
-        raise EngineError(
-            f"the workers of the server at {client.url} do not know slimefsdp: {error}",
-            field=arguments, hint=f"start it with {NEEDED[0]} and this package in its PYTHONPATH",
-        ) from error  # fmt: skip
-    return dict(said)
-
-
-def check_generate(client: ServerClient, arguments: str) -> None:
-    if (refusal := _refusal_of(client, "/inference/v1/generate")) is not None:
-        raise EngineError(
-            f"the server at {client.url} does not generate from token ids: {refusal}",
-            field=arguments, hint=f"start it with {NEEDED[3]}",
-        ) from refusal  # fmt: skip
-
-
-def check_adapters(
-    client: ServerClient, arguments: str, config: RunConfig, found: int | None, who: str, otherwise: str
-) -> None:
-    """Whether a server has room for adapters of lora.rank, `found` being the rank that it has room for.
-
-    Args:
-        who: needs them.
-        otherwise: the setting that does without.
-    """
-    needed = f"--enable-lora --max-lora-rank {room_for(config)}"
-    if found is None or found < room_for(config):
-        has = "no room for adapters" if found is None else f"room for adapters of rank {found} alone"
-        raise EngineError(
-            f"the server at {client.url} has {has}: {who} with adapters of rank {config.lora.rank} needs {needed}",
-            field=arguments, hint=f"start it so, or set {otherwise}",
-        )  # fmt: skip
-    if (refusal := _refusal_of(client, "/v1/load_lora_adapter")) is not None:
-        raise EngineError(
-            f"the server at {client.url} has no {RUNTIME_LORA}=1, which {who} needs: {refusal}",
-            field=arguments, hint=f"start it with that in its environment, or set {otherwise}",
-        ) from refusal  # fmt: skip
-
-
 def _refused(refusal: Refusal) -> EngineError:
     return EngineError(f"the server is no vLLM {SUPPORTED}: {refusal}", field="rollout.engine_urls", hint="use one")
 
 
 def _refusal_of(client: ServerClient, route: str) -> Refusal | None:
-    """Returns what a server says to a request without fields where it does not have the route; None where it has."""
+    """Returns the refusal of a request without fields if the server lacks the route; otherwise None."""
     try:
         client.post(route, {}, timeout_s=ASK_S)
     except Refusal as refusal:
-        return None if refusal.status in (400, 422) else refusal  # it looked for the fields
+        return None if refusal.status in (400, 422) else refusal  # it has read the request
     return None

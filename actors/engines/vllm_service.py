@@ -12,22 +12,10 @@ import numpy as np
 from actors.engines.dialect import ServerFacts
 from actors.engines.served_samples import check_end, check_tokens, length_with_stop, not_finite, seed_of, wrong
 from actors.engines.server_client import ServerClient
-from actors.engines.vllm import (
-    NEEDED,
-    NO_NUMBER,
-    VllmDialect,
-    arguments_setting,
-    check_adapters,
-    check_generate,
-    choice_of,
-    room_for,
-    said_by_worker,
-    sampling_params,
-    version_of,
-)
+from actors.engines.vllm import NEEDED, NO_NUMBER, VllmDialect, choice_of, room_for, sampling_params
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
-from slimefsdp.errors import BatchError, EngineError, ModelError
+from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, PeftFolder, read_peft_folder
 from slimefsdp.sampling.params import SampledTokens, SampleRequest, SamplingParams, TopTokens
@@ -74,26 +62,19 @@ class VllmServiceDialect(VllmDialect):
         ]
 
     def check(self, client: ServerClient) -> SamplingFacts:
-        config, modules, arguments = self.config, self._modules, arguments_setting(self.config)
-        version = version_of(client, config)
-        wanted = {"logprobs_mode": ("raw_logprobs", f"start it with {_NEEDED[1]}")}
-        said = said_by_worker(client, config, self.folder, wanted)
-        check_generate(client, arguments)
-        check_adapters(client, arguments, config, said["max_lora_rank"], "a service", "rollout.engine=embedded")
-        own = said["lora_modules"]
-        missing = [] if own is None else sorted(set(modules) - set(own))
-        if said["max_loras"] < 2 or missing:
+        version, properties = self.checked_properties(client, takes_weights=False)
+        self.check_adapters(client, properties["max_lora_rank"], "a service", "rollout.engine=embedded")
+        own = properties["lora_modules"]
+        missing = [] if own is None else sorted(set(self._modules) - set(own))
+        if properties["max_loras"] < 2 or missing:
             has = f"no adapters of {missing[0]}" if missing else "room for one adapter alone, which the base takes"
-            needed = f"--max-loras 9 --lora-target-modules {' '.join(modules)}"
-            raise EngineError(
-                f"the server at {client.url} has {has}",
-                field=arguments,
-                hint=f"start it with {needed}, to hold 8 versions at once",
-            )
+            needed = f"--max-loras 9 --lora-target-modules {' '.join(self._modules)}"
+            raise self.unusable(client, f"has {has}", f"start it with {needed}, to hold 8 versions at once")
         reads_prompts = own is not None and "lm_head" not in own
-        top_k = said["vocab_size"] if said["max_logprobs"] == -1 else said["max_logprobs"]
-        common = version, said["dtype"], said["vocab_size"], said["max_model_len"], 1
-        return SamplingFacts(*common, said["max_loras"], top_k, reads_prompts)
+        vocab_size, most_top = properties["vocab_size"], properties["max_logprobs"]
+        top_k = vocab_size if most_top == -1 else most_top
+        common = version, properties["dtype"], vocab_size, properties["max_model_len"], 1
+        return SamplingFacts(*common, properties["max_loras"], top_k, reads_prompts)
 
 
 def check_request(request: SampleRequest, facts: SamplingFacts) -> None:
