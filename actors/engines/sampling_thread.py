@@ -1,4 +1,4 @@
-"""The thread of an engine in which its model is sampled, and in which everything that changes the model happens."""
+"""The thread of an engine that samples its model and makes all changes to it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import TypeVar
 from slimefsdp import heartbeat
 
 Result = TypeVar("Result")
-_LOOK_S = 1.0  # of the thread, where nothing is to be done
+_LOOK_S = 1.0  # interval of checks while the thread is idle
 
 
 class SamplingThread:
-    """Draws token after token while there is something to draw, and calls functions of other threads in between.
+    """Draws token after token while there are samples, and calls functions of other threads between two tokens.
 
     Args:
-        step: draws a token for every sample under way, and hands over those that have ended.
-        is_idle: says whether `step` has nothing to draw.
-        activity: what the thread does while it draws, as the heartbeat names it.
-        is_on_cpu: torch then computes by one thread, as it does in ranks.
+        step: draws a token for every running sample, and hands over those that have ended.
+        is_idle: returns whether `step` has nothing to draw.
+        activity: the heartbeat's name for drawing.
+        is_on_cpu: torch then computes with one thread, as in ranks.
     """
 
     def __init__(
         self, step: Callable[[], None], is_idle: Callable[[], bool], *, activity: str, is_on_cpu: bool
     ) -> None:
         self._step, self._is_idle, self._activity, self._is_on_cpu = step, is_idle, activity, is_on_cpu
-        self._changed = threading.Condition()  # holds the lock of the next two
-        self._between: list[Callable[[], None]] = []  # to be called between two tokens, in order
+        self._changed = threading.Condition()  # has the lock of the next two
+        self._between: list[Callable[[], None]] = []  # functions to call between two tokens, in order
         self.end: Exception | None = None
-        """Why nothing is done any more; None: the thread goes on."""
+        """Why the thread has ended; None: it has not."""
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
         heartbeat.enter(heartbeat.IDLE)
         self._thread.start()
@@ -40,7 +40,7 @@ class SamplingThread:
         """Has the thread call a function between two tokens; returns the future of its result.
 
         Raises:
-            Exception: `end`, where the thread has ended. The future raises it where that happens later.
+            Exception: `end`, if the thread has ended. The future raises it if that happens later.
         """
         future: Future[Result] = Future()
 
@@ -60,7 +60,7 @@ class SamplingThread:
         return future
 
     def stop(self, error: Exception) -> None:
-        """Ends the thread, and waits for it; what is left to do fails with the error. Idempotent."""
+        """Ends the thread, and waits for it; functions that were not called fail with the error. Idempotent."""
         with self._changed:
             self.end = self.end or error
             self._changed.notify()
@@ -96,8 +96,8 @@ class SamplingThread:
 
 
 def settle(future: Future[Result], outcome: Result | Exception) -> None:
-    """Gives a future its result or its error, unless whoever waited for it has given up."""
-    with suppress(Exception):  # it was cancelled
+    """Sets a future's result or error, unless it was cancelled."""
+    with suppress(Exception):
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
@@ -105,7 +105,7 @@ def settle(future: Future[Result], outcome: Result | Exception) -> None:
 
 
 def use_one_thread() -> None:
-    """Has torch compute by one thread in the calling thread; the setting is of each thread."""
+    """Has torch compute with one thread in the calling thread."""
     import torch
 
     torch.set_num_threads(1)

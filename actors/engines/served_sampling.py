@@ -1,4 +1,4 @@
-"""Draws samples at a rollout server, many at once; each goes on after new weights or a cut connection."""
+"""Draws samples at a rollout server, many at once; each continues after new weights or a cut connection."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from slimefsdp import heartbeat
 from slimefsdp.errors import EngineError, SlimeError, StateError, WorkerDied
 from slimefsdp.sampling.params import FinishReason, SamplingParams
 
-MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
+MOST_AT_ONCE = 1024  # limit on requests in flight; servers queue those that they cannot run
 _TICK_S = 1.0
 ABORT_AGAIN_S = 0.1
-_ALIVE_EVERY_S = 10.0  # a server is asked whether it is there, while no sample ends
-MOST_CUTS = 3  # connections that a sample may lose
-GIVE_UP_S = 10.0  # for requests to end that nobody waits for
+_ALIVE_EVERY_S = 10.0  # interval of checking that the server answers, while no sample ends
+MOST_CUTS = 3  # limit on the lost connections of a sample
+GIVE_UP_S = 10.0  # timeout of ending requests that are not needed any more
 
 
 class CommittedVersions:
@@ -83,17 +83,17 @@ class CommittedVersions:
         self._client.start(change()).result()
 
     def known_since(self, place: int) -> set[int]:
-        """Returns the versions from this place of `commits` on, the incoming one included.
+        """Returns the versions from this index of `commits` on, and the incoming one.
 
-        A request may have waited at the server during updates, and goes on before the last one is known to be whole.
+        A request may wait at the server during updates, and continue before this side knows that the last one is whole.
         """
         return {*self.commits[place:], *([] if self.incoming is None else [self.incoming])}
 
     async def wait(self, is_over: Callable[[], bool]) -> int | None:
-        """Waits for committed weights; returns their place among `commits`, or None as soon as `is_over`.
+        """Waits for committed weights; returns their index in `commits`, or None as soon as `is_over`.
 
         Raises:
-            StateError: there are none and none come, or it took too long.
+            StateError: there are no weights and no update, or it took too long.
         """
         deadline = time.monotonic() + self._timeout_s
         while not is_over():
@@ -118,13 +118,13 @@ class CommittedVersions:
 
 
 class _Call:
-    """A call of `generate`, whose samples hand themselves in here."""
+    """A call of `generate`, with its ended samples."""
 
     def __init__(self, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.decode = decode
         self.ended: SimpleQueue[Sample | Exception] = SimpleQueue()
         self.is_aborted = False  # its samples end as they are
-        self.is_given_up = False  # nobody waits for them any more
+        self.is_given_up = False  # its samples are not needed any more
 
 
 class ServedSampling:
@@ -132,7 +132,7 @@ class ServedSampling:
 
     Args:
         tokenizer: of the model.
-        call_timeout_s: how long the server may take for a sample.
+        call_timeout_s: limit on the server's time for a sample.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class ServedSampling:
     ) -> None:
         self._dialect, self._client, self._versions, self._tokenizer = dialect, client, versions, tokenizer
         self._call_timeout_s = call_timeout_s
-        self.vocab_size = 0  # of the server's model, as it has said
+        self.vocab_size = 0  # of the server's model, once it is known
         self.uses_adapter = False
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of the next three
         self._calls: set[_Call] = set()
-        self._in_flight: dict[str, _Call] = {}  # by request id, what the server has been asked
+        self._in_flight: dict[str, _Call] = {}  # id of each request at the server -> its call
         self._activity = ExitStack()
 
     def generate(
@@ -173,28 +173,28 @@ class ServedSampling:
                 yield samples
 
     def _next_samples(self, call: _Call) -> list[Sample]:
-        """Waits for one, and takes what else is there."""
-        found: list[Sample | Exception] = []
-        while not found:
+        """Waits for a sample of a call; returns all that have ended."""
+        outcomes: list[Sample | Exception] = []
+        while not outcomes:
             try:
-                found.append(call.ended.get(timeout=_ALIVE_EVERY_S))
-            except Empty:  # a long response; how long the server may take for one, `_ask` says
+                outcomes.append(call.ended.get(timeout=_ALIVE_EVERY_S))
+            except Empty:  # a long response, whose time `_ask` limits
                 if not self._client.answers(HEALTH_S):
                     continue
             heartbeat.tick()
         with suppress(Empty):
             while True:
-                found.append(call.ended.get_nowait())
-        for one in found:
-            if isinstance(one, Exception):
-                raise one
-        return [one for one in found if isinstance(one, Sample)]
+                outcomes.append(call.ended.get_nowait())
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return [outcome for outcome in outcomes if isinstance(outcome, Sample)]
 
     async def _hand_in(self, call: _Call, place: int, number: int, request: Request) -> None:
         try:
             async with self._places:
                 call.ended.put(await self._sample(call, place, number, request))
-        except Exception as error:  # raised where somebody waits
+        except Exception as error:  # raised by `generate`
             call.ended.put(error)
 
     async def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
@@ -208,7 +208,7 @@ class ServedSampling:
                 break
             try:
                 piece, end = await self._ask(call, request, number, drawn, since)
-            except WorkerDied:  # of the connection alone, where the server is there
+            except WorkerDied:  # only the connection is lost, if the server answers
                 cuts += 1
                 if cuts > MOST_CUTS or not await self._client.is_alive(HEALTH_S):
                     raise
@@ -233,11 +233,11 @@ class ServedSampling:
     def _ended(
         self, drawn: PartialSample, before: int, params: SamplingParams, end: FinishReason | None
     ) -> FinishReason | None:
-        """Why a sample ended, where the server knows less: what it drew last may be an end that it did not look at.
+        """Returns why a sample ended, of which the server may not know: an aborted piece may end with an end token.
 
         Args:
-            before: so many tokens it was given; a stop text may have begun among them.
-            end: as the server has it.
+            before: number of tokens that the server got as context; a stop text may have begun among them.
+            end: the server's reason.
         """
         if params.stop and (before or end in (None, "abort")):
             length = length_with_stop(drawn.tokens, before, params, self._tokenizer.decode)
@@ -256,7 +256,7 @@ class ServedSampling:
         if self.uses_adapter:
             body = self._dialect.with_adapter(body)
         with self._lock:
-            if call.is_aborted or call.is_given_up:  # who ends what it asked the server may be done already
+            if call.is_aborted or call.is_given_up:  # `_end_at_server` may have ended the requests already
                 return PartialSample(), "abort"
             self._in_flight[name] = call
         try:
@@ -273,7 +273,7 @@ class ServedSampling:
 
     @contextmanager
     def _during(self, call: _Call) -> Iterator[None]:
-        """The call is under way; afterwards nothing of it is."""
+        """Runs a call; ends its requests at the server afterwards."""
         with self._lock:
             if not self._calls:
                 self._activity.enter_context(heartbeat.during("generate"))
@@ -290,22 +290,22 @@ class ServedSampling:
                     self._activity.close()
 
     def _end_at_server(self, calls: Sequence[_Call], timeout_s: float) -> bool:
-        """Whether the server has ended, in this time, what it was asked in these calls, which ask no more."""
+        """Ends the requests of calls that make no new ones; returns whether the server has ended them in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
-                ids = [one for one, call in self._in_flight.items() if call in calls]
+                ids = [name for name, call in self._in_flight.items() if call in calls]
                 are_all = len(ids) == len(self._in_flight)
             if not ids or time.monotonic() > deadline:
                 return not ids
-            with suppress(Refusal, SlimeError):  # a server that is gone has aborted them
-                if are_all and self._dialect.ABORTS_ALL:  # of a request that comes now it is known why it ends
+            with suppress(Refusal, SlimeError):  # a lost server has no requests
+                if are_all and self._dialect.ABORTS_ALL:  # requests that arrive now may be ended, too
                     self._versions.interrupt()
                 self._dialect.end_requests(self._client, ids, are_all=are_all)
-            time.sleep(ABORT_AGAIN_S)  # again: a request may have been on its way
+            time.sleep(ABORT_AGAIN_S)  # then again: a request may have been in transit
 
     def abort(self) -> bool:
-        """Ends all samples that are running or wait, as they are; returns whether the server has ended them in time."""
+        """Ends all running and waiting samples as they are; returns whether the server has ended them in time."""
         with self._lock:
             calls = list(self._calls)
             for call in calls:
@@ -313,7 +313,7 @@ class ServedSampling:
         return self._end_at_server(calls, self._call_timeout_s)
 
     def give_up(self) -> None:
-        """Ends the sampling for good: nobody waits for what is under way."""
+        """Ends the sampling for good; running samples are not needed any more."""
         with self._lock:
             for call in self._calls:
                 call.is_given_up = True

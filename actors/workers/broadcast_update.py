@@ -1,4 +1,4 @@
-"""Weights to engines by broadcast, in a group that they and rank 0 form."""
+"""Sends weights to engines by broadcast, in a group of the engines and rank 0."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
-_FREED_S = 10.0  # for engines to notice that the group is gone, and to say so
+_FREED_S = 10.0  # time for engines to notice that the group is gone, and to answer
 _PING_S = 5.0
 
 
 class BroadcastUpdate(WeightUpdate):
-    """An update of engines (`actors.engines.protocol.Engine`). Updates of the same engines use the same group.
+    """An update of engines by broadcast. Updates of the same engines use the same group.
 
-    A member that fails breaks the group. If the update goes on without it, the others form a new group, and BeginAgain
-    asks for the whole update again. If nobody knows which member failed, all of them get one more try.
+    A member that fails breaks the group. If the update continues without it, the others form a new group, and
+    BeginAgain requests the whole update again. If it is unknown which member failed, all of them get one more try.
 
     Args:
         address: of this machine, as engines reach it.
@@ -49,9 +49,9 @@ class BroadcastUpdate(WeightUpdate):
 
     def __init__(
         self, actors: Sequence[Any], timeout_s: float, *, address: str, device: torch.device,
-        is_shared: bool = False, before: BroadcastUpdate | None = None, **how: bool,
+        is_shared: bool = False, before: BroadcastUpdate | None = None, **options: bool,
     ) -> None:  # fmt: skip
-        super().__init__(actors, timeout_s, **how)
+        super().__init__(actors, timeout_s, **options)
         self._address = address
         self._backend = "nccl" if device.type == "cuda" and not is_shared else "gloo"
         self._group: BroadcastGroup | None = None
@@ -63,21 +63,11 @@ class BroadcastUpdate(WeightUpdate):
 
     @classmethod
     def from_trainer(
-        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **how: bool
+        cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **options: bool
     ) -> BroadcastUpdate:
-        """Makes an update of the trainer's weights; see `WeightUpdate`."""
-        settings = config.rollout
-        address, is_shared = address_for(settings.engine_urls), settings.placement == "colocated"
-        device = trainer.mesh.device
-        return cls(
-            actors,
-            config.cluster.sync_timeout_s,
-            address=address,
-            device=device,
-            is_shared=is_shared,
-            before=before,
-            **how,
-        )
+        address, is_shared = address_for(config.rollout.engine_urls), config.rollout.placement == "colocated"
+        timeout_s, device = config.cluster.sync_timeout_s, trainer.mesh.device
+        return cls(actors, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **options)
 
     def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
         """Announces an update to all, after the group has formed."""
@@ -109,26 +99,24 @@ class BroadcastUpdate(WeightUpdate):
         firsts, world_size = {}, 1
         for index, info in infos.items():
             firsts[index], world_size = world_size, world_size + info.processes
-        made = TorchBroadcastGroup if next(iter(infos.values())).group == "torch" else BroadcastGroup  # all are alike
+        kind = TorchBroadcastGroup if next(iter(infos.values())).group == "torch" else BroadcastGroup
         try:
             listener = socket.create_server((self._address, 0))
         except OSError as error:
-            raise SyncError(
-                f"weights cannot be sent: engines cannot be waited for at {self._address}: {error}",
-                field="update_weights",
-                hint="see that the machine has this address, and a free port and file descriptor",
-            ) from error
+            problem = f"weights cannot be sent: engines cannot be waited for at {self._address}: {error}"
+            hint = "see that the machine has this address, and a free port and file descriptor"
+            raise SyncError(problem, field="update_weights", hint=hint) from error
         port, is_given_up = listener.getsockname()[1], threading.Event()
         meeting = Rendezvous(self._address, port, 0, world_size, self._backend, self._timeout_s)
 
         def form() -> BroadcastGroup:
-            return made(*meeting, listener=listener, is_given_up=is_given_up)
+            return kind(*meeting, listener=listener, is_given_up=is_given_up)
 
         joining = {
             self._left[index].join.remote(meeting._replace(rank=first)): index for index, first in firsts.items()
         }
         forming = in_thread(form, "join")
-        errors = self._beside(forming, joining, "join", is_given_up.set)
+        errors = self._together(forming, joining, "join", is_given_up.set)
         if errors is None:
             self._group = forming.result(timeout=0)
             return
@@ -141,8 +129,8 @@ class BroadcastUpdate(WeightUpdate):
         self._blame(errors, joining, set() if self._left_s() else absent, "join")
 
     def _prepared(self, bucket: Bucket) -> Any:
-        group = self._group  # read once: the thread that sends the bucket before may close it
-        if group is None:  # that bucket broke it, and `_finish` says so
+        group = self._group  # read once: the thread that sends the previous bucket may close it
+        if group is None:  # the previous bucket broke it, and `_finish` raises the error
             return None
         layout, flat = group.packed(bucket)
         return layout, flat, (digest_of(flat),) if self._checksums else ()
@@ -152,12 +140,12 @@ class BroadcastUpdate(WeightUpdate):
         assert group is not None
         receiving = {actor.receive_broadcast.remote(layout, *digest): index for index, actor in self._left.items()}
         sending = in_thread(lambda: group.broadcast(flat), "broadcast")
-        errors = self._beside(sending, receiving, "receive_broadcast", self.close)
+        errors = self._together(sending, receiving, "receive_broadcast", self.close)
         if errors is not None:
             self._blame(errors, receiving, set(), "receive_broadcast")
             raise BeginAgain
 
-    def _beside(
+    def _together(
         self, own: Future[Any], waiting: dict[Any, int], name: str, give_up: Callable[[], None]
     ) -> dict[int, Exception] | None:
         """Waits for something that rank 0 and the engines do together.
@@ -179,7 +167,7 @@ class BroadcastUpdate(WeightUpdate):
             try:
                 own.result(timeout=self._left_s())
                 return None
-            except Exception:  # late, or failed: engines are not at fault as far as they know
+            except Exception:  # rank 0's part was late, or failed; no engine reported an error
                 pass
         give_up()
         errors |= self._answers(waiting, name, time.monotonic() + _FREED_S, lambda _: False)[1]
@@ -190,21 +178,21 @@ class BroadcastUpdate(WeightUpdate):
 
         Args:
             errors: what was raised, by engine; an error with `is_of_group` does not say whose fault it is.
-            silent: engines that have not answered.
-            absent: engines that never came, if it is not known why.
+            silent: engines that have not answered, by their pending call.
+            absent: engines that never joined, for an unknown reason.
         """
-        found = {index: as_sync_error(error, index, name) for index, error in errors.items()}
-        found |= {index: self._late(index, name) for index in silent.values()}
-        at_fault = {index for index, error in found.items() if not error.is_of_group and index in errors}
+        failures = {index: as_sync_error(error, index, name) for index, error in errors.items()}
+        failures |= {index: self._late(index, name) for index in silent.values()}
+        at_fault = {index for index, error in failures.items() if not error.is_of_group and index in errors}
         at_fault |= {index for index in silent.values() if not self._answers_at_all(index)}
-        at_fault = at_fault or absent or self._suspects & (found.keys() or self._left.keys())
+        at_fault = at_fault or absent or self._suspects & (failures.keys() or self._left.keys())
         if not (at_fault or self._drops):
-            at_fault = set(found)
-        self._drop({index: found.get(index) or self._broken() for index in at_fault})
+            at_fault = set(failures)
+        self._drop({index: failures.get(index) or self._broken() for index in at_fault})
         if not at_fault:
             if not self._drops:
                 raise self._broken()
-            self._suspects |= set(found or self._left)  # kept: two that are found in turn would have it go on for ever
+            self._suspects |= set(failures or self._left)  # never removed, so that the update ends after two tries
             self._deadline = time.monotonic() + self._timeout_s
 
     def _answers_at_all(self, index: int) -> bool:
@@ -222,17 +210,17 @@ class BroadcastUpdate(WeightUpdate):
 
 
 def address_for(urls: Sequence[str] | None) -> str:
-    """This machine's address for the servers at these URLs, as the way to them says; without any, its node's for Ray.
+    """Returns this machine's source address of packets to the servers at these URLs; without URLs, its node's for Ray.
 
-    On a cluster of one machine the latter is the loopback, where servers on other machines reach nobody.
+    On a cluster of one machine the latter is the loopback, which servers on other machines cannot reach.
     """
-    found = set()
+    own = set()
     for url in urls or ():
         parts = urlsplit(url)
-        with suppress(OSError):  # the update finds out
+        with suppress(OSError):  # the update will fail
             family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as nothing_is_sent:
-                nothing_is_sent.connect(target)
-                found.add(nothing_is_sent.getsockname()[0])
-    others = sorted(address for address in found if not ip_address(address).is_loopback)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)  # sends nothing
+                own.add(probe.getsockname()[0])
+    others = sorted(address for address in own if not ip_address(address).is_loopback)
     return others[0] if others else ray.util.get_node_ip_address()
