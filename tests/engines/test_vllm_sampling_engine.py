@@ -225,29 +225,21 @@ def test_samples_end_at_end_tokens_and_where_a_stop_text_is_whole(
     lived(life)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"temperature": 0.005}, "temperature"),
-        ({"temperature": 2.5}, "temperature"),
-        ({"tempered": True}, "tempered"),
-        ({"max_new_tokens": 100}, "max_new_tokens"),
-        ({"prompt": [320]}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"samples": 17}, "num_samples"),
-        ({"samples": 0}, "num_samples"),
-        ({"prompt_top_k": 21, "prompt_log_probs": True}, "prompt_top_k"),
-        ({"prompt_top_k": 2}, "prompt_top_k"),
-    ],
-)
-def test_what_vllm_does_not_do_is_refused_by_name_and_never_sent(
-    servers: Servers, lived: Lived, changes: dict[str, Any], field: str
-) -> None:
+def test_what_vllm_does_not_do_is_refused_by_name_and_never_sent(servers: Servers, lived: Lived) -> None:
     async def life(engine: VllmSamplingEngine) -> None:
-        given = dict(changes)
-        prompt, samples = given.pop("prompt", [3]), given.pop("samples", 1)
-        with refused(BatchError, field):
-            await engine.sample(asked(None, prompt, samples, **given))
+        for changes, field in (
+            ({"temperature": 0.005}, "temperature"),
+            ({"temperature": 2.5}, "temperature"),
+            ({"tempered": True}, "tempered"),
+            ({"max_new_tokens": 100}, "max_new_tokens"),
+            ({"prompt_top_k": 21, "prompt_log_probs": True}, "prompt_top_k"),
+            ({"prompt_top_k": 2}, "prompt_top_k"),
+        ):
+            with refused(BatchError, field):
+                await engine.sample(asked(None, [3], 1, **changes))
+        for prompt, samples, field in (([320], 1, "prompt"), ([], 1, "prompt"), ([3], 17, "num_samples")):
+            with refused(BatchError, field):
+                await engine.sample(asked(None, prompt, samples))
         assert servers.now.asked == []
 
     lived(life)
@@ -398,9 +390,11 @@ def test_a_connection_that_is_cut_is_made_again_and_a_server_that_was_started_ag
     lived(restarted)
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
+def test_a_server_that_would_answer_something_else_is_refused_by_the_argument_that_it_lacks(
+    servers: Servers, lived: Lived
+) -> None:
+    usual = servers.said
+    for said, words in (
         ({"logprobs_mode": "processed_logprobs"}, "raw_logprobs"),
         ({"max_lora_rank": 1}, "--max-lora-rank 8"),
         ({"max_lora_rank": None}, "no room for adapters"),
@@ -408,19 +402,17 @@ def test_a_connection_that_is_cut_is_made_again_and_a_server_that_was_started_ag
         ({"lora_modules": ["q_proj"]}, "down_proj"),
         ({"dtype": "bfloat16"}, "bfloat16"),
         ({"protocol": 3}, "protocol"),
-    ],
-)
-def test_a_server_that_would_answer_something_else_is_refused_by_the_argument_that_it_lacks(
-    servers: Servers, lived: Lived, said: dict[str, Any], words: str
-) -> None:
-    async def life(engine: VllmSamplingEngine) -> None:
-        with refused(EngineError, "rollout.engine_urls", words):
-            await engine.begin()
-        with refused(StateError, "engine", "has not begun"):
-            await engine.stats()
+    ):
 
-    servers.said = {**servers.said, **said}
-    lived(life, begins=False)
+        async def life(engine: VllmSamplingEngine, words: str = words) -> None:
+            with refused(EngineError, "rollout.engine_urls", words):
+                await engine.begin()
+            with refused(StateError, "engine", "has not begun"):
+                await engine.stats()
+
+        servers.said = {**usual, **said}
+        servers.start()
+        lived(life, begins=False)
 
 
 def test_an_engine_that_is_shut_down_answers_everybody_and_leaves_no_copies(

@@ -370,20 +370,6 @@ def test_requests_that_come_while_others_are_sampled_change_nothing_about_them()
                 assert found[place, index].log_probs == pytest.approx(completion.log_probs, abs=1e-5)
 
 
-def test_untempered_log_probs_are_asked_for_by_request():
-    model = tiny("qwen3")
-    sampler, found = Sampler(to_sample_from(model)), {}
-    for prompt, tempered in itertools.product(PROMPTS, (True, False)):
-        sampler.add(prompt, 2, SamplingParams(6, 0.6, tempered=tempered, seed=(4,)))
-    while not sampler.is_idle:
-        found |= {(request, number): completion for request, number, completion in sampler.step()}
-    for (request, number), completion in found.items():
-        temperature = 0.6 if request % 2 == 0 else 1.0
-        expected = full_forward_log_probs(model, PROMPTS[request // 2], completion.tokens, temperature)
-        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
-        assert completion.tokens == found[request - request % 2, number].tokens, "it changes nothing about the draws"
-
-
 def test_what_is_aborted_is_handed_over_as_far_as_it_came():
     sampler = Sampler(to_sample_from(tiny("qwen3")), max_rows=3)
     whole = {index: c.tokens for index, c in enumerate(drawn(tiny("qwen3"), PROMPTS[:1], 2, seed=(1,)))}
