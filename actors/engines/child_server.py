@@ -1,8 +1,8 @@
-"""A server that lives no longer than the process that started it, however that one went; with a log of what it says.
+"""A server that ends with the process that started it, however that process ends, and that writes a log.
 
-Between the two stands a keeper, which is this file run as a program: it notices the end of either, by a pipe and as the
-parent, and ends what is left of the server's process group. It is no child of the process that started it: Ray has an
-actor that it ends kill its children first. It needs the standard library alone. Linux only.
+This file is also run as a program, the keeper, which is the server's parent: it notices the end of the server, and by a
+pipe the end of the process that started it, and ends what is left of the server's process group. The keeper is not a
+child of that process, because Ray kills the children of actors first. It needs only the standard library. Linux only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 _LOOK_EVERY_S = 0.1
-_GRACE_S = 10.0  # after SIGTERM
+_GRACE_S = 10.0  # between SIGTERM and SIGKILL
 _TAIL_BYTES = 20_000
 
 
@@ -30,9 +30,9 @@ class ChildServer:
 
     Args:
         command: the program and its arguments.
-        environment: of the server.
-        log: where its stdout and stderr go.
-        folder: where it runs.
+        environment: the server's environment variables.
+        log: the file of its stdout and stderr.
+        folder: its working directory.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
@@ -48,27 +48,27 @@ class ChildServer:
             cwd=folder,
         )
         assert started.stdin is not None and started.stdout is not None
-        self._held, self._told = started.stdin, started.stdout
+        self._to_keeper, self._from_keeper = started.stdin, started.stdout
         self._status: int | None = None
         self._reading = threading.Lock()
-        self._keeper, self.pid = map(int, self._told.readline().split() or (0, 0))
-        """Of the server's first process; 0 where it could not be started, which the log explains."""
-        started.wait()  # it leaves the keeper behind
+        self._keeper, self.pid = map(int, self._from_keeper.readline().split() or (0, 0))
+        """The pid of the server's first process; 0 if it could not be started, which the log explains."""
+        started.wait()  # it only forks the keeper
 
     def status(self) -> int | None:
-        """Returns how it ended, as `subprocess.Popen.returncode`; None while it runs."""
+        """Returns the exit status, as `subprocess.Popen.returncode`; None while the server runs."""
         self.ends_within(0.0)
         return self._status
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended, or does so in that time."""
+        """Returns whether the server has ended, or ends in that time."""
         deadline = time.monotonic() + seconds
         while self._status is None:
             with self._reading:
-                if self._status is None and select.select([self._told], [], [], min(seconds, _LOOK_EVERY_S))[0]:
-                    said = self._told.readline()  # of a keeper that was killed nothing comes
+                if self._status is None and select.select([self._from_keeper], [], [], min(seconds, _LOOK_EVERY_S))[0]:
+                    status = self._from_keeper.readline()  # empty if the keeper was killed
                     _kill_group(self.pid)
-                    self._status = int(said or -signal.SIGKILL)
+                    self._status = int(status or -signal.SIGKILL)
             if time.monotonic() >= deadline:
                 break
         return self._status is not None
@@ -86,8 +86,8 @@ class ChildServer:
     def end(self) -> None:
         """Ends all of its processes; idempotent. Returns when they are gone."""
         with suppress(OSError):
-            self._held.close()
-        if not self.ends_within(_GRACE_S + 5):  # somebody stopped it
+            self._to_keeper.close()
+        if not self.ends_within(_GRACE_S + 5):  # the keeper was stopped by a signal
             with suppress(ProcessLookupError):
                 os.kill(self._keeper, signal.SIGKILL)
             self.ends_within(_GRACE_S)
@@ -106,18 +106,18 @@ def _end_with_keeper() -> None:
 def _keep(log: str, command: Sequence[str]) -> None:
     """Runs as the keeper: reports its pid and the server's (0: none), and at the end the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)  # schedulers send them to all processes of a job
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with Path(log).open("ab") as file:
         try:
-            # the keeper has one thread, and lives as long as the server is to
+            # preexec_fn is safe, as the keeper has one thread
             server = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
                 preexec_fn=_with_signals_as_usual,
             )  # fmt: skip
         except OSError as error:
             file.write(f"{command[0]} cannot be started: {error}\n".encode())
-            file.flush()  # whoever hears of it may read this at once
+            file.flush()  # the log may be read as soon as the line below is
             _tell(f"{os.getpid()} 0\n127\n")
             return
     _tell(f"{os.getpid()} {server.pid}\n")
@@ -129,21 +129,21 @@ def _keep(log: str, command: Sequence[str]) -> None:
         deadline = time.monotonic() + _GRACE_S
         while server.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
-    _kill_group(server.pid)  # what the server itself has started may be left
+    _kill_group(server.pid)  # processes that the server has started may be left
     code = server.wait()
     _reap()
     _tell(f"{code}\n")
 
 
-def _tell(what: str) -> None:
-    with suppress(OSError):  # nobody is there any more
-        os.write(1, what.encode())
+def _tell(line: str) -> None:
+    with suppress(OSError):  # the reader has ended
+        os.write(1, line.encode())
 
 
 def _reap() -> None:
-    """Takes in what the server has left behind: in a container there may be nobody else who does."""
+    """Reaps processes that the server has left: in a container no other process may do it."""
     deadline = time.monotonic() + 1.0
-    with suppress(ChildProcessError):  # there is none
+    with suppress(ChildProcessError):  # there are none
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(0.02)
@@ -152,7 +152,7 @@ def _reap() -> None:
 def _with_signals_as_usual() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # engines have some blocked, which is inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # engines block some signals, which is inherited
     _end_with_keeper()
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.models.hf_folder import check_tokenizer
 
-_SAID = "what the assistant has said"  # in the turn that a chat template is asked for
+_ASSISTANT_TEXT = "what the assistant has said"  # of a turn that only shows what follows it
 
 
 def load_tokenizer(model_path: str) -> Any:
     """Loads a folder's tokenizer with transformers' own code; code in the folder is not run.
 
     Raises:
-        ModelError: there are no files of one, or transformers cannot make one of them.
+        ModelError: the folder has no files of a tokenizer, or transformers cannot load them.
     """
     check_tokenizer(Path(model_path))
     from transformers import AutoTokenizer
@@ -24,19 +24,19 @@ def load_tokenizer(model_path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the files can hold anything
-        said = " ".join(str(error).split())[:500]  # one line, which is what is shown of an engine that did not start
+        reason = " ".join(str(error).split())[:500]  # one line: errors of engines that do not start show one
         raise ModelError(
-            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {said}",
+            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {reason}",
             field="model.path",
             hint="give a folder with a tokenizer that needs no code of its own",
         ) from error
 
 
 def decoder_of(model_path: str) -> Callable[[Any], str] | None:
-    """Returns what makes texts of token ids; None for a model folder without a tokenizer.
+    """Returns the function that decodes token ids; None for a model folder without a tokenizer.
 
     Raises:
-        ModelError: transformers cannot make one of the tokenizer's files.
+        ModelError: transformers cannot load the tokenizer's files.
     """
     try:
         check_tokenizer(Path(model_path))
@@ -47,10 +47,10 @@ def decoder_of(model_path: str) -> Callable[[Any], str] | None:
 
 
 def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
-    """The tokenizer's end token and those of generation_config.json, where chat models list more than one.
+    """Returns the tokenizer's end token and those of generation_config.json, where chat models list more than one.
 
     Raises:
-        ModelError: generation_config.json is not to be understood.
+        ModelError: generation_config.json is invalid.
     """
     from transformers import GenerationConfig
 
@@ -73,18 +73,18 @@ def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
 
 
 def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids of a prompt, up to where the response begins.
+    """Returns the token ids of a prompt, up to where the response begins.
 
     With a chat template, a text becomes one user message, and the opening of the assistant's turn is included. Without
-    one, a text is encoded as the tokenizer does by itself, its own special tokens included.
+    one, a text is encoded with the tokenizer's own special tokens.
 
     Args:
         prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
-        template_kwargs: more that the chat template is given, such as enable_thinking.
+        template_kwargs: further arguments of the chat template, such as enable_thinking.
 
     Raises:
-        ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, tools for one
-            that does not write them, template_kwargs that it does not read, or a prompt that encodes to no token.
+        ConfigError: the tokenizer has no chat template for messages, or its template refuses them, does not write the
+            tools or does not read template_kwargs; or the prompt encodes to no token.
     """
     tokens: list[int]
     require_read(tokenizer, template_kwargs)
@@ -108,10 +108,10 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
 
 
 def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids that follow the text of a response, up to where the next response begins.
+    """Returns the token ids that follow the text of a response, up to where the next response begins.
 
-    With a chat template they begin with what ends an assistant's turn; a text becomes one user message. Without one a
-    text follows as it is, without special tokens.
+    With a chat template they begin with the end of the assistant's turn; a text becomes one user message. Without a
+    template a text is encoded without special tokens.
 
     Args:
         observation: a text, or a list of chat messages.
@@ -130,15 +130,15 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
             field="observation",
             hint="use a chat model's tokenizer, or have the environment answer in text",
         )
-    # the template is asked for a turn of known text, so that what was sampled is never tokenised again
+    # the template is applied to a known text in place of the response, so that sampled tokens are never encoded again
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
-    known = _SAID
-    while known in repr(messages):  # an environment may say anything
+    known = _ASSISTANT_TEXT
+    while known in repr(messages):
         known += "."
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": known}]
-    text: str = templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
-    _, found, follows = text.rpartition(known)
-    if not found:
+    before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": known}]
+    text: str = templated(tokenizer, [*before, *messages], "observation", tokenize=False, **(template_kwargs or {}))
+    _, separator, follows = text.rpartition(known)
+    if not separator:
         raise ConfigError(
             "the chat template leaves out what the assistant said",
             field="observation",
@@ -148,23 +148,17 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
 
 
 def require_tools_written(tokenizer: Any, tools: object) -> None:
-    """
-    Raises:
-        ConfigError: there are tools, and the chat template would leave them out without a word.
-    """
+    """Raises a ConfigError if there are tools, and the chat template would silently leave them out."""
     if tools and "tools" not in str(tokenizer.chat_template):
         raise ConfigError(
             "the prompt has tools, and the chat template of the tokenizer does not write them",
             field="prompt",
-            hint="use a model whose chat template does, or say in the prompt itself what the tools are",
+            hint="use a model whose chat template does, or describe the tools in the prompt itself",
         )
 
 
 def require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
-    """
-    Raises:
-        ConfigError: the chat template, if there is one, does not name one of these, and would pass over it.
-    """
+    """Raises a ConfigError if the chat template would silently ignore one of these arguments."""
     for name in template_kwargs or {}:
         if name not in str(tokenizer.chat_template):
             raise ConfigError(
@@ -175,10 +169,10 @@ def require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> N
 
 
 def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
-    """Applies the chat template to messages, or to a text as the user's only message, and opens the answer's turn.
+    """Applies the chat template to messages, or to a text as the user's only message, and opens the response's turn.
 
     Args:
-        what: the messages, for an error.
+        what: a name of the messages, for errors.
         options: of `apply_chat_template`.
 
     Raises:
@@ -187,7 +181,7 @@ def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     try:
         return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options})
-    except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
+    except Exception as error:  # a template can raise anything that its sandbox permits
         raise ConfigError(
             f"the chat template failed on the {what} {messages!r:.200}: {type(error).__name__}: {error!s:.300}",
             field=what,
