@@ -35,8 +35,8 @@ def gpus_of_engines(config: RunConfig) -> int:
 
 
 def _group_ranks_beside_the_actor(config: RunConfig) -> int:
-    reference = config.reference_ranks if config.reference.placement == "group" else 0
-    critic = config.critic_ranks if config.critic.placement == "group" else 0
+    reference = config.ranks_of("ref") if config.reference.placement == "group" else 0
+    critic = config.ranks_of("critic") if config.critic.placement == "group" else 0
     return reference + critic
 
 

@@ -94,7 +94,7 @@ class PlacementGroups:
         With rollout.placement=colocated, each engine shares a bundle and its GPU with one of the first ranks of the
         actor; both need half of the GPU.
         """
-        ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
+        ranks = config.ranks_of(role)
         is_shared = role == "actor" and config.has_rollouts and config.rollout.placement == "colocated"
         gpus, timeout_s = gpus_per_rank(config.mesh.device), config.cluster.launch_timeout_s
         guests = config.rollout.engines if is_shared else 0

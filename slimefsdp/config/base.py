@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
@@ -98,6 +98,26 @@ def within_ranks(value: Any) -> Any:
     if type(value) is int and value > MOST_RANKS:
         raise broken_rule(f"must be at most {MOST_RANKS:,}", "lower it")
     return value
+
+
+def list_of(is_item: Callable[[Any], Any], items: str, example: str, *, may_be_empty: bool = False) -> BeforeValidator:
+    """Returns a check that a value is a list of some kind of items, which makes it a tuple.
+
+    Args:
+        items: what they are, for the error, like the example of a list.
+    """
+
+    def check(value: Any) -> tuple[Any, ...]:
+        is_list = isinstance(value, list | tuple) and (may_be_empty or len(value) > 0)
+        if not is_list or not all(map(is_item, value)):
+            raise broken_rule(f"must be a list of {items}", f"write it like {example}")
+        return tuple(value)
+
+    return BeforeValidator(check)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def keyword_arguments(value: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ Condition = dict[str, tuple[Any, ...]]
 _CLIPS: Condition = {"loss.policy": ("ppo", "gspo", "gspo_token", "cispo", "gmpo", OWN)}
 _KL: Condition = {"loss.kl_coefficient": SET}
 _LORA: Condition = {"lora.rank": SET}
-_SERVER: Condition = {"rollout.engine": ("vllm", "sglang")}
+_SERVER: Condition = {"rollout.engine": But(("embedded",))}
 _ALL_LOG_PROBS: Condition = {"rollout.engine": ("embedded", OWN)}  # servers may give those of the remaining tokens
 _OWN_PLACE: Condition = {"rollout.placement": ("own",)}
 _FILES: Condition = {"algorithm": ("sft", "dpo")}
@@ -212,7 +212,8 @@ def _shown(setting: str, value: Any) -> str:
 
 
 def _condition(setting: str, values: tuple[Any, ...]) -> str:
-    return f"{setting}={' or '.join(map(str, values))}" if values else setting
+    sign = " other than " if isinstance(values, But) else "="
+    return f"{setting}{sign}{' or '.join(map(str, values))}" if values else setting
 
 
 def _unread(field: str, value: Any, other: str, values: tuple[Any, ...], found: Any) -> BrokenRule:

@@ -19,7 +19,9 @@ from slimefsdp.config.base import (
     broken_rule,
     class_name,
     function_name,
+    is_text,
     keyword_arguments,
+    list_of,
 )
 from slimefsdp.config.messages import BrokenRule
 from slimefsdp.errors import short_text
@@ -93,31 +95,7 @@ def _program(value: Any) -> Any:
     return (shutil.which(value) if is_name else None) or value
 
 
-def _arguments(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise broken_rule("must be a list of arguments", "write it like ['--max-num-seqs=64']")
-    return tuple(value)
-
-
-def _stop_texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise broken_rule("must be a list of texts", "write it like ['</answer>']")
-    return tuple(value)
-
-
-def _stages(value: Any) -> tuple[Any, ...]:
-    is_list = isinstance(value, list | tuple)
-    if not is_list or not all(isinstance(item, dict | CurriculumStage) for item in value):
-        raise broken_rule(
-            "must be a list of stages", "write it like [{from_step: 1, max_prompt_tokens: 512}, {from_step: 100}]"
-        )
-    return tuple(value)
-
-
-def _urls(value: Any) -> tuple[str, ...]:
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    if not is_list or not all(isinstance(item, str) and re.fullmatch(r"https?://[^\s/]+/?", item) for item in value):
-        raise broken_rule("must be a list of servers' addresses", "write it like ['http://127.0.0.1:8000']")
+def _without_end_slash(value: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(item.rstrip("/") for item in value)
 
 
@@ -132,6 +110,21 @@ class CurriculumStage(Settings):
     from_step: PositiveInt  # counted from 1, as in metrics.jsonl
     max_prompt_tokens: PositiveInt | None = None  # of the prompts that are drawn, chat template included; None: all
     max_new_tokens: PositiveInt | None = None  # of a response; None: rollout.max_new_tokens
+
+
+_URLS = list_of(
+    lambda item: isinstance(item, str) and re.fullmatch(r"https?://[^\s/]+/?", item),
+    "servers' addresses",
+    "['http://127.0.0.1:8000']",
+)
+_ARGUMENTS = list_of(is_text, "arguments", "['--max-num-seqs=64']", may_be_empty=True)
+_STOP_TEXTS = list_of(lambda item: isinstance(item, str) and item, "texts", "['</answer>']", may_be_empty=True)
+_STAGES = list_of(
+    lambda item: isinstance(item, dict | CurriculumStage),
+    "stages",
+    "[{from_step: 1, max_prompt_tokens: 512}, {from_step: 100}]",
+    may_be_empty=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +163,13 @@ class RolloutSettings(Settings):
     min_p: float = Field(
         0.0, ge=0, lt=1, description="sample from tokens with at least this share of the likeliest one's probability"
     )
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_texts)] = Field(
+    stop: Annotated[tuple[str, ...], _STOP_TEXTS] = Field(
         (), description="texts that end a response, and belong to it, as an end token does; in evaluations too"
     )
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response; of an environment, in each turn")
-    curriculum: Annotated[tuple[CurriculumStage, ...], BeforeValidator(_stages)] = Field(
+    curriculum: Annotated[tuple[CurriculumStage, ...], _STAGES] = Field(
         (),
         description="stages of a curriculum of lengths: from the step `from_step` on, prompts of at most "
         "`max_prompt_tokens` tokens (null: all) are drawn, and responses have at most `max_new_tokens` (null: "
@@ -197,14 +190,14 @@ class RolloutSettings(Settings):
         description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts; "
         "a name without a folder is looked for on PATH",
     )
-    engine_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] = Field(
+    engine_args: Annotated[tuple[str, ...], _ARGUMENTS] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
     )
     gpus_per_engine: RankCount = Field(
         1,
         description="GPUs of each server that the run starts, over which it spreads the model (tensor parallel)",
     )
-    engine_urls: Annotated[tuple[str, ...], BeforeValidator(_urls)] | None = Field(
+    engine_urls: Annotated[tuple[str, ...], _URLS, AfterValidator(_without_end_slash)] | None = Field(
         None, description="servers that are there already, one for each of rollout.engines; null: the run starts them"
     )
     engine_logprob_bound: float | None = Field(
@@ -332,13 +325,6 @@ class RolloutSettings(Settings):
                     f"rollout.engine_args={argument} spreads a server over GPUs that are not reserved for it",
                     "set rollout.gpus_per_engine, which adds the argument",
                 )
-        low, high = temperatures_of(self.engine)
-        if not low <= self.temperature <= high:
-            raise BrokenRule(
-                "rollout.temperature",
-                f"rollout.temperature={self.temperature:g}: {self.engine} samples from {low:g} to {high:g}",
-                "set one of these, or rollout.engine=embedded",
-            )
         return self
 
     @model_validator(mode="after")

@@ -182,15 +182,16 @@ class RunConfig(TrainerConfig):
         return replace(training, **{name: value for name, value in changed.items() if value is not None})
 
     @model_validator(mode="after")
-    def check_evaluation_temperature(self) -> Self:
-        engine, value = self.rollout.engine, self.evaluation.temperature
+    def check_temperatures(self) -> Self:
+        engine = self.rollout.engine
         low, high = temperatures_of(engine)
-        if value is not None and not low <= value <= high:
-            raise BrokenRule(
-                "evaluation.temperature",
-                f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}",
-                "set one of these, or rollout.engine=embedded",
-            )
+        for section, value in (("rollout", self.rollout.temperature), ("evaluation", self.evaluation.temperature)):
+            if value is not None and not low <= value <= high:
+                raise BrokenRule(
+                    f"{section}.temperature",
+                    f"{section}.temperature={value:g}: {engine} samples from {low:g} to {high:g}",
+                    "set one of these, or rollout.engine=embedded",
+                )
         return self
 
     @property

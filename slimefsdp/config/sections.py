@@ -17,6 +17,8 @@ from slimefsdp.config.base import (
     Settings,
     broken_rule,
     chosen_by,
+    is_text,
+    list_of,
     within_ranks,
 )
 
@@ -37,13 +39,6 @@ def _class_names_or_size(value: Any) -> tuple[str, ...] | int:
     return tuple(value)
 
 
-def _name_patterns(value: Any) -> tuple[str, ...]:
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
-        raise broken_rule("must be a list of name patterns", "write it like ['model.embed_tokens.*', '*.mlp.*']")
-    return tuple(value)
-
-
 _TARGET_WORDS = ("attention", "mlp", "experts", "head", "lm_head", "all-linear")
 _BARE_NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -56,20 +51,6 @@ def _target_patterns(value: Any) -> tuple[str, ...]:
         raise broken_rule("must be a list of words or name patterns", "write it like [attention, down_proj]")
     is_bare = [item not in _TARGET_WORDS and _BARE_NAME.fullmatch(item) is not None for item in value]
     return tuple(f"*.{item}" if bare else item for item, bare in zip(value, is_bare, strict=True))
-
-
-def _update_numbers(value: Any) -> tuple[int, ...]:
-    is_list = isinstance(value, list | tuple) and len(value) > 0
-    if not is_list or not all(type(item) is int and 1 <= item <= MOST for item in value):
-        raise broken_rule("must be a list of update numbers from 1 on", "write it like [3, 100]")
-    return tuple(value)
-
-
-def _profile_details(value: Any) -> tuple[str, ...]:
-    known = ("memory", "shapes", "stacks")
-    if not isinstance(value, list | tuple) or not all(item in known for item in value):
-        raise broken_rule(f"must be a list of some of {', '.join(known)}", "write it like [memory]")
-    return tuple(value)
 
 
 def _count_or_auto(value: Any) -> Any:
@@ -90,6 +71,13 @@ def _whole_number_or_auto(value: Any) -> Any:
 def _switch_or_name(value: Any) -> Any:
     """YAML has written this setting as true or false."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+_NAME_PATTERNS = list_of(is_text, "name patterns", "['model.embed_tokens.*', '*.mlp.*']")
+_UPDATE_NUMBERS = list_of(lambda item: type(item) is int and 1 <= item <= MOST, "update numbers from 1 on", "[3, 100]")
+_DETAILS = list_of(
+    lambda item: item in ("memory", "shapes", "stacks"), "some of memory, shapes, stacks", "[memory]", may_be_empty=True
+)
 
 
 class RunSettings(Settings):
@@ -145,7 +133,7 @@ class ModelSettings(Settings):
         description="who reads model.path, reference.path and lora.path; first_rank: rank 0 reads the folder and sends "
         "each rank its rows; the other ranks need no copy of it",
     )
-    frozen: Annotated[tuple[str, ...], BeforeValidator(_name_patterns)] | None = Field(
+    frozen: Annotated[tuple[str, ...], _NAME_PATTERNS] | None = Field(
         None,
         description="patterns like `*.mlp.*` of parameter names, as `group.describe()` lists them: these parameters "
         "keep their values, and take no gradient and no optimiser state; null: all are trained",
@@ -411,12 +399,12 @@ class CheckpointSettings(Settings):
 class ProfileSettings(Settings):
     """Chooses the updates to profile, and the rate that speed is measured against."""
 
-    updates: Annotated[tuple[int, ...], BeforeValidator(_update_numbers)] | None = Field(
+    updates: Annotated[tuple[int, ...], _UPDATE_NUMBERS] | None = Field(
         None,
         description="updates of train_step to profile, 1 is the run's first: traces of all ranks and a table of "
         "compute, communication and idle shares, and of communication by phase, in run.dir/profile; null: none",
     )
-    details: Annotated[tuple[Literal["memory", "shapes", "stacks"], ...], BeforeValidator(_profile_details)] = Field(
+    details: Annotated[tuple[Literal["memory", "shapes", "stacks"], ...], _DETAILS] = Field(
         (),
         description="what the traces have besides: memory: every allocation and the peak, and on CUDA a snapshot of "
         "its allocator; shapes: of operators' inputs; stacks: the Python frames that call operators, with which traces "

@@ -244,17 +244,6 @@ class TrainerConfig(AlgorithmSettings):
         """Processes of the actor group; as `data_ranks`, not known while mesh.dp is auto."""
         return self.data_ranks * self.mesh.cp
 
-    @property
-    def reference_mesh(self) -> tuple[int, int]:
-        """(dp_replicate, dp) of a reference group of its own; its cp is the actor's."""
-        return self.actor_mesh if self.reference.dp is None else (1, self.reference.dp)
-
-    @property
-    def reference_ranks(self) -> int:
-        """Processes of a reference group of its own."""
-        dp_replicate, dp = self.reference_mesh
-        return dp_replicate * dp * self.mesh.cp
-
     def with_ranks(self, ranks: int) -> Self:
         """These settings for an actor group of `ranks` processes: where mesh.dp is auto, it becomes a number.
 
@@ -285,22 +274,14 @@ class TrainerConfig(AlgorithmSettings):
         """Hard cap on the tokens of one pack, which the cp ranks share."""
         return self.batch.max_tokens_per_rank * self.mesh.cp
 
-    @property
-    def critic_mesh(self) -> tuple[int, int]:
-        """(dp_replicate, dp) of the critic; its cp is the actor's."""
-        return self.actor_mesh if self.critic.dp is None else (1, self.critic.dp)
-
-    @property
-    def critic_ranks(self) -> int:
-        """Processes of a critic group of its own."""
-        dp_replicate, dp = self.critic_mesh
-        return dp_replicate * dp * self.mesh.cp
-
     def mesh_of(self, role: Role) -> tuple[int, int]:
-        """(dp_replicate, dp) of a role."""
-        if role == "actor":
-            return self.actor_mesh
-        return self.reference_mesh if role == "ref" else self.critic_mesh
+        """Returns (dp_replicate, dp) of a role; its cp is the actor's."""
+        dp = {"actor": None, "ref": self.reference.dp, "critic": self.critic.dp}[role]
+        return self.actor_mesh if dp is None else (1, dp)
+
+    def ranks_of(self, role: Role) -> int:
+        """Returns the number of processes of a role's group, if it has a group of its own."""
+        return math.prod(self.mesh_of(role)) * self.mesh.cp
 
     @property
     def model_paths(self) -> dict[str, Path]:

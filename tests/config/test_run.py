@@ -571,8 +571,8 @@ def test_a_group_beside_the_actors_has_its_mesh_unless_it_has_a_size_of_its_own(
     role = {"reference": "ref"}.get(name, name)
     for dp, expected, ranks in ((None, (2, 3), 12), (1, (1, 1), 2)):
         config = settings(**mesh, **{f"{name}__dp": dp})
-        assert config.mesh_of(role) == getattr(config, f"{name}_mesh") == expected
-        assert getattr(config, f"{name}_ranks") == ranks and config.mesh_of("actor") == (2, 3) and config.ranks == 12
+        assert config.mesh_of(role) == expected
+        assert config.ranks_of(role) == ranks and config.mesh_of("actor") == (2, 3) and config.ranks == 12
 
 
 def test_each_role_has_the_policys_folder_unless_it_has_its_own():
