@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -20,13 +20,6 @@ from slimefsdp.results import Health
 from slimefsdp.rpc import DEFAULT_ADAPTER
 
 EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
-
-
-class Loaded(NamedTuple):
-    """Describes the model that a rank has loaded."""
-
-    vocab_size: int
-    sharding: str  # the level; what `auto` became
 
 
 class TrainWorker(Watched):
@@ -58,8 +51,8 @@ class TrainWorker(Watched):
             ) from error
         return host, self._listener.getsockname()[1]
 
-    def start(self, config: RunConfig, role: str, address: str, port: int) -> Loaded:
-        """Joins the process group and loads the model."""
+    def start(self, config: RunConfig, role: str, address: str, port: int) -> str:
+        """Joins the process group and loads the model; returns the level that fsdp.sharding has become."""
         self.keep_stacks(config.run.dir, f"{role}_rank_{self.rank}")
         import torch
 
@@ -82,8 +75,8 @@ class TrainWorker(Watched):
             raise self._failed(error, "start", config, role) from None
         return self.add_trainer(config, role)
 
-    def add_trainer(self, config: RunConfig, role: str) -> Loaded:
-        """Loads the model of a role; the process group exists."""
+    def add_trainer(self, config: RunConfig, role: str) -> str:
+        """Loads the model of a role as `start` does; the process group exists."""
         import torch
 
         from slimefsdp.distributed.mesh import choose_device
@@ -99,7 +92,8 @@ class TrainWorker(Watched):
             raise self._failed(error, "start", config, role) from None
         self.trainers[role], self._configs[role] = trainer, config
         heartbeat.enter(heartbeat.IDLE)
-        return Loaded(int(trainer.folder.vocab_size), trainer.config.fsdp.sharding)
+        level: str = trainer.config.fsdp.sharding
+        return level
 
     def call(self, request: RankRequest, role: str = "actor") -> Any:
         """Makes a prepared call on the role's Trainer; ranks other than 0 return None, unless it answers by rank."""

@@ -23,7 +23,7 @@ from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
 from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
 from actors.workers.named_group import NamedGroup
-from actors.workers.train_worker import Loaded, TrainWorker
+from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.checkpoint.store import PARTS
 from slimefsdp.config import RunConfig
@@ -45,7 +45,6 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         config: RunConfig,
         role: Role,
         workers: Sequence[Any],
-        vocab_size: int,
         folder: ModelFolder,
         *,
         watchdog: Watchdog,
@@ -62,7 +61,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         # what ends with the group: nothing if its processes are another group's; its processes; or also `places`
         self._ends = ends
         cost = cost_model_of(config, folder.config)
-        self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
+        self._planner = BatchPlanner(config, role, folder.vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
         # of a reference group: its actor's last update_ref until someone waits for it, and the error of the one before
         self._coming_weights: CallFuture | None = None
@@ -74,7 +73,6 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         config: RunConfig,
         role: Role = "actor",
         *,
-        beside: WorkerGroup | None = None,
         places: PlacementGroups | None = None,
         sharding: Mapping[Role, str] = MappingProxyType({}),
     ) -> WorkerGroup:
@@ -84,19 +82,15 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         its critic. With `mesh.dp: auto` the group takes what the cluster has; its `config` has the number.
 
         Args:
-            beside: for a critic, the actor group whose processes it uses; it ends with them.
             places: placement groups for the processes, which the caller keeps; None: the group makes its own.
             sharding: role -> level in place of fsdp.sharding. A group that replaces another one keeps its levels.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded or downloaded.
-            StateError: `beside` is not an actor group, or the role is not a critic.
             WorkerDied, WorkerHung: a rank did not come up.
         """
         config = with_model_folders(config)
         folder = _model_folder(config, role)
-        if beside is not None:
-            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, folder, sharding)
         if role == "actor" and config.algorithm == "ppo":
             _require_vocabulary(_model_folder(config, "critic"), folder)
         connect(config)
@@ -104,9 +98,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         own_places = PlacementGroups() if places is None else places
         group: WorkerGroup | None = None
         try:
-            workers, watchdog, loaded = _start_ranks(_sharded_as(config, sharding.get(role)), role, own_places)
+            workers, watchdog, level = _start_ranks(_with_level(config, sharding.get(role)), role, own_places)
             group = cls(
-                config.with_sharding(loaded.sharding), role, workers, loaded.vocab_size, folder,
+                config.with_sharding(level), role, workers, folder,
                 watchdog=watchdog, places=own_places, ends="places" if places is None else "processes",
             )  # fmt: skip
             if role == "actor":
@@ -121,40 +115,31 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
     attach = staticmethod(NamedGroup.attach)
 
-    @classmethod
-    def _beside(
-        cls, actor: WorkerGroup, config: RunConfig, role: Role, folder: ModelFolder, sharding: Mapping[Role, str]
-    ) -> WorkerGroup:
-        if role != "critic" or actor.role != "actor":
-            raise StateError(
-                f"a group of role {role!r} beside one of role {actor.role!r}",
-                field="beside",
-                hint="only a critic shares the processes of an actor group; launch others without it",
-            )
-        actor._require_workers("launch")
-        rank_config = _sharded_as(config, sharding.get(role))
-        loaded = actor._queue.begin(
-            lambda: [worker.add_trainer.remote(rank_config, role) for worker in actor._workers],
-            name="launch",
-            timeout_s=config.cluster.launch_timeout_s,
-            first_only=True,
-            watchdog=actor._watchdog,
-            setting="cluster.launch_timeout_s",
-        ).result()
-        group = cls(
-            config.with_sharding(loaded.sharding), role, actor._workers, loaded.vocab_size, folder,
-            watchdog=actor._watchdog, places=actor.places, ends="nothing",
-        )  # fmt: skip
-        group._queue = actor._queue  # both roles' collectives are on the same ranks
-        return group
-
     def _launch_others(self, config: RunConfig, places: PlacementGroups, sharding: Mapping[Role, str]) -> None:
         if config.reference.placement == "group":
             self._refer_to(self.launch(config, "ref", places=places, sharding=sharding))
         if config.algorithm == "ppo" and config.critic.placement == "colocated":
-            self.critic = self.launch(config, "critic", beside=self, sharding=sharding)
+            self.critic = self._colocated_critic(config, sharding.get("critic"))
         elif config.algorithm == "ppo":
             self.critic = self.launch(config, "critic", places=places, sharding=sharding)
+
+    def _colocated_critic(self, config: RunConfig, level: str | None) -> WorkerGroup:
+        """Returns a critic in the processes of this actor group, with which it ends."""
+        rank_config, workers = _with_level(config, level), self._workers
+        level = self._queue.begin(
+            lambda: [worker.add_trainer.remote(rank_config, "critic") for worker in workers],
+            name="launch",
+            timeout_s=config.cluster.launch_timeout_s,
+            first_only=True,
+            watchdog=self._watchdog,
+            setting="cluster.launch_timeout_s",
+        ).result()
+        critic = WorkerGroup(
+            config.with_sharding(level), "critic", workers, _model_folder(config, "critic"),
+            watchdog=self._watchdog, places=self.places, ends="nothing",
+        )  # fmt: skip
+        critic._queue = self._queue  # collectives of both roles run on the same ranks
+        return critic
 
     def _refer_to(self, reference: WorkerGroup) -> None:
         """Makes a new group the reference. Its calls and those of this group keep one order."""
@@ -394,12 +379,12 @@ def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
         )
 
 
-def _sharded_as(config: RunConfig, level: str | None) -> RunConfig:
+def _with_level(config: RunConfig, level: str | None) -> RunConfig:
     return config if level is None else config.with_sharding(level)
 
 
-def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, Loaded]:
-    """Starts the processes of a group, which load the model."""
+def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, str]:
+    """Starts the processes of a group, which load the model; returns them, their watchdog and the sharding level."""
     began = time.monotonic()
     timeout_s = config.cluster.launch_timeout_s
     placement, gpus = places.reserve_for_ranks(config, role)

@@ -11,7 +11,7 @@ import pytest
 
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers import worker_group
-from actors.workers.train_worker import Loaded, TrainWorker
+from actors.workers.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.runs import TIMES
@@ -24,7 +24,7 @@ def test_a_relaunch_with_less_memory_free_takes_the_same_level(
     free = tmp_path / "free"
 
     class OnMemory(TrainWorker):  # defined here, so that it travels by value
-        def add_trainer(self, config: RunConfig, role: str) -> Loaded:
+        def add_trainer(self, config: RunConfig, role: str) -> str:
             from slimefsdp.training import build
 
             build.free_bytes = lambda device: int(free.read_text())

@@ -145,9 +145,9 @@ def launch(example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Run
     )
 
     def make(job: Job, config: RunConfig) -> Any:
-        group = WorkerGroup(config, "actor", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog)
+        group = WorkerGroup(config, "actor", [Rank(job)], folder, watchdog=watchdog)
         if config.reference.placement == "group":
-            group._refer_to(WorkerGroup(config, "ref", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog))
+            group._refer_to(WorkerGroup(config, "ref", [Rank(job)], folder, watchdog=watchdog))
         return group
 
     return make

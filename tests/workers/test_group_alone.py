@@ -32,7 +32,7 @@ from tests.support.waiting import PATIENCE_S
 def group(make_config: Any, example: Path) -> Any:
     folder = read_model_folder(example / "model")
     watchdog: Any = Untouchable()
-    return WorkerGroup(make_config(), "actor", [Untouchable()] * 2, folder.vocab_size, folder, watchdog=watchdog)
+    return WorkerGroup(make_config(), "actor", [Untouchable()] * 2, folder, watchdog=watchdog)
 
 
 BAD_CALLS: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError], str]] = {
@@ -122,7 +122,7 @@ def launched(make_config: Any, example: Path, monkeypatch: pytest.MonkeyPatch) -
         folder = read_model_folder(example / "model")
         config = make_config(**{"mesh": {"dp": 1}, **sections})
         watchdog: Any = Untouchable()
-        return WorkerGroup(config, "actor", [Rank(events)], folder.vocab_size, folder, watchdog=watchdog), events
+        return WorkerGroup(config, "actor", [Rank(events)], folder, watchdog=watchdog), events
 
     return launch
 
@@ -190,7 +190,7 @@ def with_reference(launched: Any) -> Callable[[threading.Event], tuple[Any, list
         rank: Any = Reference(given, may_answer)
         folder = read_model_folder(group.config.model.path)
         watchdog: Any = Untouchable()
-        group._refer_to(WorkerGroup(group.config, "ref", [rank], folder.vocab_size, folder, watchdog=watchdog))
+        group._refer_to(WorkerGroup(group.config, "ref", [rank], folder, watchdog=watchdog))
         return group, given
 
     return launch

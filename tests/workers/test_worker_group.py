@@ -27,7 +27,7 @@ from actors.workers import worker_group
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import AdapterHandle, RankRequest, submit
 from actors.workers.named_group import NamedGroup
-from actors.workers.train_worker import Loaded, TrainWorker
+from actors.workers.train_worker import TrainWorker
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
@@ -280,12 +280,12 @@ class OnNccl(TrainWorker):
     They end while the abort is at work: the thread of the call answers before the abort returns.
     """
 
-    def add_trainer(self, config: RunConfig, role: str) -> Loaded:
+    def add_trainer(self, config: RunConfig, role: str) -> str:
         import threading
 
         from slimefsdp.distributed import collectives
 
-        loaded = super().add_trainer(config, role)
+        level = super().add_trainer(config, role)
         is_freed, self._has_answered = threading.Event(), threading.Event()
 
         def abort() -> None:
@@ -301,7 +301,7 @@ class OnNccl(TrainWorker):
         self.trainers[role].describe = meet
         collectives.needs_abort = lambda: True
         collectives.abort_collectives = abort
-        return loaded
+        return level
 
     def call(self, request: RankRequest, role: str = "actor") -> Any:
         try:
@@ -356,9 +356,6 @@ def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config
     group.shutdown()
     manifest, found, _ = CheckpointStore(folder.parent).newest_verified()
     assert (manifest.step, found) == (3, folder)
-
-
-# ------------------------------------------------------------------ other meshes
 
 
 # ------------------------------------------------------------------ a reference group of its own
