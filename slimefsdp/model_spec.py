@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -167,11 +167,8 @@ class ModelSpec:
             targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; a pattern
                 that matches none of the usual names is not counted.
         """
-        matrices = self._layer_matrices()
-        matrices.pop("mlp.gate", None)  # routers have no adapters
         parameters = inputs = inner = outputs = summed = largest_sum = 0
-        for layer in range(self.layers):
-            chosen = {name: matrix for name, matrix in matrices.items() if _is_target(layer, name, matrix, targets)}
+        for chosen in self._targets_by_layer(targets):
             parameters += sum(
                 rank * matrix.count * (matrix.features_in + matrix.features_out) for matrix in chosen.values()
             )
@@ -193,16 +190,17 @@ class ModelSpec:
 
         Experts are a part of the MLP. Patterns are matched as in `adapters`.
         """
+        parts = {"attention", "mlp"}.intersection(targets)
+        for chosen in self._targets_by_layer(targets):
+            parts |= {"attention" if name.startswith(_PARTS_OF_LAYERS["attention"]) else "mlp" for name in chosen}
+        return frozenset(parts | {"head"} if _has_head(targets) else parts)
+
+    def _targets_by_layer(self, targets: Sequence[str]) -> Iterator[dict[str, _Matrix]]:
+        """Yields the matrices with an adapter, layer by layer."""
         matrices = self._layer_matrices()
         matrices.pop("mlp.gate", None)  # routers have no adapters
-        parts = {"attention", "mlp"}.intersection(targets)
-        parts |= {
-            "attention" if name.startswith(_PARTS_OF_LAYERS["attention"]) else "mlp"
-            for layer in range(self.layers)
-            for name, matrix in matrices.items()
-            if _is_target(layer, name, matrix, targets)
-        }
-        return frozenset(parts | {"head"} if _has_head(targets) else parts)
+        for layer in range(self.layers):
+            yield {name: matrix for name, matrix in matrices.items() if _is_target(layer, name, matrix, targets)}
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim

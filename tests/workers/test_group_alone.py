@@ -41,18 +41,6 @@ BAD_CALLS: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError],
         BatchError,
         "tokens",
     ),
-    "a sample over the token budget": (
-        lambda group, _: group.compute_log_probs(
-            RolloutBatch(tokens=np.arange(65), lengths=[65], response_lengths=[1])
-        ),
-        BatchError,
-        "lengths",
-    ),
-    "another temperature": (
-        lambda group, batch: group.forward_backward(batch.replace(temperature=0.7)),
-        BatchError,
-        "temperature",
-    ),
     "no rewards, for a future": (
         lambda group, batch: submit(group.train_step, batch.replace(rewards=None)),
         BatchError,
@@ -60,7 +48,6 @@ BAD_CALLS: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError],
     ),
     "a dictionary": (lambda group, batch: group.train_step({"tokens": batch.tokens}), BatchError, "batch"),
     "an unknown model": (lambda group, batch: group.compute_log_probs(batch, "critic"), ConfigError, "model"),
-    "an unknown loss": (lambda group, batch: group.forward_backward(batch, loss="ppo"), ConfigError, "loss"),
     "another batch's plan": (
         lambda group, batch: group.train_step(batch.select([4, 5]), plan_training(group.config, batch)),
         BatchError,

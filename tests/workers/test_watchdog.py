@@ -212,15 +212,6 @@ def test_files_of_processes_that_did_not_hang_make_way(tmp_path: Path) -> None:
     assert "in test_files_of_processes" in (folder / f"actor_rank_0.{os.getpid()}.txt").read_text()
 
 
-def test_a_process_that_is_gone_is_not_signalled() -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    (told,) = write_stacks([pulse_of(child, 0)])
-    assert told is not None and names(told, child)
-
-
 def test_a_process_with_the_pid_of_one_that_is_gone_is_not_signalled(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         _, started = state_and_start(other.pid)
