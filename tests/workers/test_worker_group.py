@@ -66,7 +66,7 @@ def test_trainer_and_all_handles_have_the_same_calls_and_nobody_defines_one_agai
         for kind in (WorkerGroup, SupervisedGroup, NamedGroup, AdapterHandle):
             assert getattr(kind, name) is getattr(Trainer, name)
         assert call.method.__doc__ and set(call.roles) <= set(ROLES)
-        if call.planned is not None:
+        if call.prepare is not None:
             assert "batch" in inspect.signature(call.method).parameters
         if call.adapter == "by_name":
             assert "name" in inspect.signature(call.method).parameters
