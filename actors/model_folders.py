@@ -16,8 +16,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.loader import read_yaml_mapping
 from slimefsdp.errors import ConfigError, ModelError, byte_text
 from slimefsdp.io.hub import HubId, bytes_there, is_out_of_reach, snapshot
-from slimefsdp.models.hf_folder import lacks_weights
-from slimefsdp.models.named_shapes import made_by, shape_of
+from slimefsdp.models.hf_folder import lacks_weights, made_by, shape_of
 from slimefsdp.models.peft_folder import read_peft_folder
 
 DOWNLOADED = "downloaded from the Hugging Face hub when the run starts"
@@ -43,7 +42,7 @@ class NotHere:
 def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[RunConfig, list[NotHere]]:
     """Finds the models' folders without downloading weights; lists models that are missing.
 
-    A missing model is replaced by a folder with its config.json, from the hub or `slimefsdp.models.named_shapes`. It is
+    A missing model is replaced by a folder with its config.json, from the hub or `slimefsdp.models.hf_folder`. It is
     listed if its weights are needed.
 
     Raises:

@@ -238,7 +238,7 @@ def agreement(rounds: int) -> list[dict[str, float]]:
 def agree(rank: int, ranks: int, folder: str, rounds: int) -> None:
     import torch.distributed as dist
 
-    from slimefsdp.distributed.consensus import all_equal, gathered, run_together
+    from slimefsdp.distributed.collectives import all_equal, gathered, run_together
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     group = dist.group.WORLD

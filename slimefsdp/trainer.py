@@ -20,7 +20,7 @@ from slimefsdp.batching.plan import Plan
 from slimefsdp.calls.state import InspectionCalls, StateCalls
 from slimefsdp.calls.training import TrainingCalls
 from slimefsdp.config import TrainerConfig
-from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.collectives import run_together
 from slimefsdp.distributed.memory_manager import MemoryManager, memory_in_use, prefer_expandable_segments
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError, StateError

@@ -24,7 +24,7 @@ DOORS = {
     "pydantic": (
         "actors/service/",
         "slimefsdp/config/",
-        "slimefsdp/convert/dcp_metadata.py",
+        "slimefsdp/convert/dcp.py",
         "scripts/settings_reference.py",
     ),
     "transformers": (

@@ -44,13 +44,11 @@ from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
-from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
 from slimefsdp.estimate.hardware import read_calibration
 from slimefsdp.io.files import FolderLock
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
-from slimefsdp.models.named_shapes import is_shape, made_by
+from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, is_shape, made_by, read_model_folder
 from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.rpc import ROLES, Role
 from slimefsdp.training import advantages
@@ -276,6 +274,8 @@ def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     if runs_elsewhere:
         return
     if config.model.compile:
+        from slimefsdp.distributed.fsdp import require_compiler  # imports torch
+
         require_compiler("cuda" if on_cuda else "cpu")
     if attention.kernel == "flash_attn_3":
         from slimefsdp.attention.backends import flash_attn_3  # imports torch

@@ -33,8 +33,7 @@ from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import SlimeError, StateError, SyncError, WorkerHung
-from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
+from slimefsdp.models.hf_folder import hub_parts, is_no_weight, read_model_folder, stored_parts
 from slimefsdp.models.peft_folder import MATRICES
 from slimefsdp.weight_sync.progress import UpdateProgress, other_model
 

@@ -24,7 +24,7 @@ from actors.engines.served_samples import PartialSample, check_end, checked, lim
 from actors.engines.server_client import Refusal, ServerClient
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError
-from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.hf_folder import hub_parts
 from slimefsdp.models.peft_folder import ADAPTER_FOLDER
 from slimefsdp.sampling.params import FinishReason
 

@@ -26,7 +26,7 @@ from actors.engines.server_client import Refusal, ServerClient
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import EngineError
-from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.hf_folder import hub_parts
 from slimefsdp.models.peft_folder import MATRICES, tensor_name
 from slimefsdp.sampling.params import FinishReason, SamplingParams
 

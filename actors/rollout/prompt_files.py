@@ -25,8 +25,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.data import heldout_field
 from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.io.hub import HubId, is_out_of_reach
-from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.models.named_shapes import made_by
+from slimefsdp.models.hf_folder import made_by, read_model_folder
 from slimefsdp.rpc import ROLES
 
 

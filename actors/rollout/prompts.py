@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from actors.rollout.data_sets import DataSource, Row, read_rows
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
 from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
-from slimefsdp.models.named_shapes import made_by
+from slimefsdp.models.hf_folder import made_by
 
 if TYPE_CHECKING:
     from slimefsdp.config.data import DataSettings

@@ -25,8 +25,7 @@ from slimefsdp.errors import ModelError, SlimeError, SyncError
 from slimefsdp.io.files import record_of
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.io.safetensors_header import read_header
-from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
-from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.hf_folder import ModelFolder, hub_parts, read_model_folder
 from slimefsdp.models.load_weights import OpenTensors
 from slimefsdp.models.peft_folder import ADAPTER_FOLDER, MATRICES, TENSOR_FILE
 from slimefsdp.weight_sync.buckets import Bucket

@@ -20,8 +20,7 @@ from slimefsdp.errors import CheckpointError
 from slimefsdp.io.files import FileRecord, new_folder
 from slimefsdp.io.hub import HubId, id_of_snapshot
 from slimefsdp.io.safetensors_file import TensorFileWriter, TensorSpec
-from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, ModelFolder
-from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, ModelFolder, hub_parts
 from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, CONFIG_FILE, TENSOR_FILE, stack_modules, tensor_name
 
 EXPORT_DTYPES = {

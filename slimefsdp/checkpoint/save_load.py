@@ -34,7 +34,7 @@ from slimefsdp.checkpoint.shards import (
     writing_ranks,
 )
 from slimefsdp.checkpoint.store import CheckpointStore, Choice, first_verified
-from slimefsdp.distributed.consensus import gathered, run_on_first, run_together
+from slimefsdp.distributed.collectives import gathered, run_on_first, run_together
 from slimefsdp.distributed.mesh import local_rows, local_shard
 from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError
 from slimefsdp.io.files import FileRecord, io_reported

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ from slimefsdp.checkpoint.export import EXPORT_DTYPES, AdapterFacts, write_model
 from slimefsdp.checkpoint.manifest import MANIFEST, architecture_of, check_identity, check_info
 from slimefsdp.checkpoint.shards import SavedShards
 from slimefsdp.checkpoint.store import CheckpointStore
-from slimefsdp.convert.dcp import read_saved, write_dcp_folder
-from slimefsdp.convert.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
+from slimefsdp.convert.dcp import DcpFolder, SavedTensor, read_dcp_folder, read_saved, write_dcp_folder
 from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.build import build_policy
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
-from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
+from slimefsdp.models.hf_folder import ModelFolder, Part, is_no_weight, read_model_folder, stored_parts
 from slimefsdp.models.load_weights import TIED_HEAD, OpenTensors, check_tensor_names
 
 Note = Callable[[str], None]  # receives progress, one line at a time
@@ -70,10 +68,10 @@ def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[T
                 _require_tied(read(Part(TIED_HEAD, head.shape)), _assembled(head, parts[embedding], read), source.path)
             specs = [*specs, TensorSpec(TIED_HEAD, head.dtype, head.shape)]
             parts[TIED_HEAD] = parts[embedding]
-        progress, by_name = _Progress(len(specs), note), {spec.name: spec for spec in specs}
+        count, by_name = _progress(len(specs), note), {spec.name: spec for spec in specs}
 
         def tensor_of(name: str) -> torch.Tensor:
-            progress.count(by_name[name])
+            count(by_name[name])
             return _assembled(by_name[name], parts[name], read)
 
         write_dcp_folder(target, specs, tensor_of)
@@ -115,9 +113,9 @@ def dcp_to_hugging_face(
         return read_saved(stored[part.name])
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        progress = _Progress(len(specs), note)
+        count = _progress(len(specs), note)
         for spec in specs:
-            progress.count(spec)
+            count(spec)
             tensor = _assembled(spec, parts[spec.name], read)
             if spec.name == embedding and TIED_HEAD in stored:
                 _require_tied(read_saved(stored[TIED_HEAD]), tensor, source)
@@ -206,9 +204,9 @@ def _weight_specs(saved: SavedShards) -> dict[str, TensorSpec]:
 
 
 def _weights(saved: SavedShards, specs: Sequence[TensorSpec], note: Note) -> Iterator[tuple[str, torch.Tensor]]:
-    progress = _Progress(len(specs), note)
+    count = _progress(len(specs), note)
     for spec in specs:
-        progress.count(spec)
+        count(spec)
         yield spec.name, saved.read(_MODEL + spec.name)
 
 
@@ -314,12 +312,10 @@ def _check_names(
         for what, names in (("lacks", missing), ("has, beyond the model,", sorted(surplus)))
         if names
     ]
-    for name, shape in wanted.items():
-        if name in shapes and shapes[name] != shape:
-            problems.append(
-                f"has {prefix + name!r} of shape {list(shapes[name])}, where config.json implies {list(shape)}"
-            )
-            break
+    if misshapen := [name for name, shape in wanted.items() if shapes.get(name, shape) != shape]:
+        name = misshapen[0]
+        shape = f"shape {list(shapes[name])}, where config.json implies {list(wanted[name])}"
+        problems.append(f"has {prefix + name!r} of {shape}")
     if problems:
         raise CheckpointError(
             f"{path} {'; '.join(problems)}",
@@ -329,20 +325,15 @@ def _check_names(
         )
 
 
-@dataclass
-class _Progress:
-    """Reports the progress through a sequence of parameters, once per gigabyte."""
+def _progress(total: int, note: Note) -> Callable[[TensorSpec], None]:
+    """Returns a function that counts the parameters which are about to be read, and reports once per gigabyte."""
+    tensors = nbytes = noted = 0
 
-    total: int  # number of tensors
-    note: Note
-    tensors: int = 0
-    nbytes: int = 0
-    noted: int = 0
+    def count(spec: TensorSpec) -> None:
+        nonlocal tensors, nbytes, noted
+        tensors, nbytes = tensors + 1, nbytes + spec.nbytes
+        if nbytes - noted >= _NOTED_EVERY_BYTES:
+            noted = nbytes
+            note(f"{tensors} of {total} tensors, {byte_text(nbytes)}")
 
-    def count(self, spec: TensorSpec) -> None:
-        """Counts a parameter that is about to be read."""
-        self.tensors += 1
-        self.nbytes += spec.nbytes
-        if self.nbytes - self.noted >= _NOTED_EVERY_BYTES:
-            self.noted = self.nbytes
-            self.note(f"{self.tensors} of {self.total} tensors, {byte_text(self.nbytes)}")
+    return count

@@ -172,13 +172,9 @@ def fields_from_slime(
 ) -> dict[str, npt.NDArray[Any]]:
     """Returns the array fields of a batch of slime's rollout dict, as `RolloutBatch.from_slime` describes.
 
-    Source: `_convert_samples_to_train_data` in slime/ray/rollout.py.
-    - Unchanged: `tokens`, `response_lengths`, `rollout_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`.
-      Renamed: `loss_masks` to loss_mask, `log_probs` (of slime's trainer) to old_log_probs.
-    - Ignored: `total_lengths`, `truncated`, `sample_indices`, `prompt`, `round_number`, `metadata`, `rollout_ids`,
-      `weight_versions` (one list per sample: pass `weight_version`), and slime's schedule and denominators.
-    - Refused, since ignoring them would train on something else: inputs that are not tokens, teacher log-probs, replay
-      data of the engine, one rank's share (`partition`), and unknown keys.
+    Source: `_convert_samples_to_train_data` in slime/ray/rollout.py. The keys that are used, ignored and refused are
+    the tables above; unknown keys are refused. `log_probs` are those of slime's trainer. `weight_versions` is ignored,
+    since it has one list per sample: pass `weight_version`.
     """
     if not isinstance(data, Mapping):
         refuse("data", f"data is a {type(data).__name__}", "pass the dict that slime's RolloutManager builds")

@@ -114,12 +114,9 @@ class RolloutBatch:
             message = "lengths is empty; a batch has at least one sample"
             refuse("lengths", message, "skip the update when nothing was sampled")
         self._normalise("response_lengths", self.num_samples)
-        self._require(
-            "response_lengths",
-            (self.response_lengths >= 1) & (self.response_lengths < self.lengths),
-            lambda i: f"must be at least 1 and less than the sample's length, {self.lengths[i]}",
-            "drop samples whose prompt or response is empty",
-        )
+        fits = (self.response_lengths >= 1) & (self.response_lengths < self.lengths)
+        rule = f"must be at least 1 and less than the sample's length, {self.lengths[np.argmin(fits)]}"
+        self._require("response_lengths", fits, rule, "drop samples whose prompt or response is empty")
         # summed as float, since lengths from a damaged file could wrap an int64 sum around to a plausible number
         self._normalise("tokens", int(self.lengths.sum(dtype=np.float64)))
         for name in ("rewards", "group_ids", "baseline_rewards"):
@@ -140,32 +137,19 @@ class RolloutBatch:
         object.__setattr__(self, name, view)
 
     def _check_values(self) -> None:
-        self._require(
-            "tokens",
-            self.tokens >= 0,
-            lambda _: "must not be negative",
-            "pass token ids, and unpad instead of marking padding",
-        )
-        if (targets := self.target_tokens) is not None:
-            self._require("target_tokens", targets >= 0, lambda _: "must not be negative", "pass token ids")
-        if self.weight_versions is not None:
-            self._require("weight_versions", self.weight_versions >= 0, lambda i: "must be 0 or more", "pass versions")
-        for name in FLOATS:
-            if (value := getattr(self, name)) is not None:
-                self._require(
-                    name,
-                    np.isfinite(value),
-                    lambda _: "must be a finite float32",
-                    "drop the sample, or mask the token and put 0 there",
-                )
-        for name in LOG_PROBS:
-            if (value := getattr(self, name)) is not None:
-                self._require(
-                    name,
-                    value <= LOG_PROB_SLACK,
-                    lambda _: "must not be above 0, being the log of a probability",
-                    "pass natural logs of probabilities, not probabilities or their negative logs",
-                )
+        versions, finite = "must be 0 or more", "must be a finite float32"
+        log_prob = "must not be above 0, being the log of a probability"
+        rules: list[tuple[Iterable[str], Callable[[npt.NDArray[Any]], npt.NDArray[Any]], str, str]] = [
+            (["tokens"], _not_negative, "must not be negative", "pass token ids, and unpad instead of marking padding"),
+            (["target_tokens"], _not_negative, "must not be negative", "pass token ids"),
+            (["weight_versions"], _not_negative, versions, "pass versions"),
+            (FLOATS, np.isfinite, finite, "drop the sample, or mask the token and put 0 there"),
+            (LOG_PROBS, _is_log_prob, log_prob, "pass natural logs of probabilities, not probabilities"),
+        ]
+        for names, holds, rule, hint in rules:
+            for name in names:
+                if (value := getattr(self, name)) is not None:
+                    self._require(name, holds(value), rule, hint)
         if self.loss_mask is not None and not self.loss_mask.any():
             refuse(
                 "loss_mask",
@@ -174,10 +158,10 @@ class RolloutBatch:
                 "skip the update, or check that the mask is 1 where the policy chose the token",
             )
 
-    def _require(self, name: str, holds: npt.NDArray[Any], rule: Callable[[int], str], hint: str) -> None:
+    def _require(self, name: str, holds: npt.NDArray[Any], rule: str, hint: str) -> None:
         if not holds.all():
             index = int(np.argmin(holds))
-            message = f"{name} of {self._place(name, index)} is {getattr(self, name)[index]}; it {rule(index)}"
+            message = f"{name} of {self._place(name, index)} is {getattr(self, name)[index]}; it {rule}"
             refuse(name, message, hint)
 
     def _place(self, name: str, index: int) -> str:
@@ -237,12 +221,8 @@ class RolloutBatch:
         """Raises BatchError if a token id is not below `vocab_size`, naming its sample, position and value."""
         for name in ("tokens", "target_tokens"):
             if (ids := getattr(self, name)) is not None:
-                self._require(
-                    name,
-                    ids < vocab_size,
-                    lambda _: f"must be below the model's vocabulary size, {vocab_size}",
-                    "sample with the tokenizer of the model that is trained",
-                )
+                rule = f"must be below the model's vocabulary size, {vocab_size}"
+                self._require(name, ids < vocab_size, rule, "sample with the tokenizer of the model that is trained")
 
     @classmethod
     def from_samples(
@@ -339,9 +319,20 @@ class RolloutBatch:
         Raises:
             BatchError: the file cannot be written; its cause is the OSError.
         """
-        require_path(path)
+        _require_path(path)
+        tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in self._present().items()}
         try:
-            write_fields(Path(path), self._present())
+            target = Path(path)
+            temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+            try:
+                save_file(tensors, temporary, metadata={_DIGEST: _digest(tensors)})
+                with temporary.open("rb+") as file:
+                    os.fsync(file.fileno())  # before the rename, so that a power cut cannot leave an empty file
+                temporary.replace(target)
+            except SafetensorError as error:  # also raised for a full disk
+                raise OSError(str(error)) from error
+            finally:
+                temporary.unlink(missing_ok=True)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or a path without a name
             reason = error.strerror or error if isinstance(error, OSError) else error
             raise BatchError(
@@ -353,8 +344,8 @@ class RolloutBatch:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RolloutBatch:
         """Reads a file of `save`; raises BatchError if the file is missing, damaged or of another kind."""
-        require_path(path)
-        fields = read_fields(path)
+        _require_path(path)
+        fields = _read_fields(os.fspath(path))
         try:
             return cls(**fields)
         except BatchError as error:
@@ -378,6 +369,14 @@ def _restore(*values: Any) -> RolloutBatch:
     return batch
 
 
+def _not_negative(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values >= 0
+
+
+def _is_log_prob(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return values <= LOG_PROB_SLACK
+
+
 def _offsets(lengths: Int64 | Bool) -> Int64:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
 
@@ -391,61 +390,42 @@ def _ragged_rows(offsets: Int64, chosen: Int64) -> Int64:
 # ---------------------------------------------------------------------- the file
 
 
-def require_path(path: object) -> None:
-    """Raises BatchError if `path` cannot name a file."""
+def _require_path(path: object) -> None:
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise BatchError(f"path={short_repr(path)} is not a path", field="path", hint="name a file")
 
 
-def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes the file atomically. Raises OSError."""
-    tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in fields.items()}
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        try:
-            save_file(tensors, temporary, metadata={_DIGEST: _digest(tensors)})
-        except SafetensorError as error:  # also raised for a full disk
-            raise OSError(str(error)) from error
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())  # before the rename, so that a power cut cannot leave an empty file under the name
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _read_fields(path: str) -> dict[str, Any]:
+    """Reads the fields in exactly the dtypes that were written, and checks the digest, but neither sizes nor values.
 
-
-def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads the tensors of a file of `write_fields` by name, in exactly the dtypes that were written.
-
-    Raises a BatchError with the file's name if it is missing, not a safetensors file, changed since it was written, or
-    has other tensors than the fields. Sizes and values are not checked.
+    Raises:
+        BatchError: names the file: it is missing, not a safetensors file, was changed since it was written, or has
+            other tensors than the fields.
     """
-    where = os.fspath(path)
     try:
-        if Path(where).exists() and not Path(where).is_file():  # a pipe would block
-            raise BatchError(f"{where} cannot be read as a safetensors file: it is no plain file", hint=_HINT)
+        if Path(path).exists() and not Path(path).is_file():  # a pipe would block
+            raise BatchError(f"{path} cannot be read as a safetensors file: it is no plain file", hint=_HINT)
         with safe_open(path, framework="np") as file:
             names = sorted(file.keys())
             for name in names:
                 if name not in DTYPES:
-                    refuse_unknown(name, DTYPES, f"a field of RolloutBatch (in {where})")
-            for name in REQUIRED:
-                if name not in names:
-                    refuse(name, f"tensor {name} is missing (in {where})", _HINT)
-            for name in names:
+                    refuse_unknown(name, DTYPES, f"a field of RolloutBatch (in {path})")
                 stored, wanted = file.get_slice(name).get_dtype(), _STORED_DTYPES[DTYPES[name].name]
                 if stored != wanted:
-                    refuse(name, f"tensor {name} is {stored}; it must be {wanted} (in {where})", _HINT)
+                    refuse(name, f"tensor {name} is {stored}; it must be {wanted} (in {path})", _HINT)
+            if missing := [name for name in REQUIRED if name not in names]:
+                refuse(missing[0], f"tensor {missing[0]} is missing (in {path})", _HINT)
             tensors = {name: file.get_tensor(name) for name in names}
             metadata = file.metadata() or {}
     except (OSError, ValueError, SafetensorError) as error:  # ValueError: the path has half a surrogate pair
-        raise BatchError(f"{where} cannot be read as a safetensors file: {error}", hint=_HINT) from error
+        raise BatchError(f"{path} cannot be read as a safetensors file: {error}", hint=_HINT) from error
     if _DIGEST in metadata:
         is_damaged = metadata[_DIGEST] != _digest(tensors)
     else:  # metadata with a name and a value as long as the digest's is a damaged digest; other metadata is allowed
         is_damaged = any((len(name), len(value)) == (len(_DIGEST), 64) for name, value in metadata.items())
     if is_damaged:
         raise BatchError(
-            f"{where} was damaged or changed after it was written: its tensors are not those of its digest",
+            f"{path} was damaged or changed after it was written: its tensors are not those of its digest",
             hint="restore the file from a copy, or record the batch again",
         )
     return tensors

@@ -1,27 +1,38 @@
 """Shards a model with FSDP2: chooses units, dtypes and placement, and switches off FSDP's averaging of gradients.
 
+Also compiles decoder layers, and makes them recompute or offload activations.
+
 A unit's parameters are gathered only during its forward and backward, so a unit must be a module that the model calls.
 The root unit has the parameters that are in no other unit: the final norm, the head, and an embedding tied to the head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from slimefsdp.distributed.activation_checkpointing import Recompute, compile_layers, recompute_layers
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError
 
 if TYPE_CHECKING:  # slimefsdp.models imports this package
     from slimefsdp.models.decoder import DecoderModel
+
+
+Recompute = Literal["none", "full", "selective", "offload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,8 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
     """Compiles layers, makes them recompute activations, and shards the policy over the mesh, in place.
 
     Parameters may be on the meta device. The order matters: recomputation wraps the compiled forward, and sharding
-    wraps both.
+    wraps both. The head's weight is in the root unit, so it is gathered only during the root's forward. Gradients are
+    summed over all ranks, not averaged, because the weights of the loss already normalise it.
 
     Raises:
         ConfigError: see `choose_units`.
@@ -53,16 +65,6 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
     if how.compile:
         compile_layers(policy.decoder_layers())
     recompute_layers(policy.decoder_layers(), how.recompute, how.recompute_every, pin_memory=how.pin_memory)
-    apply_fsdp(policy, mesh.fsdp, how)
-    return policy
-
-
-def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None:
-    """Shards the policy over a mesh (shard) or (replicate, shard), in place.
-
-    The head's weight is in the root unit, so it is gathered only during the root's forward. Gradients are summed over
-    all ranks, not averaged, because the weights of the loss already normalise it.
-    """
     precision = MixedPrecisionPolicy(
         param_dtype=None if how.compute_dtype == how.master_dtype else how.compute_dtype,
         reduce_dtype=how.reduce_dtype or how.master_dtype,
@@ -71,18 +73,23 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
     units = choose_units(policy, how.wrap)
     for unit in reversed(units):  # inner units first: an outer unit has the remaining parameters
         fully_shard(
-            unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not how.keep_parameters
+            unit,
+            mesh=mesh.fsdp,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=not how.keep_parameters,
         )
     # by default the root stays gathered from forward to backward, which begins with it
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # on one rank torch would divide all gradients by 1 in a separate pass
+            if mesh.fsdp.size() > 1:  # on one rank torch would divide all gradients by 1 in a separate pass
                 module.set_gradient_divide_factor(1.0)
             # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     if how.prefetch_layers is not None:
         _prefetch(policy, units, how.prefetch_layers)
+    return policy
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
@@ -220,3 +227,159 @@ def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, c
 def _class_name(module: nn.Module) -> str:
     # a linear module keeps its name when it has an adapter (slimefsdp.models.lora)
     return "Linear" if hasattr(module, "lora_A") else type(module).__name__
+
+
+# ---------------------------------------------------------------------- compilation and recomputation of layers
+#
+# Both only replace a layer's `forward`. So parameters keep their names, and hooks on the call of a layer (with which
+# FSDP gathers and frees parameters) are not repeated when the layer is recomputed.
+
+_aten = torch.ops.aten
+# matrix products with weights, and attention: most of a layer's time, but little of its memory
+_SAVED_BY_SELECTIVE = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._flash_attention_forward.default,
+]
+_EXPERT_PRODUCTS = _aten._grouped_mm.default  # the product of all experts of a layer
+
+
+def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, every: int, *, pin_memory: bool = False) -> None:
+    """Makes the first of every `every` layers recompute activations in backward, in place.
+
+    Args:
+        kind: full: recompute everything from the layer's input; selective: store matrix products and attention outputs
+            and recompute the rest; offload: as `full`, with the layer's input in host memory until backward.
+        pin_memory: page-lock this host memory.
+    """
+    if kind == "none":
+        return
+    for layer in list(layers)[::every]:
+        if kind == "offload":
+            layer.forward = _recomputed_from_host(layer.forward, functools.partial(to_host, pin=pin_memory))
+        else:
+            layer.forward = _recomputed(layer.forward, saved_operations(layer) if kind == "selective" else None)
+
+
+def saved_operations(layer: nn.Module) -> list[Any]:
+    """Returns the operations of a layer whose results `selective` stores.
+
+    The grouped product of experts with biases is not stored: transformers adds the bias to its result in place, so the
+    bias would be added twice.
+    """
+    adds_biases_in_place = any(getattr(module, "has_bias", False) is True for module in layer.modules())
+    return _SAVED_BY_SELECTIVE if adds_biases_in_place else [*_SAVED_BY_SELECTIVE, _EXPERT_PRODUCTS]
+
+
+def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
+    """Copies a tensor to the host; returns a tensor on the host unchanged.
+
+    On CUDA the copy runs in the current stream, so it delays later work of this stream. With pinned memory the call
+    returns at once; otherwise it waits until the stream has reached and finished the copy.
+
+    Args:
+        pin: page-lock the host memory.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+    return host.copy_(tensor, non_blocking=pin)
+
+
+class _OffloadedInput:
+    """Holds a layer's input for one forward and its recomputation; in between, only the copy made by `store`."""
+
+    def __init__(self, hidden: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._hidden: torch.Tensor | None = hidden
+        self._device, self._needs_gradient = hidden.device, hidden.requires_grad
+        self._stored = store(hidden.detach())
+
+    def restore(self) -> torch.Tensor:
+        """Returns the original input on the first call, and later the stored copy, moved back to its device."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:  # recomputation needs only values: gradients flow through the graph of the forward
+            hidden = self._stored.to(self._device, non_blocking=True).detach().requires_grad_(self._needs_gradient)
+        return hidden
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Compiles the forward of each layer with dynamic shapes, in place.
+
+    Passes without gradients use the same graph as passes with gradients. It is compiled only once, and both passes
+    round equally, so that the ratio to old log-probs is exactly 1 in the first update.
+    """
+    for layer in layers:
+        layer.forward = _in_one_graph(torch.compile(layer.forward, dynamic=True))
+
+
+def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return compiled(hidden_states, *args, **kwargs)
+        with torch.enable_grad():
+            out = compiled(hidden_states.detach().requires_grad_(), *args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # frees the graph and its saved tensors
+
+    return forward
+
+
+def _recomputed(forward: Callable[..., Any], saved: list[Any] | None) -> Callable[..., Any]:
+    """Wraps a layer's forward in a checkpoint that stores the results of the operations `saved`; None: of none."""
+    # no layer draws random numbers, so the state of generators need not be preserved
+    run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+    if saved is not None:
+        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, saved))
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    return recomputed
+
+
+def _recomputed_from_host(
+    forward: Callable[..., Any], store: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., Any]:
+    def from_restored(hidden: _OffloadedInput, *args: Any, **kwargs: Any) -> Any:
+        return forward(hidden.restore(), *args, **kwargs)
+
+    @functools.wraps(forward)
+    def recomputed(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(hidden, *args, **kwargs)
+        # `checkpoint` keeps its arguments alive, so it must not get the tensor itself
+        offloaded = _OffloadedInput(hidden, store)
+        return checkpoint(from_restored, offloaded, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed
+
+
+def require_compiler(device_type: str) -> None:
+    """Checks that torch can compile for a device type, cpu or cuda, on this machine.
+
+    For CPUs torch compiles C++ extensions of Python. For CUDA it uses Triton, which compiles a C launcher at its first
+    use in a process.
+
+    Raises:
+        ConfigError: there is no compiler, no Python.h, or on CUDA no Triton.
+    """
+    variable, usual = ("CXX", ("g++",)) if device_type == "cpu" else ("CC", ("gcc", "clang"))
+    language = "C++" if device_type == "cpu" else "C"
+    candidates = (os.environ[variable],) if os.environ.get(variable) else usual
+    where = "a CPU" if device_type == "cpu" else "CUDA"
+    problem = None
+    if not any(shutil.which(name) for name in candidates):
+        problem = f"a {language} compiler on {where}, and there is no {' or '.join(candidates)}"
+        hint = f"install {usual[0]}, name another compiler in {variable}"
+    elif not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        problem = f"Python's headers, and there is no {sysconfig.get_path('include')}/Python.h"
+        hint = "install them (python3-dev)"
+    elif device_type == "cuda" and find_spec("triton") is None:
+        problem = "the package triton on CUDA, which is not installed"
+        hint = "install torch for CUDA, which brings it"
+    if problem is not None:
+        raise ConfigError(
+            f"model.compile=true needs {problem}", field="model.compile", hint=f"{hint}, or set model.compile=false"
+        )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.collectives import run_together
 from slimefsdp.distributed.fsdp import reshard
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ConfigError, ResourceError, StateError
@@ -130,19 +128,18 @@ def allocator_state(device: torch.device) -> dict[str, int]:
 def memory_in_use(device: torch.device) -> tuple[int, int]:
     """Returns the current and the peak bytes in use, as in `Health`.
 
-    Does not wait for the device, and is safe in any thread. On a CPU without /proc only the peak is known, and returned
-    for both.
+    Does not wait for the device, and is safe in any thread.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.exists():
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return peak, peak
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    now, peak = (1024 * int(lines[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    now, peak = _kilobytes("/proc/self/status", "VmRSS", "VmHWM")
     return now, peak
+
+
+def _kilobytes(file: str, *names: str) -> list[int]:
+    """Returns entries of one of Linux's files about memory, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path(file).read_text().splitlines() if ":" in line)
+    return [1024 * int(lines[name].split()[0]) for name in names]
 
 
 def forget_peak_memory(device: torch.device) -> None:
@@ -330,13 +327,7 @@ def free_bytes(device: torch.device) -> int:
     """Returns the free bytes of a rank's device; on CPUs the machine's free memory / the number of all ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = 1024 * int(lines["MemAvailable"].split()[0])
-    else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return free // (dist.get_world_size() if dist.is_initialized() else 1)
+    return _kilobytes("/proc/meminfo", "MemAvailable")[0] // (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -19,14 +19,13 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.attention.select import AttentionShape
-from slimefsdp.distributed.compiler import require_compiler
-from slimefsdp.distributed.consensus import run_together
-from slimefsdp.distributed.fsdp import Parallelism, parallelize
+from slimefsdp.distributed.collectives import run_together
+from slimefsdp.distributed.fsdp import Parallelism, parallelize, require_compiler
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
@@ -94,13 +93,15 @@ def load_model(
     run_together(build, mesh.group)
     (model,) = built
     parallelize(model, mesh, how)
-    host = torch.device("cpu")
-    materialise(model, mesh.device, host if how.cpu_offload else None)
+    materialise(model, mesh.device, torch.device("cpu") if how.cpu_offload else None)
     if random_seed is None:
         read_weights(model, folder, mesh.group, device=mesh.device, read_by=read_by)
     else:
         draw_weights(model, build_model(kind, folder, torch.float32), random_seed)
-    _zero_what_no_folder_holds(model, folder)
+    in_folder = {name for name, _ in model.weights_in(folder.tensors)}
+    for name, parameter in model.named_weights():
+        if name not in in_folder:  # a new critic's head
+            local_shard(parameter.detach()).zero_()
     if chosen.adapters is not None:
         read_adapters(chosen.adapters, model, mesh, base=folder.path, read_by=read_by)
     elif chosen.lora is not None:
@@ -135,40 +136,51 @@ def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.d
     Raises:
         ModelError: the architecture or a feature of it cannot be trained faithfully here.
     """
-    config = _supported_config(folder)
-    attention, experts = register_attention(), _experts_implementation(config, master_dtype)
+    check_architecture(folder)
     try:
-        with _parameters_on_meta():
-            hf = AutoModelForCausalLM.from_config(
-                config,
-                trust_remote_code=False,
-                dtype=master_dtype,
-                attn_implementation=attention,
-                experts_implementation=experts,
-            )
-    except Exception as error:  # some releases of transformers check the configuration only here
-        raise _unusable_config(folder, error) from error
-    hf.tie_weights()
-    model = kind(hf)
-    return model.train()  # dropout and the like have been set to 0
+        # written to a copy, because only rank 0 may have folder.path; transformers chooses the class by the content
+        with TemporaryDirectory() as copy:
+            (Path(copy) / "config.json").write_text(json.dumps(folder.config))
+            config = _read_config(Path(copy))
+        refuse_unpackable(config.to_dict(), folder.path / "config.json")  # includes transformers' default values
+        for name, value in config.to_dict().items():
+            if _NOISE.fullmatch(name) and isinstance(value, int | float):
+                setattr(config, name, 0.0)  # the folder's config.json is not changed
+        hf = _on_meta(config, master_dtype)
+    except ModelError:
+        raise
+    except Exception as error:  # some releases of transformers check the configuration only when they build the model
+        raise ModelError(
+            f"transformers cannot make a model of {folder.path / 'config.json'}: {type(error).__name__}: {error}",
+            field="model.path",
+            hint="correct config.json, or export the model again",
+        ) from error
+    return kind(hf).train()
 
 
 build_policy = partial(build_model, PolicyModel)
 
 
-@torch.no_grad()
-def _zero_what_no_folder_holds(model: DecoderModel, folder: ModelFolder) -> None:
-    loaded = {name for name, _ in model.weights_in(folder.tensors)}
-    for name, parameter in model.named_weights():
-        if name not in loaded:
-            local_shard(parameter).zero_()
+def _read_config(folder: Path) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def materialise(
-    model: DecoderModel,
-    device: torch.device,
-    parameters_on: torch.device | None = None,
-) -> None:
+def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a model with parameters on the meta device."""
+    attention = register_attention()
+    with _parameters_on_meta():
+        hf: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation=_experts_implementation(config, dtype),
+        )
+    hf.tie_weights()
+    return hf
+
+
+def materialise(model: DecoderModel, device: torch.device, parameters_on: torch.device | None = None) -> None:
     """Allocates every (sharded) parameter on `device` and moves buffers there; tied parameters stay tied.
 
     Args:
@@ -185,20 +197,6 @@ def materialise(
         model.hf.get_output_embeddings().weight = model.hf.get_input_embeddings().weight
 
 
-def _supported_config(folder: ModelFolder) -> PretrainedConfig:
-    check_architecture(folder)
-    try:
-        # written to a copy, because only rank 0 may have folder.path; transformers chooses the class by the content
-        with TemporaryDirectory() as copy:
-            (Path(copy) / "config.json").write_text(json.dumps(folder.config))
-            config = AutoConfig.from_pretrained(copy, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        raise _unusable_config(folder, error) from error
-    refuse_unpackable(config.to_dict(), folder.path / "config.json")  # includes transformers' default values
-    _switch_noise_off(config)
-    return config
-
-
 def _experts_implementation(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
     """Returns transformers' implementation of experts; None for its default, one grouped matrix product.
 
@@ -211,13 +209,6 @@ def _experts_implementation(config: PretrainedConfig, dtype: torch.dtype) -> str
     return None if dtype != torch.float64 and has_aligned_rows else "eager"
 
 
-def _switch_noise_off(config: PretrainedConfig) -> None:
-    """Sets dropout rates and router jitter of a configuration object to 0; the folder's config.json is not changed."""
-    for name, value in config.to_dict().items():
-        if _NOISE.fullmatch(name) and isinstance(value, int | float):
-            setattr(config, name, 0.0)
-
-
 def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lora: Lora | None = None) -> PolicyModel:
     """Builds the architecture of a folder with uninitialised weights, to be filled by weight updates.
 
@@ -225,20 +216,9 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lor
         lora: adds adapters to the same modules as the trainer.
 
     Raises:
-        ModelError: see `register_attention`.
-        ConfigError: see `add_adapters`.
+        ModelError, ConfigError: see `register_attention` and `add_adapters`.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    with _parameters_on_meta():
-        hf = AutoModelForCausalLM.from_config(
-            config,
-            trust_remote_code=False,
-            dtype=dtype,
-            attn_implementation=register_attention(),
-            experts_implementation=_experts_implementation(config, dtype),
-        )
-    hf.tie_weights()
-    policy = PolicyModel(hf)
+    policy = PolicyModel(_on_meta(_read_config(path), dtype))
     if lora is not None:
         add_adapters(policy, lora, base_dtype=dtype)
     materialise(policy, device)
@@ -297,11 +277,3 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _unusable_config(folder: ModelFolder, error: Exception) -> ModelError:
-    return ModelError(
-        f"transformers cannot make a model of {folder.path / 'config.json'}: {type(error).__name__}: {error}",
-        field="model.path",
-        hint="correct config.json, or export the model again",
-    )

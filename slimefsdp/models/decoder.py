@@ -123,7 +123,7 @@ class DecoderModel(nn.Module):
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the parameters without adapters, under their names in transformers; a tied parameter occurs once.
 
-        The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_weight_names).
+        The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_folder).
         """
         return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(MATRICES)]
 

@@ -7,14 +7,16 @@ of a second. Nothing in a folder is trusted: every length, offset and file name 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from slimefsdp.errors import ModelError, short_repr
+from slimefsdp.io.hub import HubId
 from slimefsdp.io.safetensors_header import COPY_AGAIN, TensorEntry, read_header, read_json_object
-from slimefsdp.models.named_shapes import made_by
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,54 +50,9 @@ _MOST_WHOLE = 10**40  # upper limit of any other integer; some files have 10^30 
 
 # model types whose packed computation was verified against plain Hugging Face; add a test with every new one
 SUPPORTED_MODELS = (
-    "qwen3",
-    "qwen2",
-    "llama",
-    "mistral",
-    "gemma3_text",
-    "gemma2",
-    "gpt2",
-    "phi3",
-    "olmo2",
-    "glm4",
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
+    *("qwen3", "qwen2", "llama", "mistral", "gemma3_text", "gemma2", "gpt2", "phi3", "olmo2", "glm4"),
+    *("qwen3_moe", "mixtral", "gpt_oss"),
 )
-# model types with layers that carry a state from token to token (linear attention, state spaces, recurrences, short
-# convolutions), which would leak from one sample of a pack into the next
-STATEFUL_MODELS = frozenset(
-    [
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
-        "lfm3",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "olmo_hybrid",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "xlstm",
-        "zamba",
-        "zamba2",
-        "zaya",
-    ]
-)
-
-
 # rotary frequencies that depend on the longest position of a batch: a sample's log-probs would depend on its pack
 _PACK_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 
@@ -112,21 +69,16 @@ class ModelFolder:
 
     @property
     def model_type(self) -> str:
-        model_type: str = self.config["model_type"]
-        return model_type
+        return str(self.config["model_type"])
 
     @property
     def vocab_size(self) -> int:
-        size: int = self.config["vocab_size"]
-        return size
+        return int(self.config["vocab_size"])
 
     @property
     def max_sample_tokens(self) -> int | None:
         """Returns the number of learned positions, which limits sample lengths; None if positions are not learned."""
-        if self.model_type != "gpt2":
-            return None
-        positions: int = self.config.get("n_positions", 1024)  # transformers' default
-        return positions
+        return self.config.get("n_positions", 1024) if self.model_type == "gpt2" else None  # transformers' default
 
 
 def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
@@ -170,41 +122,33 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
     Raises:
         ModelError: a setting of the configuration cannot.
     """
+
+    def refused(problem: str, hint: str = "restore the model's own config.json") -> ModelError:
+        return ModelError(f"{file} has {problem}", field=field, hint=hint)
+
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ModelError(
-            f"rope_parameters={short_repr(rope)} in {file}", field=field, hint="restore the model's own value"
-        )
-    kinds = [value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)]
-    refused: dict[str, Any] = {
-        "rope_type": next((kind for kind in kinds if kind in _PACK_DEPENDENT_ROPE), None),
-        "use_bidirectional_attention": config.get("use_bidirectional_attention"),
-        "add_cross_attention": config.get("add_cross_attention"),
-    }
-    if config.get("model_type") == "gemma3_text":  # transformers ignores this setting for gemma3_text
-        refused["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
+        raise refused(f"rope_parameters={short_repr(rope)}")
     window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and (type(window) is not int or window < 1):
-        raise ModelError(
-            f"sliding_window={short_repr(window)} in {file}", field=field, hint="restore the model's own value"
-        )
+        raise refused(f"sliding_window={short_repr(window)}")
     known = ("full_attention", "sliding_attention")
     unknown = [kind for kind in layer_types if kind not in known] if isinstance(layer_types, list | tuple) else []
     if unknown:
-        raise ModelError(
-            f"layer_types in {file} has {short_repr(sorted(map(str, unknown))[0])}, neither full nor sliding attention",
-            field=field,
-            hint="other layers carry a state, or a mask, that does not end with a sample of a pack",
-        )
+        problem = f"{short_repr(sorted(map(str, unknown))[0])} in layer_types, neither full nor sliding attention"
+        raise refused(problem, "other layers carry a state, or a mask, that does not end with a sample of a pack")
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
-        raise ModelError(
-            f"num_attention_heads={heads} in {file} is no multiple of num_key_value_heads={kv_heads}",
-            field=field,
-            hint="restore the model's own config.json",
-        )
-    for name, value in refused.items():
+        raise refused(f"num_attention_heads={heads}, which is no multiple of num_key_value_heads={kv_heads}")
+    kinds = [value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)]
+    for name, value in (
+        ("rope_type", next((kind for kind in kinds if kind in _PACK_DEPENDENT_ROPE), None)),
+        ("use_bidirectional_attention", config.get("use_bidirectional_attention")),
+        ("add_cross_attention", config.get("add_cross_attention")),
+        # transformers ignores this setting for gemma3_text
+        ("attn_logit_softcapping", config.get("model_type") == "gemma3_text" and config.get("attn_logit_softcapping")),
+    ):
         if value:
             hint = f"use a model without {name}"
             if name == "rope_type":
@@ -212,24 +156,17 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
                     "its frequencies follow the longest sample of a pack; use default, linear, yarn or llama3, or "
                     "drop the scaling from a copy of config.json, for lengths that the model was first trained on"
                 )
-            raise ModelError(
-                f"{name}={value!r} in {file} cannot be computed exactly on packed sequences", field=field, hint=hint
-            )
+            raise refused(f"{name}={value!r}, which cannot be computed exactly on packed sequences", hint)
 
 
 def _check_model_type(model_type: str, path: Path, field: str | None) -> None:
-    if model_type in SUPPORTED_MODELS:
-        return
-    reason = (
-        "carries a recurrent state across the tokens of a row, which would leak from sample to sample in a pack"
-        if model_type in STATEFUL_MODELS
-        else "is not supported"
-    )
-    raise ModelError(
-        f"model_type {short_repr(model_type)} of {path} {reason}",
-        field=field,
-        hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face",
-    )
+    if model_type not in SUPPORTED_MODELS:
+        raise ModelError(
+            f"model_type {short_repr(model_type)} of {path} is not supported",
+            field=field,
+            hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face. Layers that "
+            "carry a state from token to token would mix the samples of a pack",
+        )
 
 
 def read_model_folder(path: str | Path, *, field: str = "model.path", with_weights: bool = True) -> ModelFolder:
@@ -259,13 +196,8 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
     folder = Path(path).expanduser().absolute()
     if not folder.exists():
         command = made_by(Path(path))
-        raise ModelError(
-            f"{str(path)!r} does not exist",
-            hint=f"make it first: `{command}`"
-            if command
-            else "give an existing folder; settings also take the id of a model on the hub, owner/name, which "
-            "`hf download ID --local-dir FOLDER` makes a folder of",
-        )
+        hint = "give an existing folder, or the id of a model on the hub (`hf download ID --local-dir FOLDER`)"
+        raise ModelError(f"{str(path)!r} does not exist", hint=f"make it first: `{command}`" if command else hint)
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file", hint="give the folder that holds it and config.json")
     config = _read_config(folder / "config.json")
@@ -355,23 +287,22 @@ def _read_config(file: Path) -> dict[str, Any]:
         value = config.get(key)
         # type(), not isinstance, because True is an int
         if type(value) is not kind and (is_required or value is not None):
-            raise ModelError(
-                f"{file} has {key} = {short_repr(value)}, where {kind.__name__} is needed",
-                hint="restore the model's own config.json",
-            )
+            raise _wrong_value(file, key, value, f", where {kind.__name__} is needed")
     _refuse_nonsense(file, config)
     for key, value in config.items():
         most = _MOST.get(key, _MOST_WHOLE)
         if type(value) is int and abs(value) > most:
-            raise ModelError(
-                f"{file} has {short_repr(key)} = {short_repr(value)}; {short_repr(most)} is the most that is taken",
-                hint="restore the model's own config.json",
-            )
+            raise _wrong_value(file, key, value, f"; the largest accepted value is {short_repr(most)}")
     return config
 
 
+def _wrong_value(file: Path, key: str, value: Any, rule: str = "") -> ModelError:
+    problem = f"{file} has {short_repr(key)} = {short_repr(value)}{rule}"
+    return ModelError(problem, hint="restore the model's own config.json")
+
+
 def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
-    """Refuses numbers, also nested ones, that no model can have and that would only show as NaN in log-probs."""
+    """Refuses numbers, also nested ones, that no model can have: otherwise log-probs would become NaN."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _refuse_nonsense(file, value)
@@ -381,15 +312,11 @@ def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
                 (key in _NOT_NEGATIVE and number < 0) or (key in _POSITIVE and number <= 0)
             )
             if is_below or (type(number) is float and not math.isfinite(number)):
-                raise ModelError(
-                    f"{file} has {short_repr(key)} = {short_repr(number)}", hint="restore the model's own config.json"
-                )
+                raise _wrong_value(file, key, number)
 
 
 def _read_index(file: Path) -> dict[str, str] | None:
-    """Returns tensor name -> file name from the index, after checking that all files are in the folder; None without an
-    index.
-    """
+    """Returns tensor name -> file name from the index; None without one. All files must be in the folder."""
     if not file.is_file():
         return None
     weight_map = _read_json(file).get("weight_map")
@@ -446,3 +373,121 @@ def _read_json(file: Path) -> dict[str, Any]:
         return read_json_object(file)
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}", hint=COPY_AGAIN) from error
+
+
+# ---------------------------------------------------------------------- the parameters of a model and its tensors
+#
+# In memory the experts of a layer are one parameter, [experts, rows, columns]. Folders on the hub and those that
+# `save_pretrained` writes have one tensor per projection of each expert. Only readers and writers of folders use these
+# names, which are those of transformers' `conversion_mapping.py`; a test compares them with what it writes.
+
+# model type -> suffix of a parameter of all experts -> the projections stacked in it, in order
+_EXPERT_TENSORS = {
+    "qwen3_moe": {
+        ".experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
+        ".experts.down_proj": ("down_proj.weight",),
+    },
+    "mixtral": {
+        ".experts.gate_up_proj": ("w1.weight", "w3.weight"),
+        ".experts.down_proj": ("w2.weight",),
+    },
+}
+_RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}  # module name in memory, module name in the folder
+_GPT2_PREFIX = "transformer."  # missing in the oldest folders, which hold only the decoder
+# causal masks that old folders store like weights
+_GPT2_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Describes a tensor of a folder and the part of a parameter it fills: all, or rows [start, end) of one expert."""
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    start: int = 0
+    end: int = 0
+
+
+def hub_parts(model_type: str, parameter: str, shape: Sequence[int]) -> list[Part]:
+    """Returns the tensors of a newly written folder for a parameter of this name and full shape, in order."""
+    old, new = _RENAMED.get(model_type, ("", ""))
+    name = parameter.replace(old, new) if old else parameter
+    for suffix, tensors in _EXPERT_TENSORS.get(model_type, {}).items():
+        if parameter.endswith(suffix):
+            experts, rows, columns = shape
+            height = rows // len(tensors)
+            stem = name.removesuffix(suffix) + ".experts."
+            return [
+                Part(f"{stem}{expert}.{tensor}", (height, columns), expert, i * height, (i + 1) * height)
+                for expert in range(experts)
+                for i, tensor in enumerate(tensors)
+            ]
+    return [Part(name, tuple(shape))]
+
+
+def stored_parts(model_type: str, parameter: str, shape: Sequence[int], stored: Container[str]) -> list[Part]:
+    """Returns the tensors to fill a parameter from, given the names that a folder stores.
+
+    A folder may also have the parameter under the model's own name (all experts in one tensor), or for GPT-2 without
+    the prefix. If nothing matches, the result is that of `hub_parts`, so that an error names the current names.
+    """
+    whole = [parameter]
+    if model_type == "gpt2":
+        whole.append(parameter.removeprefix(_GPT2_PREFIX))
+    for name in whole:
+        if name in stored:
+            return [Part(name, tuple(shape))]
+    return hub_parts(model_type, parameter, shape)
+
+
+def is_no_weight(model_type: str, tensor: str) -> bool:
+    """Returns whether a tensor of a folder is a constant that the model computes itself."""
+    return model_type == "gpt2" and _GPT2_MASK.fullmatch(tensor) is not None
+
+
+# ---------------------------------------------------------------------- models that are not on this machine
+#
+# `shapes/owner/name/config.json` holds the architecture part of config.json of a model on the Hugging Face hub;
+# `shapes/examples` holds those of models that this project's scripts write. There are no weights and no tokenizers.
+
+_SHAPES = Path(__file__).parent / "shapes"
+# path in presets -> the command that makes it and everything below it, and the shape of the model there
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "data/sort_digits": ("python scripts/make_sort_digits.py data/sort_digits", "examples/sort_digits"),
+    "data/sort_digits_untied": (
+        "python scripts/make_sort_digits.py data/sort_digits_untied --untied",
+        "examples/sort_digits_untied",
+    ),
+    "runs/sort_digits_sft/model": ("slimefsdp train configs/sort_digits_sft.yaml", "examples/sort_digits"),
+    "data/calculator": ("python scripts/make_calculator.py data/calculator", "examples/calculator"),
+    "runs/calculator_sft/model": ("slimefsdp train configs/calculator_sft.yaml", "examples/calculator"),
+    "runs/demo_llm/smollm2": ("bash scripts/demo_llm.sh", "examples/smollm2"),
+    "runs/demo_llm/seed_0": ("bash scripts/demo_llm.sh", ""),
+    ".venv-vllm": ("bash scripts/setup_vllm.sh", ""),
+}
+
+
+def made_by(path: Path) -> str | None:
+    """Returns the command that makes the file or folder at a path; None if it exists or no script makes it."""
+    entry = _entry(path)
+    return None if entry is None else entry[0]
+
+
+def shape_of(path: Path) -> Path | None:
+    """Returns a folder that has only config.json, for a hub id or a model that `made_by` knows; None for others."""
+    hub_id = HubId.of(path)
+    entry = _entry(path)
+    name = hub_id.name if hub_id is not None and entry is None else entry[1] if entry is not None else ""
+    return _SHAPES / name if name and (_SHAPES / name / "config.json").is_file() else None
+
+
+def is_shape(folder: Path) -> bool:
+    return folder.is_relative_to(_SHAPES)
+
+
+def _entry(path: Path) -> tuple[str, str] | None:
+    for target, entry in _COMMANDS.items():
+        if path.is_relative_to(target) and not os.path.lexists(target):
+            return entry
+    return None

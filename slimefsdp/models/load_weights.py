@@ -21,14 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.collectives import run_together
 from slimefsdp.distributed.mesh import local_rows, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.io.safetensors_file import TORCH_DTYPES, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
+from slimefsdp.models.hf_folder import ModelFolder, Part, is_no_weight, stored_parts
 
 ReadBy = Literal["every_rank", "first_rank"]
 TIED_HEAD = "lm_head.weight"

@@ -23,6 +23,7 @@ from torch import nn
 
 from slimefsdp.distributed.mesh import Mesh, local_rows, local_shard
 from slimefsdp.errors import ConfigError, ModelError, short_text
+from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.load_weights import ReadBy, read_tensors, seed_of_module
 from slimefsdp.models.lora_modules import LoraLinear, LoraModule, add_to_experts, stacks_of
@@ -39,6 +40,7 @@ from slimefsdp.models.peft_folder import (
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> the integer dtype
 # a keyword of lora.targets -> names of this part in transformers' decoder layers
 _PARTS = {"attention": ("self_attn", "attn"), "mlp": ("mlp",)}
+_OTHER_MODEL = "name the model that the adapters were trained on as model.path"
 _HEADS = ("head", "lm_head")  # the keyword for the LM head, and its name in adapter folders
 
 
@@ -186,11 +188,6 @@ class _Target(NamedTuple):
     weight: nn.Parameter  # the matrix of a linear module, or a stack of experts
 
 
-def _has_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
-
-
 def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
     """Returns the targets that `lora.targets` selects, in model order.
 
@@ -223,7 +220,9 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
         else:
             matched = [name for name in (*owners, *stacks) if fnmatchcase(name, target)]
         if not matched:
-            linear = sorted({name.rpartition(".")[2] for name, module in owners.items() if _has_matrix(module)})
+            linear = sorted(
+                {name.rpartition(".")[2] for name, module in owners.items() if isinstance(module, nn.Linear)}
+            )
             raise ConfigError(
                 f"lora.targets has {target!r}, which matches no module of this model that has parameters",
                 field="lora.targets",
@@ -259,10 +258,9 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
 
 
 def _is_meant(module: nn.Module, stacks: Collection[str]) -> bool:
-    """Returns whether the keyword `attention` or `mlp` selects a module.
+    """Returns whether the keyword `attention` or `mlp` selects a module: one with a matrix, unlike norms and sinks.
 
-    It selects modules with a matrix, not norms, sinks and the like. In a mixture of experts it selects only linear
-    modules, like peft's all-linear: neither experts nor routers.
+    In a mixture of experts it selects only linear modules, like peft's all-linear: neither experts nor routers.
     """
     if stacks:
         return isinstance(module, nn.Linear)
@@ -321,24 +319,15 @@ def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
     Raises:
         ModelError: see `add_adapters_of`.
     """
+
+    def require_tensor(name: str, chosen_by: str) -> TensorEntry:
+        if (entry := folder.tensors.get(name)) is None:
+            hint = f"save the adapters again, or {_OTHER_MODEL}"
+            raise wrong_tensor(name, f"is missing from {folder.path}, where {chosen_by}", hint)
+        return entry
+
     linears = {name: module for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
     folder.check_base({f"{name}.weight": tuple(module.weight.shape) for name, module in linears.items()}, base)
-    _check_stacks(folder, model, base)
-    in_folder = set(folder.targets)
-    head = model.hf.get_output_embeddings()
-    for name, module in linears.items():
-        is_left_out = folder.chooses_all_linear and module is head
-        if name not in in_folder and not is_left_out and folder.chooses(name):
-            targets = short_text(folder.config["target_modules"])
-            raise wrong_tensor(
-                tensor_name(name, "A"),
-                f"is missing from {folder.path}, where target_modules={targets} chooses {name}",
-                "save the adapters again, or name the model that they were trained on as model.path",
-            )
-
-
-def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
-    """Checks that every adapted stack of experts is in the model, and that every selected stack has an adapter."""
     in_model = {name: module for name, module in model.hf.named_modules() if stacks_of(module)}
     in_folder = folder.stacks
     for owner in sorted(in_folder.keys() | in_model.keys()):
@@ -346,37 +335,32 @@ def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
         # not by get_parameter, because a forward in another thread may have replaced the attribute by the sum
         parameters = {} if module is None else dict(module.named_parameters(recurse=False))
         known = [] if module is None else stacks_of(module)
-        chosen = [name for name in known if name in wanted]
-        names = stack_modules(f"{owner}.{name}" for name in chosen)
         if owner in in_folder and set(wanted) - set(known):
             raise wrong_tensor(
                 tensor_name(owner, "A"),
                 f"of {folder.path} is of experts, where target_parameters names {', '.join(wanted)}, and the model at "
                 f"{base} has no such stacks of experts there",
-                "name the model that the adapters were trained on as model.path",
+                _OTHER_MODEL,
             )
-        for name in chosen:
+        in_peft = stack_modules(f"{owner}.{name}" for name in known if name in wanted)
+        for stack, peft_module in in_peft.items():
             assert module is not None
-            experts, rows, columns = parameters[name].shape
+            experts, rows, columns = parameters[stack.removeprefix(f"{owner}.")].shape
             if module.is_transposed:
                 rows, columns = columns, rows
-            shapes = {"A": (folder.rank * experts, columns), "B": (rows, folder.rank * experts)}
-            for matrix, shape in shapes.items():
-                tensor = tensor_name(names[f"{owner}.{name}"], matrix)
-                entry = folder.tensors.get(tensor)
-                if entry is None:
-                    raise wrong_tensor(
-                        tensor,
-                        f"is missing from {folder.path}, where target_parameters chooses {owner}.{name}",
-                        "save the adapters again, or name the model that they were trained on as model.path",
-                    )
+            for matrix, shape in {"A": (folder.rank * experts, columns), "B": (rows, folder.rank * experts)}.items():
+                tensor = tensor_name(peft_module, matrix)
+                entry = require_tensor(tensor, f"target_parameters chooses {stack}")
                 if tuple(entry.shape) != shape:
-                    raise wrong_tensor(
-                        tensor,
-                        f"of {folder.path} has shape {list(entry.shape)}, and {owner}.{name} of the model at {base} "
-                        f"needs {list(shape)}",
-                        "name the model that the adapters were trained on as model.path",
-                    )
+                    problem = f"has shape {list(entry.shape)}, and {stack} of the model at {base} needs {list(shape)}"
+                    raise wrong_tensor(tensor, f"of {folder.path} {problem}", _OTHER_MODEL)
+    targets, head = set(folder.targets), model.hf.get_output_embeddings()
+    for name, module in linears.items():
+        is_left_out = folder.chooses_all_linear and module is head
+        if name not in targets and not is_left_out and folder.chooses(name):
+            require_tensor(
+                tensor_name(name, "A"), f"target_modules={short_text(folder.config['target_modules'])} chooses {name}"
+            )
 
 
 def read_adapters(
@@ -451,5 +435,5 @@ def check_base_weights(folder: PeftFolder, model: DecoderModel, digest: Callable
             f"the adapters of {folder.path} were trained on base weights {recorded} (in {dtype}), and the model at "
             f"{base} has weights {digest_of_model}",
             field=FIELD,
-            hint="name the model that they were trained on as model.path",
+            hint=_OTHER_MODEL,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,7 @@ class PeftFolder:
 
     @property
     def rank(self) -> int:
-        rank: int = self.config["r"]
-        return rank
+        return int(self.config["r"])
 
     @property
     def alpha(self) -> float:
@@ -203,7 +202,8 @@ def _read(path: Path) -> PeftFolder:
             )
         raise ModelError(f"{folder} has no {TENSOR_FILE}", hint=COPY_AGAIN)
     config = read_json_object(config_file)
-    _check_config(config, config_file)
+    for key, rule, hint in _config_problems(config):  # only the first: the checks of later ones rely on it
+        raise ModelError(f"{key}={short_repr(config.get(key))} in {config_file} {rule}", hint=hint)
     header = read_header(tensor_file)
     adapters = PeftFolder(folder, config, header.tensors, header.metadata)
     _check_tensors(adapters, tensor_file)
@@ -211,88 +211,73 @@ def _read(path: Path) -> PeftFolder:
     return adapters
 
 
-def _check_config(config: dict[str, Any], file: Path) -> None:
-    def refused(key: str, rule: str, hint: str) -> ModelError:
-        return ModelError(f"{key}={short_repr(config.get(key))} in {file} {rule}", hint=hint)
+def _config_problems(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yields the keys whose values cannot be honoured, what is wrong with each, and the way out."""
 
-    if config.get("peft_type") != "LORA":
-        raise refused("peft_type", "is not LORA", "name a folder of LoRA adapters")
-    if config.get("task_type") not in (None, "CAUSAL_LM"):
-        raise refused("task_type", "is another task than CAUSAL_LM", "name adapters of a causal language model")
-    if config.get("bias") not in (None, "none"):
-        raise refused("bias", "trains biases, which are not adapters", "train with bias='none'")
-    initialisation = config.get("init_lora_weights")
-    name = initialisation.lower() if isinstance(initialisation, str) else initialisation
-    if name not in _INITIALISATIONS or type(name) not in (bool, str, type(None)):
-        raise refused(
-            "init_lora_weights",
-            "may have changed the base weights of the adapters",
-            "convert it to plain LoRA (peft: save_pretrained(path_initial_model_for_weight_conversion=..))",
-        )
-    rank: Any = config.get("r")
-    alpha: Any = config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise refused("r", "is no whole number from 1 on", "restore the adapters' own value")
-    if type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
-        raise refused("lora_alpha", f"is no number above 0, of at most {_LARGEST:g}", "restore the adapters' own value")
-    if config.get("use_rslora"):
-        raise refused(
-            "use_rslora",
-            "scales by alpha / sqrt(r), which no setting here does",
-            f"in a copy of the folder set use_rslora to false and lora_alpha to {alpha * math.sqrt(rank)!r}, which "
-            "computes the same",
-        )
-    if config.get("lora_dropout"):
-        raise refused(
-            "lora_dropout",
-            "is noise in training, of which there is none here",
-            "in a copy of the folder set lora_dropout to 0, which changes nothing of what the adapters compute",
-        )
-    for key, value in config.items():
-        if key not in _READ | _WITHOUT_EFFECT and value:
-            raise refused(key, "cannot be honoured", "name adapters that were trained without it")
-    _check_targets(config, refused)
-
-
-def _check_targets(config: dict[str, Any], refused: Any) -> None:
     def are_texts(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    initialisation = config.get("init_lora_weights")
+    own = "restore the adapters' own value"
+    if config.get("peft_type") != "LORA":
+        yield "peft_type", "is not LORA", "name a folder of LoRA adapters"
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        yield "task_type", "is another task than CAUSAL_LM", "name adapters of a causal language model"
+    if config.get("bias") not in (None, "none"):
+        yield "bias", "trains biases, which are not adapters", "train with bias='none'"
+    name = initialisation.lower() if isinstance(initialisation, str) else initialisation
+    if name not in _INITIALISATIONS or type(name) not in (bool, str, type(None)):
+        hint = "convert it to plain LoRA (peft: save_pretrained(path_initial_model_for_weight_conversion=..))"
+        yield "init_lora_weights", "may have changed the base weights of the adapters", hint
+    if type(rank) is not int or rank < 1:
+        yield "r", "is no whole number from 1 on", own
+    elif type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
+        yield "lora_alpha", f"is no number above 0, of at most {_LARGEST:g}", own
+    elif config.get("use_rslora"):
+        equal = f"{alpha * math.sqrt(rank)!r}, which computes the same"
+        hint = f"in a copy of the folder set use_rslora to false and lora_alpha to {equal}"
+        yield "use_rslora", "scales by alpha / sqrt(r), which no setting here does", hint
+    if config.get("lora_dropout"):
+        hint = "in a copy of the folder set lora_dropout to 0, which does not change what the adapters compute"
+        yield "lora_dropout", "is noise in training, of which there is none here", hint
+    for key, value in config.items():
+        if key not in _READ | _WITHOUT_EFFECT and value:
+            yield key, "cannot be honoured", "name adapters that were trained without it"
 
     hint = "restore what peft wrote"
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
     stacks = config.get("target_parameters")
     if stacks and not are_texts(stacks):
-        raise refused("target_parameters", "is no list of names", hint)
+        yield "target_parameters", "is no list of names", hint
     for stack in stacks or ():
         owner, _, parameter = stack.rpartition(".")
         if not owner or parameter == "weight":
-            raise refused(
-                "target_parameters",
-                f"has {stack!r}, which does not name a module and its stack of experts",
-                "train with names such as mlp.experts.down_proj there, and with linear modules in target_modules",
-            )
+            rule = f"has {stack!r}, which does not name a module and its stack of experts"
+            names = "names such as mlp.experts.down_proj there, and with linear modules in target_modules"
+            yield "target_parameters", rule, f"train with {names}"
     if (targets or not stacks) and not (targets and (isinstance(targets, str) or are_texts(targets))):
-        raise refused("target_modules", "is neither a list of names nor a pattern", hint)
+        yield "target_modules", "is neither a list of names nor a pattern", hint
     if excluded and not (isinstance(excluded, str) or are_texts(excluded)):
-        raise refused("exclude_modules", "is neither a list of names nor a pattern", hint)
+        yield "exclude_modules", "is neither a list of names nor a pattern", hint
     are_layers = isinstance(layers, list) and all(type(layer) is int for layer in layers)
     if layers is not None and not (type(layers) is int or are_layers):
-        raise refused("layers_to_transform", "is no list of layers", hint)
+        yield "layers_to_transform", "is no list of layers", hint
     if layers is not None and isinstance(targets, str):
-        raise refused("layers_to_transform", "is not for a target_modules that is one pattern, in peft neither", hint)
+        yield "layers_to_transform", "does not go with a target_modules that is one pattern, in peft neither", hint
     if patterns and not (isinstance(patterns, str) or are_texts(patterns)):
-        raise refused("layers_pattern", "is no list of names", hint)
+        yield "layers_pattern", "is no list of names", hint
     if patterns and layers is None:
-        raise refused("layers_pattern", "is nothing without layers_to_transform, in peft neither", hint)
-    of_layers = [] if not patterns else [patterns] if isinstance(patterns, str) else patterns
-    patterns_by_key = {"target_modules": [targets], "exclude_modules": [excluded], "layers_pattern": of_layers}
-    for key, texts in patterns_by_key.items():
+        yield "layers_pattern", "has no effect without layers_to_transform, in peft neither", hint
+    of_layers = [patterns] if isinstance(patterns, str) else patterns or []
+    for key, texts in {"target_modules": [targets], "exclude_modules": [excluded], "layers_pattern": of_layers}.items():
         for text in texts:
             try:
                 re.compile(text if isinstance(text, str) else "")
             except re.error as error:
-                raise refused(key, f"is no regular expression ({error})", hint) from None
+                yield key, f"is no regular expression ({error})", hint
 
 
 def _check_tensors(folder: PeftFolder, file: Path) -> None:

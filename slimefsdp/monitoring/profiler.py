@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from slimefsdp.distributed.consensus import run_on_first, run_together
+from slimefsdp.distributed.collectives import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh
 
 # prefixes of collectives, sends and receives of the host in a trace; on a GPU they are NCCL kernels

@@ -39,6 +39,17 @@ def bucket_elements(device: torch.device) -> int:
     return BUCKET_ELEMENTS.get(device.type, OTHER_BUCKET_ELEMENTS)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AdamWState:
+    """Holds the local shards of a parameter, its gradient and its moments, [rows, ...], each contiguous."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: torch.Tensor  # step count, a scalar that is incremented
+
+
 def split_state(
     tensors: Sequence[torch.Tensor], step: torch.Tensor, length: int
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
@@ -64,14 +75,9 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RoundedState:
-    """Holds a parameter's local shards, each contiguous, and their offset in the whole parameter."""
+class RoundedState(AdamWState):
+    """Has moments in bfloat16."""
 
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    exp_avg: torch.Tensor  # bfloat16
-    exp_avg_sq: torch.Tensor  # bfloat16
-    step: torch.Tensor  # step count, a scalar that is incremented
     name: str
     first_element: int  # index of the shard's first element in the whole parameter
 
@@ -182,14 +188,9 @@ _DECADES = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedState:
-    """Holds a parameter's local shards, [rows, ...], each contiguous."""
+class QuantizedState(AdamWState):
+    """Has moments as codes, uint8."""
 
-    parameter: torch.Tensor
-    gradient: torch.Tensor
-    exp_avg: torch.Tensor  # codes, uint8
-    exp_avg_sq: torch.Tensor  # codes, uint8
-    step: torch.Tensor  # step count, a scalar that is incremented
     exp_avg_scale: torch.Tensor  # [rows, blocks] float32
     exp_avg_sq_scale: torch.Tensor  # [rows, blocks] float32
 

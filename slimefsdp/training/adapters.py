@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from slimefsdp.config import TrainerConfig
-from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.collectives import run_together
 from slimefsdp.distributed.fsdp import reshard
 from slimefsdp.distributed.memory_manager import StorageOffloader
 from slimefsdp.distributed.mesh import Mesh, local_shard

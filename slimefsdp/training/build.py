@@ -25,7 +25,7 @@ from slimefsdp.checkpoint.manifest import check_info
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.sections import AdamWSettings, MuonSettings, OptimSettings, SgdSettings
-from slimefsdp.distributed.consensus import all_equal, gathered, run_on_first, run_together
+from slimefsdp.distributed.collectives import all_equal, gathered, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh

@@ -40,7 +40,7 @@ from slimefsdp.checkpoint.store import PARTS, CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.earlier import with_present_names
 from slimefsdp.config.sections import AdamWSettings
-from slimefsdp.distributed.consensus import run_on_first, run_together
+from slimefsdp.distributed.collectives import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.io.files import io_reported, json_bytes

@@ -23,7 +23,7 @@ from slimefsdp.algorithms.registry import LossName
 from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import TrainerConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise_first, run_together, sendable
+from slimefsdp.distributed.collectives import all_equal, error_of, gathered, raise_first, run_together, sendable
 from slimefsdp.distributed.memory_manager import MemoryManager, forget_peak_memory
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError

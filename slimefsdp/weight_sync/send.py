@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slimefsdp import heartbeat
-from slimefsdp.distributed.consensus import gathered, run_on_first
+from slimefsdp.distributed.collectives import gathered, run_on_first
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import SyncReport
 from slimefsdp.weight_sync.buckets import Bucket

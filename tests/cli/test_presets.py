@@ -12,8 +12,7 @@ from actors.cli import preflight
 from actors.cluster import capacity, connect
 from slimefsdp.config import load_config
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models import named_shapes
-from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.models.hf_folder import read_model_folder, shape_of
 from tests.support.hub import use_cache
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +71,7 @@ def test_presets_for_gpus_say_so_and_compute_in_bfloat16() -> None:
     assert len(with_gpus) >= 10
     for config in with_gpus:
         assert config.mesh.device == "cuda" and config.precision.compute_dtype == "bfloat16"
-        assert named_shapes.shape_of(config.model.path) is not None
+        assert shape_of(config.model.path) is not None
     engines = {config.rollout.placement for config in with_gpus if config.algorithm != "sft"}
     assert engines == {"own", "colocated"} and {config.algorithm for config in with_gpus} == {"grpo", "ppo", "sft"}
 
@@ -88,7 +87,7 @@ def test_shapes_of_examples_are_those_of_the_models_that_scripts_make(example: P
 
 
 def spec_of(path: Path) -> ModelSpec:
-    folder = named_shapes.shape_of(path)
+    folder = shape_of(path)
     assert folder is not None
     return ModelSpec.from_config(read_model_folder(folder, with_weights=False).config)
 

@@ -26,7 +26,7 @@ from slimefsdp.convert.convert import (
     dcp_to_hugging_face,
     hugging_face_to_dcp,
 )
-from slimefsdp.convert.dcp_metadata import read_dcp_folder
+from slimefsdp.convert.dcp import read_dcp_folder
 from slimefsdp.errors import CheckpointError, ModelError
 from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.trainer import Trainer

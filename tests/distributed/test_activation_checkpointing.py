@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.distributed import activation_checkpointing
+from slimefsdp.distributed import fsdp
 from slimefsdp.errors import ConfigError
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
@@ -183,8 +183,8 @@ def inputs_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[
         moved.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor.clone()
 
-    original = activation_checkpointing.to_host
-    activation_checkpointing.to_host = copied  # type: ignore[assignment]
+    original = fsdp.to_host
+    fsdp.to_host = copied  # type: ignore[assignment]
     try:
         trainer = Trainer(config, device=CPU)
         trainer.policy.register_forward_hook(lambda *_: left.append(sum(not one.expired() for one in moved)))
@@ -192,7 +192,7 @@ def inputs_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[
         in_training = len(moved)
         trainer.compute_log_probs(batch)
     finally:
-        activation_checkpointing.to_host = original
+        fsdp.to_host = original
     trained = [(name, p) for name, p in trainer.policy.named_parameters() if p.grad is not None]
     gradients = {name: p.grad.full_tensor() for name, p in trained}
     return {"moved": in_training, "without grad": len(moved) - in_training, "left": left[0], "gradients": gradients}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slimefsdp.distributed import compiler
-from slimefsdp.distributed.compiler import require_compiler
+from slimefsdp.distributed import fsdp
+from slimefsdp.distributed.fsdp import require_compiler
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
@@ -26,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("sysconfig.get_path", lambda name: {"include": str(tmp_path)}[name])
-    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    monkeypatch.setattr(fsdp, "find_spec", lambda name: None)
     return tmp_path
 
 
@@ -62,7 +62,7 @@ def test_on_cuda_it_takes_a_c_compiler_headers_and_triton(
     (machine / "Python.h").touch()
     with refused(ConfigError, "model.compile", "triton"):
         require_compiler("cuda")
-    monkeypatch.setattr(compiler, "find_spec", lambda name: name == "triton" or None)
+    monkeypatch.setattr(fsdp, "find_spec", lambda name: name == "triton" or None)
     require_compiler("cuda")
     monkeypatch.setenv("CC", "none-such")
     with refused(ConfigError, "model.compile", "none-such"):

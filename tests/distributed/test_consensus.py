@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimefsdp.distributed import consensus
-from slimefsdp.distributed.consensus import all_equal, run_on_first, run_together
+from slimefsdp.distributed import collectives
+from slimefsdp.distributed.collectives import all_equal, run_on_first, run_together
 from slimefsdp.errors import CheckpointError
 from tests.support.rank_pool import RankPool
 
@@ -40,13 +40,13 @@ def test_values_are_equal_only_if_all_ranks_bring_the_same(ranks: RankPool) -> N
 
 def gathers_of_agreement(rank: int) -> list[int]:
     """How often values were gathered: where all went well, and where one rank failed."""
-    gathered, counts = consensus.gathered, [0]
+    gathered, counts = collectives.gathered, [0]
 
     def counting(*args: Any) -> list[Any]:
         counts[-1] += 1
         return gathered(*args)
 
-    consensus.gathered = counting  # type: ignore[assignment]
+    collectives.gathered = counting  # type: ignore[assignment]
     try:
         run_together(lambda: None, group())
         run_on_first(lambda: None, group())
@@ -54,7 +54,7 @@ def gathers_of_agreement(rank: int) -> list[int]:
         counts.append(0)
         caught(lambda: run_together(lambda: rank and fail(CheckpointError("disk full")), group()))
     finally:
-        consensus.gathered = gathered
+        collectives.gathered = gathered
     return counts
 
 

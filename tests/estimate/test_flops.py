@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.batching.packing import LocalShare
-from slimefsdp.distributed.activation_checkpointing import recompute_layers
+from slimefsdp.distributed.fsdp import recompute_layers
 from slimefsdp.estimate.flops import executed_flops, forward_flops, training_flops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import PolicyModel

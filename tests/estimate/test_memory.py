@@ -11,7 +11,7 @@ import torch
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.attention.select import Choice
-from slimefsdp.distributed.activation_checkpointing import recompute_layers
+from slimefsdp.distributed.fsdp import recompute_layers
 from slimefsdp.estimate.memory import (
     Memory,
     MicroBatches,

@@ -39,8 +39,7 @@ from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.shards import SavedShards, ShardedTensor, write_shard
 from slimefsdp.checkpoint.store import LATEST, CheckpointStore
 from slimefsdp.config import config_from_dict, load_config
-from slimefsdp.convert.dcp import read_saved
-from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
+from slimefsdp.convert.dcp import Chunk, SavedTensor, read_dcp_folder, read_saved
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
 from slimefsdp.estimate.hardware import Rates, read_calibration

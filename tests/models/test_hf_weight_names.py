@@ -22,8 +22,7 @@ from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models import load_weights
 from slimefsdp.models.build import build_for_sampling, load_policy
-from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
-from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.hf_folder import SINGLE_FILE, hub_parts, read_model_folder
 from slimefsdp.weight_sync.receive import WeightReceiver
 from slimefsdp.weight_sync.send import full_weights
 from tests.support.all_pairs import all_pairs
