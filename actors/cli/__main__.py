@@ -1,4 +1,4 @@
-"""`python -m actors.cli`: the command `slimefsdp` of a checkout that is not installed."""
+"""Runs the command `slimefsdp` of a checkout that is not installed, by `python -m actors.cli`."""
 
 import os
 import sys

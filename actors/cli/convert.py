@@ -1,6 +1,6 @@
-"""`slimefsdp convert`: models between Hugging Face folders, torch.distributed.checkpoint folders and checkpoints.
+"""`slimefsdp convert` converts models between Hugging Face, torch.distributed.checkpoint and checkpoint folders.
 
-Folders are looked at before torch is imported; progress goes to stderr, and one line about the result to stdout.
+Folders are checked before torch is imported; progress goes to stderr, and one line about the result to stdout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def hf_to_dcp_command(source: Path, target: Path) -> int:
     """Converts a Hugging Face folder to torch.distributed.checkpoint.
 
     Raises:
-        SlimeError: what the folders lack or hold; nothing is left at DST. The other conversions raise it likewise.
+        SlimeError: what is wrong with the folders; nothing is left at DST. The other conversions raise it, too.
     """
     _require_folders(source, target)
     folder = read_model_folder(source, field="SRC")

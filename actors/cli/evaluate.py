@@ -1,4 +1,4 @@
-"""`slimefsdp eval MODEL`: how a model answers held-out prompts, without any training."""
+"""`slimefsdp eval MODEL` evaluates a model on held-out prompts, without any training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slimefsdp groups list` and `slimefsdp groups stop`: the named groups of a Ray cluster."""
+"""`slimefsdp groups list` and `slimefsdp groups stop` show and end the named groups of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def list_command(name: str | None, address: str, *, allow_without_token: bool, as_json: bool) -> int:
-    """Prints what named groups there are, how far they are, and who is attached.
+    """Prints the named groups of a cluster, their progress, and the programs that are attached.
 
     Args:
         name: of one group; None: all of them.
@@ -38,7 +38,7 @@ def list_command(name: str | None, address: str, *, allow_without_token: bool, a
             except SlimeError as error:
                 if name is not None:
                     raise
-                statuses[group] = error  # the others can be shown
+                statuses[group] = error  # the other groups can still be shown
     finally:
         disconnect()
     if as_json:

@@ -1,4 +1,4 @@
-"""`slimefsdp serve`: a server for clients of the Tinker API, and what is checked before it starts."""
+"""`slimefsdp serve` checks the settings and serves the Tinker API over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torchrun -m actors.cli train FILE`: training from files in the processes that torchrun started, without Ray."""
+"""Trains from files in the processes of `torchrun -m actors.cli train FILE`, without Ray."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def is_rank_of_torchrun() -> bool:
 
 
 def train_as_rank(config: RunConfig) -> int:
-    """Runs as one of the ranks; returns the exit status. Rank 0 checks, runs the loop and prints.
+    """Runs as one of the ranks; returns the exit status. Rank 0 checks, runs the loop and reports how the run ends.
 
-    How the run ends is rank 0's to report. The other ranks return 0 unless a call failed: torchrun ends all ranks once
-    one has failed, and rank 0 has curves and its error to write.
+    The other ranks return 0 unless a call failed: torchrun ends all ranks once one has failed, and rank 0 still has to
+    write the curves and its error.
 
     Raises:
         ConfigError: the algorithm samples from engines, the reference is a group of its own, or the mesh is not that
             of the ranks.
         SlimeError: as `actors.loop.train`, on rank 0; another rank raises what happened there alone.
     """
-    end_with_parent()  # torchrun's agent: without it nobody ends a rank whose peers are gone
+    end_with_parent()  # torchrun's agent, which ends ranks whose peers are gone
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank:
         return _follow(config, rank)
@@ -64,12 +64,12 @@ def train_as_rank(config: RunConfig) -> int:
         config, prompts = checked.config, checked.prompts
         interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
         _join(config)
-        print(_led(config, interrupts, prompts))
+        print(_lead(config, interrupts, prompts))
     return 0
 
 
-def _led(config: RunConfig, interrupts: Interrupts, prompts: Prompts) -> str:
-    """Rank 0's loop; returns its closing line. However it ends, all ranks leave together unless a call has failed."""
+def _lead(config: RunConfig, interrupts: Interrupts, prompts: Prompts) -> str:
+    """Runs the loop of rank 0 and returns its closing line. All ranks leave together, unless a call has failed."""
     from actors.loop import train
     from actors.torchrun import TorchrunGroup
 
@@ -91,12 +91,12 @@ def _follow(config: RunConfig, rank: int) -> int:
 
     try:
         _join(config)
-        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 hears of them, and says when the run ends
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 receives them, too, and decides when the run ends
             signal.signal(number, signal.SIG_IGN)
         follow()
         _leave()
     except SlimeError as error:
-        if error.rank not in (None, rank):  # which tells of it
+        if error.rank not in (None, rank):  # that rank reports it
             return error.exit_code
         raise
     except RuntimeError as error:
@@ -115,12 +115,12 @@ def _join(config: RunConfig) -> None:
 
     device = choose_device(config.mesh.device)
     if device.type == "cpu":
-        torch.set_num_threads(1)  # ranks share the cores, as those of Ray do
+        torch.set_num_threads(1)  # ranks share the cores, as under Ray
     start_process_group_from_environment(device, timeout_s=config.cluster.call_timeout_s)
 
 
 def _leave() -> None:
-    """Collective: leaves the process group once every rank has got here."""
+    """Leaves the process group after every rank has reached this call; collective."""
     import torch
     import torch.distributed as dist
 
