@@ -51,22 +51,6 @@ def folder(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FILES: dict[str, str | bytes] = {
     "text.txt": "no settings\n",
-    "empty.yaml": "",
-    "number.yaml": "17\n",
-    "utf16.yaml": "run: {}\n".encode("utf-16"),
-    "binary.yaml": bytes(range(256)),
-    "twice.yaml": "optim: {lr: 1.0, lr: 2.0}\n",
-    "tag.yaml": "model: !!python/object/apply:os.system [echo]\n",
-    "deep.yaml": "a: " + "[" * 200 + "]" * 200 + "\n",
-    "key.yaml": "1: {}\n",
-    "big.yaml": "# " + "x" * 200_000 + "\n",
-    "bomb.yaml": "a: &a [x,x]\nb: &b [*a,*a]\nc: [*b,*b]\n",
-    "section_text.yaml": "run: text\nmodel: {path: m}\noptim: {total_updates: 1}\n",
-    "section_list.yaml": "run: [1]\nmodel: {path: m}\noptim: {total_updates: 1}\n",
-    "section_null.yaml": "model:\nrun: {steps: 1}\noptim: {total_updates: 1}\n",
-    "no_model.yaml": "optim: {total_updates: 1}\n",
-    "unknown.yaml": "model: {path: m}\noptim: {total_updates: 1}\ntrainer: {}\n",
-    "emoji.yaml": "\U0001f600: {}\n",
     "half.jsonl": '{"prompt": "\\ud800"}\n',
     "empty.jsonl": "\n\n",
     "no_prompt.jsonl": '{"question": "x"}\n',
@@ -76,7 +60,6 @@ FILES: dict[str, str | bytes] = {
     "no_answer.jsonl": '{"prompt": "x"}\n',
     "answer_chat.jsonl": '{"prompt": "x", "answer": [{"role": "assistant", "content": "x"}]}\n',
     "answer_nan.jsonl": '{"prompt": "x", "answer": NaN}\n',
-    "long_name.yaml": f"optim: {{{'x' * 5000}: 1}}\n",
     "torn.safetensors": b"\x10\0\0\0\0\0\0\0{",
     "text.safetensors": "hello",
     "lengths.json": "[1, -2]",
@@ -86,28 +69,9 @@ FILES: dict[str, str | bytes] = {
     "rates_bad.json": '{"rates": {"matrix_tflops": "fast"}}',
 }
 
-FILE_CASES = [
-    (name, 2, None)
-    for name in FILES
-    if name.endswith(".yaml") and not name.startswith(("section_", "no_model", "unknown", "emoji"))
-]
-FILE_CASES += [
-    ("text.txt", 2, None), ("missing.yaml", 2, None), ("empty", 2, None), ("link", 2, None), ("loop", 2, None),
-    ("/dev/null", 2, None), ("/dev/zero", 2, None), ("x" * 300, 2, None), ("c.yaml/x", 2, None),
-    ("section_text.yaml", 2, "run"), ("section_list.yaml", 2, "run"), ("section_null.yaml", 2, "model"),
-    ("no_model.yaml", 2, "model"), ("unknown.yaml", 2, "trainer"), ("emoji.yaml", 2, "\U0001f600"),
-]  # fmt: skip
-
 SETTINGS: list[tuple[str, int, str | None]] = [
-    (f"{field}={HUGE}", 2, field) for field in ("run.steps", "mesh.dp", "optim.lr", "rollout.prompts_per_step")
-] + [
-    ("optim.lr=.nan", 2, "optim.lr"), ("optim.lr=1e999", 2, None), ("optim.lr=fast", 2, "optim.lr"),
-    ("optim.lr='1e-3'", 2, "optim.lr"), ("optim.lr=", 2, "optim.lr"), ("optim.lr={a: 1}", 2, "optim.lr"),
-    ("optim.betas=[0.9, 1.0]", 2, "optim.betas"), ("optim.name=adam", 2, "optim.name"),
-    ("optim=1", 2, "optim"), ("optim.lr.x=1", 2, "optim.lr"), ("mesh.dp=1.0", 2, "mesh.dp"), ("mesh.dp=two", 2, "mesh.dp"),
-    ("mesh.dp=010", 2, None), ("mesh.dp=100000", 6, "mesh.dp"), ("mesh.pd=2", 2, "mesh.pd"), ("mesh.device=gpu", 2, "mesh.device"),
-    ("Mesh.dp=2", 2, "Mesh"), ("mesh..dp=2", 2, None), ("=2", 2, None), ("mesh.dp:2", 2, None), ("mesh.dp", 2, None),
-    ("m\u00ebsh.dp=2", 2, "m\u00ebsh"), ("run.dir=' '", 2, "run.dir"), ("run.dir=7", 2, "run.dir"),
+    ("optim.lr=fast", 2, "optim.lr"), ("mesh.pd=2", 2, "mesh.pd"), ("mesh.dp=100000", 6, "mesh.dp"), ("=2", 2, None),
+    ("mesh.dp", 2, None), (f"run.steps={HUGE}", 2, "run.steps"), (f"optim.{'b' * 5000}=1", 2, None),
     ("run.dir=/", 2, "run.dir"), ("run.dir=/tmp", 2, "run.dir"), ("run.dir=~", 2, "run.dir"), ("run.dir=/usr/local", 2, "run.dir"),
     ("run.dir=~nobody_at_all/x", 2, "run.dir"), ("run.dir=$NO_SUCH_VARIABLE/x", 2, "run.dir"), ("run.dir=checkout/../checkout", 2, "run.dir"),
     ("run.dir=earlier", 2, "run.dir"), ("run.dir=text.txt", 2, "run.dir"), ("run.dir=text.txt/x", 2, "run.dir"),
@@ -129,13 +93,13 @@ SETTINGS: list[tuple[str, int, str | None]] = [
     ("rollout.reward=json:no_such", 2, "rollout.reward"), ("rollout.reward=json:__doc__", 2, "rollout.reward"), ("rollout.reward=null", 2, "rollout.reward"),
     ("rollout.environment=bisect_game", 2, "rollout.environment"), ("rollout.filter=actors.rollout.filters:mixed", 2, "rollout.filter"),
     ("advantage.estimator=no_such_module:f", 2, "advantage.estimator"), ("loss.policy=no_such_module:f", 2, "loss.policy"),
-    ("rollout.max_new_tokens=9000", 2, "rollout.max_new_tokens"), ("rollout.samples_per_prompt=1", 2, "rollout.samples_per_prompt"),
+    ("rollout.max_new_tokens=9000", 2, "rollout.max_new_tokens"),
     ("rollout.prompts_per_step=10000000", 2, None), ("batch.max_tokens_per_rank=1", 2, "batch.max_tokens_per_rank"),
-    ("batch.cost_model=rates.json", 2, "batch.cost_model"), ("loss.policy=pppo", 2, "loss.policy"), ("loss.max_kl=0.1", 2, "loss.max_kl"),
-    ("advantage.estimator=gae", 2, "advantage.estimator"), ("algorithm=ddpo", 2, "algorithm"), ("algorithm=sft", 2, "rollout.reward"),
+    ("batch.cost_model=rates.json", 2, "batch.cost_model"), ("loss.policy=pppo", 2, "loss.policy"),
+    ("advantage.estimator=gae", 2, "advantage.estimator"), ("algorithm=sft", 2, "rollout.reward"),
     ("attention.kernel=flash_attn", 2, "attention.kernel"), ("attention.kernel=flash_attn_3", 2, "attention.kernel"),
     ("attention.strategy=ring_flash_attn mesh.cp=2 mesh.dp=1", 2, "attention.strategy"), ("run.wandb_project=x", 2, "run.wandb_project"),
-    ("profile.updates=[11] run.dir=new", 2, "profile.updates"), (f"optim.{'b' * 5000}=1", 2, None), (f"{'a' * 5000}=1", 2, None),
+    ("profile.updates=[11] run.dir=new", 2, "profile.updates"),
 ]  # fmt: skip
 
 PATHS = [  # where a command line names a file or folder, PATH
@@ -208,7 +172,6 @@ def split(line: str) -> list[str]:
 
 
 CASES: dict[str, Callable[[], list[tuple[list[str], int, str | None]]]] = {
-    "files of settings": lambda: [(["train", name], status, field) for name, status, field in FILE_CASES],
     "settings": lambda: [
         (["train", "c.yaml", "--dry-run", *re.split(r" (?=\w+\.\w+=)", text)], status, field)
         for text, status, field in SETTINGS
