@@ -23,7 +23,7 @@ from slimefsdp.errors import short_text
 
 
 def _name_in(table: Iterable[str], other: str, other_table: Iterable[str]) -> Callable[[str], str]:
-    """A validator: a name of the table, or a function of the user's own as `module:function`.
+    """Returns a validator that takes a name of the table, or a user's function as `module:function`.
 
     Args:
         other: a setting with which this one is easily confused, and the names that it takes.
@@ -36,12 +36,12 @@ def _name_in(table: Iterable[str], other: str, other_table: Iterable[str]) -> Ca
         if ":" in value:
             return function_name(value)
         if value in others:
-            raise broken_rule("is no name here", f"set {other}={value} for it")
+            raise broken_rule("is not a known name", f"it is a value of {other}: set {other}={value}")
         near = difflib.get_close_matches(value.lower(), names, n=3, cutoff=0.4)
         near = near[:1] if value.lower() in near else near
         hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(names)}."
         hint = RECIPES.get(value.lower(), hint) if value.lower() not in names else hint
-        raise broken_rule("is no name here", f"{hint} A function of your own is written module:function")
+        raise broken_rule("is not a known name", f"{hint} A function of your own is written module:function")
 
     return check
 
@@ -148,12 +148,12 @@ class CorrectionSettings(Settings):
 
     @property
     def reads_rollout_log_probs(self) -> bool:
-        """Whether anything here compares with the engine's log-probs."""
+        """Returns whether a setting of this section compares with the engine's log-probs."""
         return self.method != "none" or self.veto_below is not None
 
 
 class CriticSettings(PlacedSettings):
-    """The value model of algorithm=ppo; what is not said here (optimiser, schedule, epochs) is as for the policy."""
+    """The value model of algorithm=ppo. Optimiser, schedule and epochs are those of the policy."""
 
     path: PathOrIdSetting | None = Field(
         None,
@@ -259,12 +259,12 @@ class AlgorithmSettings(Settings):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether `slimefsdp train` samples responses from engines; else the files have them."""
+        """Returns whether `slimefsdp train` samples responses from engines; otherwise the files have them."""
         return self.algorithm not in ("sft", "dpo")
 
     @property
     def loss_name(self) -> Literal["policy", "sft"]:
-        """The loss that an actor's `train_step` takes under this algorithm."""
+        """Returns the loss that an actor's `train_step` takes under this algorithm."""
         return "sft" if self.algorithm == "sft" else "policy"
 
     @property
@@ -280,17 +280,17 @@ class AlgorithmSettings(Settings):
 
     @property
     def estimator(self) -> str:
-        """The advantage estimator: `advantage.estimator`, or what the algorithm is known by."""
+        """Returns `advantage.estimator`, or the usual estimator of the algorithm."""
         return self.advantage.estimator or ("gae" if self.algorithm == "ppo" else "grpo")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether training reads a reference model."""
+        """Returns whether training reads a reference model."""
         return self.loss.kl_coefficient > 0 or self.loss.policy == "dpo"
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether rewards, and so advantages, depend on log-probs of policy and reference."""
+        """Returns whether rewards, and so advantages, depend on log-probs of policy and reference."""
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     def effective(self, field: str) -> Any:

@@ -30,7 +30,7 @@ from slimefsdp.io.user_files import NoPath, path_of, possible
 
 
 def broken_rule(rule: str, hint: str) -> PydanticCustomError:
-    """The error of a rule about one value; the setting and the value are named in front of it."""
+    """Returns the error of a rule about one value; the message begins with the setting and the value."""
     return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
 
 
@@ -56,9 +56,9 @@ def _path_from_text(value: Any) -> Path:
 
 
 def path_or_id(value: Any) -> Path:
-    """A path, or what is written as an id of the Hugging Face hub.
+    """Returns the path that is written, or the id of the Hugging Face hub.
 
-    What is written otherwise (`./owner/name`), but would read like one as a path, becomes absolute.
+    A path such as `./owner/name`, which would look like an id without its `./`, becomes absolute.
     """
     path = _path_from_text(value)
     is_written_so = isinstance(value, str) and reads_like_id(_without_selection(value))
@@ -74,7 +74,7 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def function_name(value: str) -> str:
-    """The value, if it has the form `module:function` or `file.py:function`, whose path becomes absolute.
+    """Returns a value of the form `module:function` or `file.py:function`; the path of a file becomes absolute.
 
     Raises the error of `broken_rule` otherwise.
     """
@@ -131,7 +131,7 @@ def keyword_arguments(value: Any) -> dict[str, Any]:
 
 
 def path_text(path: Path) -> str:
-    """The path as a YAML file would name it, to be read back as it is."""
+    """Returns the path as a YAML file names it, so that it is read back unchanged."""
     return str(path).replace("$", "$$")
 
 
@@ -195,20 +195,20 @@ class Settings(BaseModel):
         return ConfigError(
             f"{field} cannot be changed: settings are read once, and what was launched with them would not know",
             field=field,
-            hint=f"read them anew with an override: load_config(path, ['{field}=...'])",
+            hint=f"read them again with an override: load_config(path, ['{field}=...'])",
         )
 
     @model_validator(mode="before")
     @classmethod
     def null_is_not_given(cls, value: Any) -> Any:
-        """Null withdraws a setting: it is as if nobody had given it, so that it has its default and no rule sees it.
+        """Removes settings that are null, so that they have their defaults and no rule sees them.
 
         A setting whose null means something else than its default keeps it (critic.clip).
         """
         if not isinstance(value, Mapping):
             return value
         withdrawn = {name for name, info in cls.model_fields.items() if not _has_own_null(info)}
-        return {name: one for name, one in value.items() if one is not None or name not in withdrawn}
+        return {name: setting for name, setting in value.items() if setting is not None or name not in withdrawn}
 
     @field_validator("*", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named in the settings as `module:function` or `file.py:function`."""
+"""Imports users' functions, which settings name as `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def load_function(
     may_be_async: bool = False,
     is_class: bool = False,
 ) -> Callable[..., Any]:
-    """The function `module:function` or `file.py:function`, or a class of such a name, imported.
+    """Imports and returns the function `module:function` or `file.py:function`, or a class of such a name.
 
     A file is looked for from the present folder; its own folder is then searched for the modules that it imports.
 
     Args:
         field: the setting that names it.
         example: a name that would do, for the error.
-        takes: the arguments it will be given, by place, with their names for the error; None: not looked at.
-        may_be_async: a coroutine function will do.
-        is_class: errors speak of a class.
+        takes: the names of the positional arguments of a call, which the function must accept; None: not checked.
+        may_be_async: whether a coroutine function is allowed.
+        is_class: whether a class is wanted, for the errors.
 
     Raises:
         ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
@@ -75,7 +75,7 @@ def load_function(
 
 
 def imported(name: str) -> ModuleType:
-    """The module of that name, or of the file at that path, which processes with the file know by the same name."""
+    """Imports a module by its name or file; a file's module has the same name in all processes."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()
@@ -116,7 +116,7 @@ def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
 
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:
-    """Returns what may have been meant; empty where nothing is like it."""
+    """Returns a hint with similar names; empty if there are none."""
     names = [
         one
         for one, value in vars(module).items()
@@ -128,7 +128,7 @@ def _near_names(module: Any, name: str, *, is_class: bool) -> str:
 
 
 def failure_of(name: str, error: BaseException) -> str:
-    """Describes what a function of the user raised, and in which of its lines."""
+    """Describes what a user's function raised, and in which line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     try:
         text = str(error)

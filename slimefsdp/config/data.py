@@ -33,12 +33,12 @@ def _template_arguments(value: Any) -> dict[str, Any]:
 
 
 def heldout_field(name: str) -> str:
-    """The setting that says where a held-out set is; of one without a name it is data.heldout itself."""
+    """Returns the setting that locates a held-out set; for a set without a name it is data.heldout itself."""
     return f"data.heldout.{name}" if name else "data.heldout"
 
 
 def _one_or_named(value: Any) -> Path | dict[str, Path]:
-    """A path or id, or several under names; a fault of one of them is told with its name."""
+    """Returns a path or id, or several by name; an error about one of them has its name."""
     example = "write it like {math: math.jsonl, code: code.jsonl}"
     if isinstance(value, list | tuple):
         raise broken_rule("is a list, and several held-out sets have names", example)
@@ -74,7 +74,7 @@ HeldoutSetting = Annotated[
 
 
 def template_columns(template: str) -> list[str]:
-    """The columns that a template like `{instruction}: {input}` names; ValueError where it is not such a text."""
+    """Returns the columns that a template like `{instruction}: {input}` names. Raises ValueError if it is malformed."""
     columns = []
     for _, name, form, conversion in string.Formatter().parse(template):
         if name is None:
@@ -122,8 +122,8 @@ class DataSettings(Settings):
     )
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
         {},
-        description="more that the tokenizer's chat template is given for each prompt, such as {enable_thinking: "
-        "false}; a name that the template does not read is refused, and tools are: an environment brings them",
+        description="more arguments of the tokenizer's chat template, such as {enable_thinking: false}; a name that "
+        "the template does not read is refused; so are tools, which an environment returns with its prompts",
     )
     max_prompt_tokens: PositiveInt | None = Field(
         None,
@@ -166,12 +166,12 @@ class DataSettings(Settings):
 
     @property
     def sources(self) -> dict[str, Path]:
-        """Every setting that names records, such as data.heldout.math -> the path or id, where it is set."""
+        """Returns the path or id of each setting that names records, such as data.heldout.math."""
         train = {} if self.train is None else {"data.train": self.train}
         return train | {heldout_field(name): path for name, path in self.heldout_sets.items()}
 
     def with_sources(self, paths: Mapping[str, Path]) -> DataSettings:
-        """These settings with other paths or ids, named as in `sources`."""
+        """Returns these settings with other paths or ids, named as in `sources`."""
         changed: dict[str, Any] = {"train": paths["data.train"]} if "data.train" in paths else {}
         sets = {name: paths.get(heldout_field(name), path) for name, path in self.heldout_sets.items()}
         if sets:

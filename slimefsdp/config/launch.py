@@ -1,4 +1,4 @@
-"""What `slimefsdp train` needs of the settings, beyond what a loop of one's own does."""
+"""Checks the settings for `slimefsdp train` and `slimefsdp serve`; a loop of your own does not need these rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slimefsdp.config.run import RunConfig
 from slimefsdp.errors import ConfigError, short_text
 
 MOST_SAMPLES = 10_000_000
-"""In one step; a plan of more takes longer than anybody waits."""
+"""Samples of one step; a plan of more would take too long."""
 
 
 def check_ready_to_train(config: RunConfig) -> None:
@@ -102,7 +102,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
 
 
 def _check_server_that_samples(config: RunConfig) -> None:
-    """Whether a service can sample by the engine, which is not `embedded`."""
+    """Checks that a service can sample by its engine, which is not `embedded`."""
     rollout, lora = config.rollout, config.lora
     embedded = "set rollout.engine=embedded"
     experts = [target for target in lora.targets if "experts" in target.split(".")]
@@ -168,7 +168,7 @@ def _check_estimator(config: RunConfig) -> None:
 
 
 def _check_effects(config: RunConfig) -> None:
-    """Whether the policy will ever be trained, and whether loss.max_kl can ever end a step early."""
+    """Checks that the policy is trained at some step, and that loss.max_kl can end a step early."""
     assert config.run.steps is not None
     if config.critic.warmup_steps >= config.run.steps:
         raise ConfigError(
@@ -198,7 +198,7 @@ def _check_is_evaluated(config: RunConfig) -> None:
 
 
 def _check_pairs(config: RunConfig) -> None:
-    """Whether every group that is sampled will be a pair of which one response is the better one."""
+    """Checks that every sampled group is a pair with one better response."""
     rollout = config.rollout
     if rollout.samples_per_prompt != 2:
         field, problem, hint = "samples_per_prompt", "makes no pairs", "set it to 2"

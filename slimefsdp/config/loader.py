@@ -1,4 +1,4 @@
-"""YAML as people expect it: the core schema of YAML 1.2, and an error where the 1.1 reading would surprise.
+"""Reads YAML by the core schema of version 1.2, and refuses what version 1.1 reads differently.
 
 `1e-6` is a float, `yes` is a string, and what two parsers read differently (`010`, `1:30`, a key given
 twice) is refused. Aliases are refused too: they are how a small file becomes a very large tree.
@@ -145,7 +145,7 @@ for _tag, _constructor in (
 
 
 def parse_yaml(text: str, *, name: str = "<text>") -> Any:
-    """The value of one YAML document.
+    """Returns the value of one YAML document.
 
     Raises:
         ConfigError: with line and column, on bad syntax, duplicate or non-string keys, aliases, tags, several
@@ -189,7 +189,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file of at most 100 kB.
+    """Returns the top-level mapping of a YAML file of at most 100 kB.
 
     Raises:
         ConfigError: the file is missing, unreadable, not UTF-8, too large, empty or not a mapping.
@@ -218,7 +218,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file on top of those of the file that its line `base: FILE` names, if it has one.
+    """Returns the settings of a YAML file, merged over those of the file that its line `base: FILE` names.
 
     The path of a base begins at the folder of the file that names it. A base may name a base of its own.
 
@@ -230,7 +230,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The settings `tree` of the file `path`, on top of those of its base, as `read_settings` says."""
+    """Returns the settings `tree` of the file `path`, merged over those of its base; see `read_settings`."""
     files, trees = [path], [dict(tree)]
     find_code_beside(trees[0], path.parent)
     while (base := trees[-1].pop("base", None)) is not None:
@@ -254,7 +254,7 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def find_code_beside(tree: dict[str, Any], folder: Path) -> None:
-    """Puts a file's path where a setting names code as `file.py:name` and the file is in the folder."""
+    """Makes the paths in settings like `file.py:name` absolute, if the file is in the folder; changes `tree`."""
     for section, name in _NAMES_OF_CODE:
         values = tree.get(section)
         value = values.get(name) if isinstance(values, dict) else None
@@ -273,7 +273,7 @@ def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one value of the nested `tree` in place, as `section.name=value` on a command line says.
+    """Sets one value of the nested `tree` in place, from `section.name=value` on a command line.
 
     Raises:
         ConfigError: another form, no value, a value that is not YAML, or a value where the name needs a section.

@@ -1,4 +1,4 @@
-"""The texts of errors about settings: makes one `ConfigError` of what pydantic and our own rules have found.
+"""Makes one `ConfigError` of all errors that pydantic and our own rules have found in the settings.
 
 A rule about several settings raises `BrokenRule`, which carries the field and the hint. Needs no pydantic itself: it
 takes the plain dictionaries of `ValidationError.errors()`.
@@ -22,7 +22,7 @@ Kinds = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 class BrokenRule(ValueError):
-    """Settings that do not go together; a pydantic validator raises it.
+    """Settings that do not go together; raised by a pydantic validator.
 
     Args:
         field: the setting that is named as the wrong one.
@@ -177,7 +177,7 @@ RECIPES = {
 
 
 def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigError:
-    """All findings as one error: the first in full, the others listed below it."""
+    """Returns all findings as one error: the first in full, the others listed below it."""
     sections = {
         section: {name: info for fields in one.values() for name, info in fields.items()}
         for section, one in kinds.items()
@@ -193,7 +193,7 @@ def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigE
 
 
 def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> tuple[str | None, str, str]:
-    """The setting, what is wrong with it, and the way out."""
+    """Returns the setting, what is wrong with it, and the way out."""
     kind, value, context = finding["type"], short_text(finding["input"]), finding.get("ctx", {})
     loc, chosen = tuple(map(str, finding["loc"])), ""
     if len(loc) > 1 and loc[1] in kinds.get(loc[0], {}):  # pydantic names the kind behind the section
@@ -218,7 +218,7 @@ def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> t
             owners = [one for one, fields in kinds[section[0]].items() if name in fields]
             return (
                 field,
-                f"{field}={value} is no setting of {section[0]} of the kind {chosen}",
+                f"{field}={value} is not a setting of {section[0]} of the kind {chosen}",
                 (f"remove it, or choose {' or '.join(owners)}"),
             )
         hint = _elsewhere(".".join(section), name, finding["input"], sections)
@@ -286,7 +286,7 @@ def _inner_names(value: Any, sections: Sections) -> str:
 
 
 def _leaves(value: Any, parent: str = "", levels: int = 4) -> Iterator[tuple[str, str]]:
-    """The names of values inside mappings, a few levels deep, each behind the name of its mapping."""
+    """Yields (name of the mapping, name) of the values inside of mappings, a few levels deep."""
     for name, one in value.items() if isinstance(value, Mapping) else ():
         if isinstance(one, Mapping) and levels > 1:
             yield from _leaves(one, str(name), levels - 1)

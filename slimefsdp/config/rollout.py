@@ -75,7 +75,7 @@ _SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parall
 
 def _filter_name(value: str) -> str:
     if value != "mixed_groups" and ":" not in value:
-        raise broken_rule("is no filter", "write mixed_groups, or a function of your own as module:function")
+        raise broken_rule("is not a filter", "write mixed_groups, or a function of your own as module:function")
     return value if value == "mixed_groups" else function_name(value)
 
 
@@ -85,12 +85,12 @@ def _reward_name(value: str) -> str:
 
 def _engine_name(value: str) -> str:
     if value not in ENGINES and ":" not in value:
-        raise broken_rule("is no engine", f"write {', '.join(ENGINES)}, or a class of your own as module:Class")
+        raise broken_rule("is not an engine", f"write {', '.join(ENGINES)}, or a class of your own as module:Class")
     return value if value in ENGINES else function_name(value)
 
 
 def _program(value: Any) -> Any:
-    """A name without a folder is looked for as a shell does; one that is not on PATH stays a path."""
+    """Looks up a name without a folder on PATH, as a shell does; a name that is not found stays a path."""
     is_name = isinstance(value, str) and "/" not in value and "\0" not in value
     return (shutil.which(value) if is_name else None) or value
 
@@ -149,7 +149,7 @@ class Sampling:
 
 
 class RolloutSettings(Settings):
-    """Sampling. The temperature is the engine's and the trainer's at once."""
+    """Sampling and its engines. Engines and trainer use the same temperature."""
 
     temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
     top_p: float = Field(
@@ -182,8 +182,8 @@ class RolloutSettings(Settings):
     engines: RankCount = Field(1, description="engines, each a process, or a server and the process that speaks to it")
     placement: Literal["own", "colocated"] = Field(
         "own",
-        description="where the engines are; own: beside the trainer, on GPUs of their own; colocated: in the places of "
-        "the first ranks, whose devices engines and trainer take in turns",
+        description="where the engines run; own: on GPUs of their own; colocated: on the devices of the first ranks, "
+        "which engines and trainer use in turns",
     )
     engine_python: Annotated[PathSetting, BeforeValidator(_program)] | None = Field(
         None,
@@ -198,7 +198,7 @@ class RolloutSettings(Settings):
         description="GPUs of each server that the run starts, over which it spreads the model (tensor parallel)",
     )
     engine_urls: Annotated[tuple[str, ...], _URLS, AfterValidator(_without_end_slash)] | None = Field(
-        None, description="servers that are there already, one for each of rollout.engines; null: the run starts them"
+        None, description="URLs of running servers, one for each of rollout.engines; null: the run starts them"
     )
     engine_logprob_bound: float | None = Field(
         None,
@@ -225,8 +225,8 @@ class RolloutSettings(Settings):
         0,
         ge=0,
         le=64,
-        description="how many steps of training the engines' weights may be behind when a batch begins to be drawn, "
-        "beside the training of the batches before it; 0: each batch is drawn from the weights that it trains",
+        description="how many steps of training the engines' weights may be behind when sampling of a batch begins, "
+        "which then runs while earlier batches are trained; 0: each batch is drawn from the weights that it trains",
     )
     on_update: Literal["wait", "continue", "abort"] = Field(
         "wait",
@@ -240,8 +240,8 @@ class RolloutSettings(Settings):
     )
     environment: Annotated[str, AfterValidator(class_name)] | None = Field(
         None,
-        description="what answers each response and rewards it, turn by turn, in the place of a reward function: a "
-        "class as `module:Class` (docs/environments.md)",
+        description="a class that answers and rewards each response, turn by turn, in place of a reward "
+        "function, as `module:Class` (docs/environments.md)",
     )
     reward_workers: int = Field(
         1,
@@ -284,7 +284,7 @@ class RolloutSettings(Settings):
     )
 
     def limits_at(self, step: int) -> LengthLimits:
-        """The limits on lengths in a step, counted from 1; without a curriculum those of every step."""
+        """Returns the limits on lengths in a step, counted from 1; the same in every step without a curriculum."""
         begun = [stage for stage in self.curriculum if stage.from_step <= step]
         if not begun:
             return LengthLimits(1, None, self.max_new_tokens)
@@ -406,7 +406,7 @@ class EnvironmentSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """Held-out evaluation by sampling; how is said here, or else by `rollout`."""
+    """Held-out evaluation by sampling; what is null here is as in `rollout`."""
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
     samples_per_prompt: int = Field(

@@ -78,13 +78,14 @@ class ServiceSettings(Settings):
         "a user with runs and checkpoints of their own, the first is the operator's; null: none is asked for",
     )
     model_name: str | None = Field(
-        None, min_length=1, description="what clients call the base model, beside model.path; null: that alone"
+        None, min_length=1, description="another name for the base model besides model.path; null: none"
     )
     session_timeout_s: float = Field(
-        120.0, gt=0, description="a client that says nothing for so long is gone, and its runs end"
+        120.0, gt=0, description="a client that is silent for so long counts as gone, and its runs end"
     )
     max_samplers: PositiveInt = Field(
-        256, description="of a client, with weights that it gave no name; the oldest ones go, from the disk too"
+        256,
+        description="samplers of a client whose weights have no name; the oldest ones are removed, also on disk",
     )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = Field(
         None,
@@ -92,7 +93,7 @@ class ServiceSettings(Settings):
         "refused",
     )
     max_version_bytes: int = Field(
-        2**30, ge=1024, description="of what the sampling engine holds beside the base: adapters, or whole models"
+        2**30, ge=1024, description="size of what the sampling engine holds besides the base: adapters, or whole models"
     )
 
 
@@ -115,14 +116,14 @@ class RunConfig(TrainerConfig):
         return self.cluster.call_timeout_s
 
     def with_ranks(self, ranks: int) -> Self:
-        """Extends `TrainerConfig.with_ranks`: fewer ranks than colocated engines are a ConfigError, too."""
+        """Extends `TrainerConfig.with_ranks`; raises ConfigError if there are fewer ranks than colocated engines."""
         made = super().with_ranks(ranks)
         if problem := made._surplus_engines():
             raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
         return made
 
     def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
-        """Extends `TrainerConfig.with_adapters`: adapters that engines cannot take are a ConfigError, too."""
+        """Extends `TrainerConfig.with_adapters`; raises ConfigError if the engines cannot take the adapters."""
         made = super().with_adapters(rank, alpha, targets)
         if wrong := made._why_no_engine_takes_adapters():
             raise ConfigError(wrong[0], field="lora.sync", hint=wrong[1])
@@ -196,12 +197,12 @@ class RunConfig(TrainerConfig):
 
     @property
     def skips_failures(self) -> bool:
-        """Whether a response that cannot be rewarded leaves its group out, and does not end the run."""
+        """Returns whether a response that cannot be rewarded drops its group instead of ending the run."""
         return self.rollout.reward_failure == "skip"
 
     @property
     def rewards_by(self) -> str:
-        """The setting that says what rewards."""
+        """Returns the setting that names the reward function or environment."""
         return "rollout.reward" if self.rollout.environment is None else "rollout.environment"
 
     @model_validator(mode="after")
@@ -254,7 +255,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def _surplus_engines(self) -> tuple[str, str] | None:
-        """Why there are more colocated engines than ranks, once mesh.dp is a number, and the way out."""
+        """Returns what is wrong and the way out if there are more colocated engines than ranks; mesh.dp is a number."""
         if self.rollout.placement != "colocated" or self.rollout.engines <= self.ranks:
             return None
         return (
@@ -316,37 +317,37 @@ class RunConfig(TrainerConfig):
 
     @property
     def algorithm_title(self) -> str:
-        """The algorithm by its name, where it has one, else by its estimator and loss."""
+        """Returns the name of the algorithm, or its estimator and loss if it has none."""
         if not self.has_rollouts or (self.estimator, self.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
             return self.algorithm.upper()
         return f"{self.estimator} with {self.loss.policy} loss"
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in one step of the loop: prompts x responses, or one update's under sft and dpo (two of a pair)."""
+        """Returns the samples of one step: prompts x responses, or one update's under sft and dpo (two for a pair)."""
         if not self.has_rollouts:
             return self.batch.samples_per_update or 1
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser updates that one full rollout batch leads to."""
+        """Returns the number of optimiser updates for one full rollout batch."""
         per_update = self.batch.samples_per_update or self.samples_per_step
         return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
 
     @property
     def total_updates(self) -> int | None:
-        """The update at which the learning rate's schedule ends; None while it and the number of steps are unknown."""
+        """Returns the update at which the learning rate's schedule ends; None if it and run.steps are not known."""
         if self.optim.total_updates is not None or self.run.steps is None:
             return self.optim.total_updates
         return self.run.steps * self.updates_per_step
 
     def with_steps_of(self, num_records: int, *, step: int = 0, passed: int = 0) -> Self:
-        """These settings for so many demonstrations: where run.epochs is set, run.steps becomes a number.
+        """Returns these settings for a number of demonstrations: run.steps follows from run.epochs, if that is set.
 
         Args:
-            step: where the run begins: 0, or the step of the checkpoint that it resumes from.
-            passed: how many demonstrations of its epochs are behind it by then.
+            step: the step at which the run begins: 0, or that of the checkpoint that it resumes from.
+            passed: how many demonstrations of its epochs were trained on by then.
 
         Raises:
             ConfigError: optim.total_updates, optim.warmup_updates or profile.updates do not fit so many steps.
@@ -376,7 +377,7 @@ _READ_WITHOUT_ROLLOUTS: dict[str, frozenset[str]] = {
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """The checked settings of one YAML file with dotted overrides (`optim.lr=1e-6`) on top.
+    """Returns the checked settings of one YAML file, with dotted overrides (`optim.lr=1e-6`) on top.
 
     Args:
         path: the file, which may build on another (`base: FILE`), or a nested dictionary of what it would hold.

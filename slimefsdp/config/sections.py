@@ -44,7 +44,7 @@ _BARE_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def _target_patterns(value: Any) -> tuple[str, ...]:
-    """The targets as words and patterns; a module's own name, such as `q_proj`, is that of any layer, as for peft."""
+    """Returns the targets as words and patterns; a module's name such as `q_proj` stands for all layers, as in peft."""
     value = [value] if value == "all-linear" else value  # peft writes this word without a list
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
@@ -69,7 +69,7 @@ def _whole_number_or_auto(value: Any) -> Any:
 
 
 def _switch_or_name(value: Any) -> Any:
-    """YAML has written this setting as true or false."""
+    """Returns the name that true or false stands for."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -176,7 +176,7 @@ class LoraSettings(Settings):
 
     @property
     def are_trained(self) -> bool:
-        """Whether there are adapters; their rank is that of a folder until `RunConfig.with_adapters` has set it."""
+        """Returns whether there are adapters; lora.rank is null until `with_adapters` has set it from a folder."""
         return self.rank is not None or self.path is not None
 
 

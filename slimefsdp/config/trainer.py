@@ -56,7 +56,7 @@ class TrainerConfig(AlgorithmSettings):
     profile: ProfileSettings = ProfileSettings()
 
     def __repr__(self) -> str:
-        """Short: the choices that a run is known by, and how many settings were given; `model_dump` has them all."""
+        """Returns a short text with the main choices and the number of given settings; `model_dump` has them all."""
         mesh = f"mesh={self.mesh.dp_replicate} x {self.mesh.dp} x {self.mesh.cp}"
         known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
         shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
@@ -68,7 +68,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def temperature(self) -> float:
-        """The temperature at which log-probs are taken: that of sampling."""
+        """Returns the temperature of sampling, at which log-probs are taken."""
         return 1.0
 
     @property
@@ -78,7 +78,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def total_updates(self) -> int | None:
-        """The update at which the learning rate's schedule ends; None while that is unknown."""
+        """Returns the update at which the learning rate's schedule ends; None if it is not known."""
         return self.optim.total_updates
 
     @classmethod
@@ -205,7 +205,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_learning_rates(self) -> Self:
-        """Steps of AdamW and Muon have about the length of the rate; those of SGD have the gradient's."""
+        """Refuses rates above 1 but for SGD: AdamW and Muon move each parameter by about the rate in each update."""
         adamw_lr = self.optim.adamw_lr if isinstance(self.optim, MuonSettings) else None
         rates = {"optim.lr": self.optim.lr, "optim.adamw_lr": adamw_lr, "critic.lr": self.critic.lr}
         for field, rate in rates.items():
@@ -220,13 +220,13 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def reference_is_policy(self) -> bool:
-        """Whether the colocated reference is the policy with its adapters off, and no model of its own."""
+        """Returns whether the colocated reference is the policy with its adapters off, and not a model of its own."""
         reference = self.reference
         return self.lora.are_trained and reference.placement == "colocated" and reference.path is None
 
     @property
     def actor_mesh(self) -> tuple[int, int]:
-        """(dp_replicate, dp) of the actor group. Raises ConfigError while mesh.dp is auto: see `with_ranks`."""
+        """Returns (dp_replicate, dp) of the actor group. Raises ConfigError while mesh.dp is auto: see `with_ranks`."""
         if self.mesh.dp == "auto":
             raise ConfigError(
                 "mesh.dp=auto is not a number yet", field="mesh.dp", hint="use with_ranks(ranks), or set mesh.dp"
@@ -235,17 +235,17 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def data_ranks(self) -> int:
-        """Shares that a batch of the actor group is cut into: dp_replicate x dp."""
+        """Returns the number of shares of a batch in the actor group: dp_replicate x dp."""
         dp_replicate, dp = self.actor_mesh
         return dp_replicate * dp
 
     @property
     def ranks(self) -> int:
-        """Processes of the actor group; as `data_ranks`, not known while mesh.dp is auto."""
+        """Returns the number of processes of the actor group. Raises ConfigError while mesh.dp is auto."""
         return self.data_ranks * self.mesh.cp
 
     def with_ranks(self, ranks: int) -> Self:
-        """These settings for an actor group of `ranks` processes: where mesh.dp is auto, it becomes a number.
+        """Returns these settings for an actor group of `ranks` processes: mesh.dp=auto becomes a number.
 
         Raises:
             ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp.
@@ -264,14 +264,14 @@ class TrainerConfig(AlgorithmSettings):
         return self.model_copy(update={"mesh": mesh})
 
     def with_sharding(self, level: str) -> Self:
-        """These settings with fsdp.sharding at a level that `auto` has become."""
+        """Returns these settings with the level of fsdp.sharding that was chosen for `auto`."""
         if level == self.fsdp.sharding:
             return self
         return self.model_copy(update={"fsdp": self.fsdp.model_copy(update={"sharding": level})})
 
     @property
     def max_pack_tokens(self) -> int:
-        """Hard cap on the tokens of one pack, which the cp ranks share."""
+        """Returns the largest number of tokens of one pack, which the cp ranks share."""
         return self.batch.max_tokens_per_rank * self.mesh.cp
 
     def mesh_of(self, role: Role) -> tuple[int, int]:
@@ -285,15 +285,15 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def model_paths(self) -> dict[str, Path]:
-        """Every setting that names a model, or adapters of one -> the path, where it is set."""
+        """Returns the path of each setting that names a model or adapters, if it is set."""
         fields = ("model.path", "reference.path", "critic.path", "lora.path")
         found = {field: self.value_of(field) for field in fields}
         return {field: path for field, path in found.items() if path is not None}
 
     def with_loss(self, settings: Mapping[str, Any]) -> Self:
-        """These settings with another loss, as one call of `forward_backward` may have it.
+        """Returns these settings with another loss, for one call of `forward_backward`.
 
-        With a policy loss its parameters are those given beside it, or their defaults.
+        If a policy loss is given, its parameters are the given ones or their defaults.
 
         Args:
             settings: names of `loss` that say how each token counts, and none that a step, a plan or a reference
@@ -323,7 +323,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.checked({**tree, "loss": {**kept, **settings}})
 
     def with_model_paths(self, paths: Mapping[str, Path]) -> Self:
-        """These settings with other models, named as in `model_paths`."""
+        """Returns these settings with other models, named as in `model_paths`."""
         changed: dict[str, Any] = {}
         for field, path in paths.items():
             section = field.removesuffix(".path")
@@ -331,7 +331,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.model_copy(update=changed)
 
     def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
-        """These settings with what the folder at lora.path says of its adapters.
+        """Returns these settings with rank, alpha and targets of the folder at lora.path.
 
         Args:
             targets: names of modules. Where lora.targets is set it stays, and the model tells whether it names these.
@@ -353,7 +353,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.model_copy(update={"lora": self.lora.model_copy(update=found)})
 
     def folder_of(self, role: Role) -> tuple[Path, str]:
-        """The model folder of a role, and the setting that names it."""
+        """Returns the model folder of a role, and the setting that names it."""
         path = {"actor": None, "ref": self.reference.path, "critic": self.critic.path}[role]
         if path is None:
             return self.model.path, "model.path"
@@ -361,7 +361,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def warmup_updates(self) -> int:
-        """Updates in which the rate rises, however they are given; of a share, once `total_updates` is known."""
+        """Returns the number of updates in which the rate rises; a share counts once `total_updates` is known."""
         warmup = self.optim.warmup_updates
         if isinstance(warmup, int):
             return warmup
