@@ -14,22 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from actors.dpo import DpoLoop
 from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
-from actors.rollout.ahead import AheadCollector
-from actors.rollout.collect import Collector, timed
+from actors.rollout.collect import AheadCollector, Collector, timed
 from actors.rollout.evaluation import Evaluator
+from actors.rollout.groups import Metrics
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, with_steps_left, without_overlong
 from actors.rollout.prompts import PromptStream
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
-from actors.rollout.scored_groups import Metrics
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import RecordedBatches, RunFolder
-from actors.sft import SftLoop
 from actors.signals import Interrupts
 from actors.startup import stage, waiting
+from actors.supervised_loops import DpoLoop, SftLoop
 from actors.torchrun import TorchrunGroup
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.algorithms.registry import GROUPED
@@ -145,7 +143,7 @@ class Run:
         if first := self._loop.before_training(evaluates=start == 0):
             self._log.write(0, first)
             self._progress.write(0, first)
-        self._profiles = ProfiledUpdates(config, self._group)
+        self._profiles = ProfiledTables(config)
         self._interrupts.steps_begin(start + 1, self._steps)
         return start
 
@@ -297,7 +295,7 @@ class RolloutLoop:
             with timed(seconds, "sync"):
                 self._update_engines()
         if self._ahead is not None:
-            self._ahead.weights_are_of(step + 1)
+            self._ahead.step_done()
         metrics |= scores
         metrics["weight_version"] = float(self._version)
         if evaluates:
@@ -461,57 +459,35 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
     return step
 
 
-class ProfiledUpdates:
-    """Shows the tables of the updates in `profile.updates`, which rank 0 writes: what it prints nobody sees.
+class ProfiledTables:
+    """Prints the tables that rank 0 writes of the updates in `profile.updates`, if it shares `run.dir`."""
 
-    Ranks are asked how far they are, and files are opened, only while chosen updates are still to come.
-
-    Args:
-        group: of the actor; its critic's updates are counted for themselves.
-    """
-
-    def __init__(self, config: RunConfig, group: Group) -> None:
-        self._chosen = config.profile.updates or ()
-        self._folder = Path(str(config.run.dir)) / "profile"
-        self._groups = [(group, self._folder)]
-        if group.critic is not None:
-            self._groups.append((group.critic, self._folder / "critic"))
-        self._taken = [_updates_taken(one) if self._chosen else 0 for one, _ in self._groups]
+    def __init__(self, config: RunConfig) -> None:
+        folder = Path(str(config.run.dir)) / "profile"
+        self._folders = [folder, folder / "critic"] if config.profile.updates else []
+        self._shown = self._tables()  # of earlier starts
 
     def show_new(self) -> None:
-        """Prints the tables of the chosen updates that were taken since the last call."""
-        for index, (group, folder) in enumerate(self._groups):
-            before = self._taken[index]
-            if before >= max(self._chosen, default=0):
-                continue
-            self._taken[index] = max(before, _updates_taken(group))  # it may not answer this time
-            for update in sorted(self._chosen):
-                if before < update <= self._taken[index]:
-                    self._show(folder / f"update_{update:06d}.txt", update)
+        """Prints the tables that were written since the last call."""
+        tables = self._tables()
+        for file in [file for file, written_at in tables.items() if self._shown.get(file) != written_at]:
+            print(file.read_text(), end="", file=sys.stderr, flush=True)
+        self._shown = tables
 
-    def _show(self, file: Path, update: int) -> None:
-        try:
-            text = file.read_text()
-        except OSError:  # run.dir is not shared, or rank 0 could not write there, which its log says
-            text = f"update {update} was profiled: {file} is on the machine of rank 0\n"
-        print(text, end="", file=sys.stderr, flush=True)
+    def _tables(self) -> dict[Path, int]:
+        files = [file for folder in self._folders for file in sorted(folder.glob("update_*.txt"))]
+        return {file: file.stat().st_mtime_ns for file in files}
 
 
 def _memory_metrics(group: Group) -> Metrics:
     """Returns the memory of the rank that uses most; empty if no rank answers now."""
-    answers = [one for one in group.health() if isinstance(one, Health)]
+    answers = [health for health in group.health() if isinstance(health, Health)]
     if not answers:
         return {}
     return {
-        "memory/allocated_bytes": float(max(one.allocated_bytes for one in answers)),
-        "memory/peak_bytes": float(max(one.peak_bytes for one in answers)),
+        "memory/allocated_bytes": float(max(health.allocated_bytes for health in answers)),
+        "memory/peak_bytes": float(max(health.peak_bytes for health in answers)),
     }
-
-
-def _updates_taken(group: Group) -> int:
-    """Asks rank 0 for its updates taken; 0 if it does not answer now."""
-    first = group.health()[0]
-    return first.updates_taken if isinstance(first, Health) else 0
 
 
 def _save(step: int, group: Group, loop: RolloutLoop | SftLoop, folder: RunFolder) -> None:

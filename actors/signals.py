@@ -1,13 +1,8 @@
-"""Treats SIGTERM and SIGINT as requests: the run ends after the step in progress, with a checkpoint.
-
-A thread reads the signals from a pipe into which Python's C handler writes them. It thus gets them while the main
-thread is inside of a call that does not return, and whatever handlers Ray installs.
-"""
+"""Treats SIGTERM and SIGINT as requests: the run ends after the step in progress, with a checkpoint."""
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
@@ -22,8 +17,7 @@ from slimefsdp.errors import Interrupted
 # its group
 ONE_REQUEST_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_STOP = b"\0"  # not the number of a signal
-_handlers_before: dict[signal.Signals, Any] = {}  # this process's handlers before `listening`
+_GO_ON = "go on from its newest checkpoint, if there is one, with checkpoint.resume=true"
 
 
 class Interrupts:
@@ -33,10 +27,8 @@ class Interrupts:
         self._first: float | None = None  # when the request came, on the monotonic clock
         self._in_steps = False
         self._is_done = False
-        self._timer: threading.Timer | None = None
         self._grace_s = 0.0
         self._step = self._steps = 0  # the step in progress, and the last one of the run
-        self._lock = threading.Lock()  # makes the answer to a request agree with what the loop does next
 
     @property
     def requested(self) -> bool:
@@ -49,15 +41,13 @@ class Interrupts:
             step: the first step, which begins now.
             steps: the number of the last step.
         """
-        with self._lock:
-            self._in_steps, self._step, self._steps = True, step, steps
+        self._in_steps, self._step, self._steps = True, step, steps
 
     def step_done(self, step: int) -> bool:
         """Returns whether the run ends after this step, which lacks only its checkpoint."""
-        with self._lock:
-            if self._first is None:
-                self._step = step + 1
-            return self._first is not None
+        is_requested = self.requested
+        self._step = step if is_requested else step + 1
+        return is_requested
 
     def done(self) -> None:
         """Ends the grace period, since the checkpoint is on disk; a second signal still ends the run at once."""
@@ -75,56 +65,41 @@ class Interrupts:
             grace_s: how long the step and its checkpoint may take after the request, until `done`.
         """
         self._grace_s = grace_s
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        _handlers_before.update((number, signal.signal(number, _leave_it_to_the_thread)) for number in heard)
-        wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._listen, args=(read_end,), name="interrupts", daemon=True)
-        thread.start()
+        listener, handlers = os.getpid(), {}
+
+        def receive(number: int, frame: Any) -> None:
+            if os.getpid() == listener:
+                self._receive(signal.Signals(number))
+            else:  # a forked process, which a pool ends like this
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers[number] = signal.signal(number, receive)
         try:
             yield self
         finally:
-            signal.set_wakeup_fd(wakeup_before)
-            _restore_handlers()
-            os.write(write_end, _STOP)  # closing it would not end the read if a forked process has it open, too
-            thread.join(timeout=5)  # a limit that is never reached, since the thread does nothing long
-            os.close(write_end)
-            if self._timer is not None:
-                self._timer.cancel()
-
-    def _listen(self, pipe: int) -> None:
-        with open(pipe, "rb", buffering=0) as signals:
-            while (received := signals.read(1)) != _STOP:
-                if received[0] in _SIGNALS:  # other signals with a handler are written, too
-                    with self._lock:
-                        self._receive(signal.Signals(received[0]))
+            self._is_done = True
+            for number, handler in handlers.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self._in_steps:
-            _end(
-                f"{number.name} before the first step: nothing was trained",
-                "start it again with the same command",
-                Interrupted.exit_code,
-            )
-        if self._first is None:
+            problem = f"{number.name} before the first step: nothing was trained"
+            _end(problem, "start it again with the same command", Interrupted.exit_code)
+        elif self._first is None:
             self._first = now
+            is_soon = self._is_done or self._step > self._steps
+            when = "soon" if is_soon else f"after step {self._step}, once that is saved, within {self._grace_s:g} s"
             now_at = f" It waits now for {waiting_for}." if (waiting_for := waited_for()) else ""
-            _say(f"{number.name}: the run ends {self._when()}; a second signal ends it at once.{now_at}\n")
-            self._start_grace()
+            _print(f"{number.name}: the run ends {when}; a second signal ends it at once.{now_at}\n")
+            timer = threading.Timer(self._grace_s, self._end_of_grace)
+            timer.daemon = True
+            timer.start()
         elif now - self._first >= ONE_REQUEST_S:
             _end(f"a second signal, {number.name}, ended the run at once", _GO_ON, 128 + number)
-
-    def _when(self) -> str:
-        if self._is_done or self._step > self._steps:
-            return "soon"
-        return f"after step {self._step}, once that is saved, within {self._grace_s:g} s"
-
-    def _start_grace(self) -> None:
-        self._timer = threading.Timer(self._grace_s, self._end_of_grace)
-        self._timer.daemon = True
-        self._timer.start()
 
     def _end_of_grace(self) -> None:
         if not self._is_done:
@@ -135,53 +110,27 @@ class Interrupts:
             )
 
 
-_GO_ON = "go on from its newest checkpoint, if there is one, with checkpoint.resume=true"
-
-
 def _end(message: str, hint: str, exit_code: int) -> NoReturn:
     """Ends this process from any thread, without the main thread, which may be stuck."""
-    _say(f"error [{Interrupted.code}]: {message}\n  hint:  {hint}\n")
+    _print(f"error [{Interrupted.code}]: {message}\n  hint:  {hint}\n")
     os._exit(exit_code)
 
 
-def _say(text: str) -> None:
-    # not through sys.stderr, whose lock the main thread may hold; must not block on a full pipe either
-    with suppress(OSError):
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, text.encode())
+def _print(text: str) -> None:
+    with suppress(OSError):  # not through sys.stderr, in which the interrupted code may be printing
+        os.write(2, text.encode())
 
 
-def _leave_it_to_the_thread(number: int, frame: Any) -> None:
-    """Does nothing; Python only writes a signal into the pipe if it has a handler of Python's own."""
-
-
-def _restore_handlers() -> None:
-    for number, handler in _handlers_before.items():
-        signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    _handlers_before.clear()
-
-
-# A forked process shares the pipe, so that a SIGTERM to it, as pools send, would be a request to the driver. The child
-# therefore drops the pipe, and signals are blocked until it has.
+# Python drops a signal that a forked process gets before its interpreter is ready, so they are blocked until then
 _forking = threading.local()
 
 
-def _hold_signals() -> None:
-    if _handlers_before:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+def _block() -> None:
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def _let_signals_come() -> None:
-    mask = _forking.__dict__.pop("mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
-def _forget_in_child() -> None:
-    if _handlers_before:
-        signal.set_wakeup_fd(-1)
-        _restore_handlers()
-    _let_signals_come()
-
-
-os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_forget_in_child)
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_unblock)

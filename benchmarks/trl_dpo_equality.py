@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from actors.engines.tokenizer import load_tokenizer
 from actors.rollout.demonstrations import encode_demonstration
 from actors.rollout.prompts import PromptStream
-from actors.rollout.supervised_records import demonstrations, read_pairs
+from actors.rollout.records import demonstrations, read_pairs
 from benchmarks.record import ROOT, write_record
 from scripts.make_sort_digits import write_sort_digits
 from slimefsdp.config import config_from_dict

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from difflib import SequenceMatcher
 
-from slimefsdp import EnginePool, PromptStream, RolloutBatch, WorkerGroup, connect, load_config, read_records
+from slimefsdp import EnginePool, PromptStream, RolloutBatch, Sample, WorkerGroup, connect, load_config, read_records
 
 if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
     print("usage: python examples/own_loop.py CONFIG.yaml [SETTING=VALUE ...]", file=sys.stderr)
@@ -28,13 +28,7 @@ for step in range(config.run.steps):
     )
     rewards = [SequenceMatcher(None, reply.text, records[reply.prompt]["answer"]).ratio() for reply in responses]
     samples = [
-        {
-            "tokens": reply.tokens,  # prompt and response
-            "response_length": reply.response_length,
-            "rollout_log_probs": reply.log_probs,
-            "reward": reward,
-            "group_id": reply.prompt,
-        }
+        Sample(reply.tokens, reply.response_length, reward, group_id=reply.prompt, rollout_log_probs=reply.log_probs)
         for reply, reward in zip(responses, rewards, strict=True)
     ]
     batch = RolloutBatch.from_samples(samples, temperature=config.rollout.temperature, weight_version=version)

@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from actors.fault_tolerance.group_host import launch_named
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.rollout.environment import Environment, Observation, Prompt, StepResult
-    from actors.rollout.prompts import PromptStream, read_records
+    from actors.rollout.prompts import PromptStream
+    from actors.rollout.records import read_records
     from actors.workers.group_calls import submit
     from actors.workers.worker_group import WorkerGroup
     from slimefsdp.batching.plan import Plan
     from slimefsdp.config import RunConfig, load_config
-    from slimefsdp.data.rollout_batch import RolloutBatch
+    from slimefsdp.data.rollout_batch import RolloutBatch, Sample
     from slimefsdp.results import LogProbs
     from slimefsdp.trainer import Trainer
 
 __all__ = [
     "EnginePool", "Environment", "LogProbs", "Observation", "Plan", "Prompt", "PromptStream",
-    "RolloutBatch", "RunConfig", "StepResult", "SupervisedGroup", "Trainer", "WorkerGroup", "connect", "launch_named",
-    "load_config", "read_records", "submit",
+    "RolloutBatch", "RunConfig", "Sample", "StepResult", "SupervisedGroup", "Trainer", "WorkerGroup", "connect",
+    "launch_named", "load_config", "read_records", "submit",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _HOME = {
     "PromptStream": "actors.rollout.prompts",
     "RolloutBatch": "slimefsdp.data.rollout_batch",
     "RunConfig": "slimefsdp.config",
+    "Sample": "slimefsdp.data.rollout_batch",
     "StepResult": "actors.rollout.environment",
     "SupervisedGroup": "actors.fault_tolerance.supervisor",
     "Trainer": "slimefsdp.trainer",
@@ -48,7 +50,7 @@ _HOME = {
     "connect": "actors.cluster.connect",
     "launch_named": "actors.fault_tolerance.group_host",
     "load_config": "slimefsdp.config",
-    "read_records": "actors.rollout.prompts",
+    "read_records": "actors.rollout.records",
     "submit": "actors.workers.group_calls",
 }
 

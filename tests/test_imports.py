@@ -68,17 +68,19 @@ PARTS: dict[str, tuple[str, set[str]]] = {
         ANY,
     ),
     "reading prompts": (
-        "from actors.rollout.prompts import read_jsonl; read_jsonl(prompts, field='x')",
+        "from types import SimpleNamespace\nfrom actors.rollout.records import read_records\n"
+        "read_records(SimpleNamespace(sources={'data.train': prompts}, prompt_key='prompt', answer_column='answer', "
+        "prompt_template=None), 'train')",
         {*RAY, "numpy"},
     ),
-    "help of every command": (HELP, {*RAY, "requests"}),
+    "help of every command": (HELP, {*RAY, "requests", "httpx"}),
     "finding an environment": (
         "from actors.rollout.environment import load_environment\n"
         f"environment = load_environment('{ROOT}/examples/environments/tools.py:ToolUse', {{'tools': ['python']}})\n"
         "environment(['calculator', 'python'])",
         RAY,
     ),
-    "finding a filter": ("from actors.rollout.filters import load_filter; load_filter('mixed_groups')", RAY),
+    "finding a filter": ("from actors.rollout.groups import load_filter; load_filter('mixed_groups')", RAY),
 }
 
 BARE = """

@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from actors.cli.preflight import Checked, check_before_launch
 from actors.cluster.capacity import RANKS_PER_CORE
-from actors.rollout.filters import FILTERS
+from actors.rollout.groups import FILTERS
 from actors.rollout.rewards import exact_match, final_number, sorted_digits
 from actors.startup import reporting
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS

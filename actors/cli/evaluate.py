@@ -13,9 +13,9 @@ from actors.cli.preflight import check_functions, check_start
 from actors.cluster.capacity import gpus_of_engines
 from actors.cluster.connect import ray_session
 from actors.rollout.data_sets import DataSource, require_reader
-from actors.rollout.environment_trial import try_environment, try_reward
 from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
+from actors.rollout.trials import try_environment, try_reward
 from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.data import heldout_field
@@ -27,7 +27,7 @@ from slimefsdp.models.hf_folder import check_tokenizer
 from slimefsdp.replay import json_text
 
 if TYPE_CHECKING:
-    from actors.rollout.scored_groups import Metrics
+    from actors.rollout.groups import Metrics
 
 METRICS = "metrics.json"
 _CHECKED_PROMPTS = 4  # whose samples are looked at, of engines of another code

@@ -25,9 +25,7 @@ from actors.cluster.capacity import (
 from actors.engines.server_client import ServerClient
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
-from actors.rollout.environment_trial import try_environment, try_reward
-from actors.rollout.filters import load_filter
-from actors.rollout.import_trial import try_imports
+from actors.rollout.groups import load_filter
 from actors.rollout.prompt_files import (
     Prompts,
     data_to_look_at,
@@ -38,6 +36,7 @@ from actors.rollout.prompt_files import (
     without_overlong,
 )
 from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
+from actors.rollout.trials import try_environment, try_imports, try_reward
 from actors.rollout.user_code import checked_code
 from actors.run_dir import check_folders, check_leftovers
 from actors.startup import stage

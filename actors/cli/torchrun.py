@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from actors.cli.preflight import check_before_launch
-from actors.rollout.tokenizer import end_with_parent
+from actors.side_process import end_with_parent
 from actors.signals import Interrupts
 from actors.startup import reporting
 from slimefsdp.config import RunConfig

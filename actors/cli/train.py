@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from actors import side_process
 from actors.cli.plan import setup_of_folders
 from actors.cli.preflight import Checked, check_before_launch, check_start
 from actors.cli.torchrun import is_rank_of_torchrun, train_as_rank
 from actors.cluster.capacity import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver, processes_needed
-from actors.cluster.connect import ray_session, require_answer
+from actors.cluster.connect import cluster_size, ray_session, require_answer
 from actors.rollout.record_sets import RecordSet
-from actors.rollout.tokenizer import run_beside
 from actors.run_dir import RunFolder
 from actors.signals import Interrupts
 from actors.startup import reporting, stage
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, ResourceError, byte_text, short_repr
+from slimefsdp.errors import BatchError, ResourceError, byte_text
 from slimefsdp.estimate.memory import MicroBatches, training_memory
 from slimefsdp.io.files import require_free_folder
 from slimefsdp.model_spec import ModelSpec
@@ -105,24 +103,19 @@ def _cluster_line(config: RunConfig, address: str) -> str:
         ResourceError: it does not answer, may not be joined, or has fewer GPUs than the settings need.
     """
     require_answer(address)
-    request = {"address": address, "allow_without_token": config.cluster.allow_without_token}
+    join_arguments = address, config.cluster.allow_without_token
     with stage(f"looking at the cluster at {address}", is_short=True):
         try:
-            done = run_beside("actors.cluster.connect", request, _CLUSTER_S)
-        except subprocess.TimeoutExpired:
+            nodes, cores, gpus = side_process.call(cluster_size, *join_arguments, timeout_s=_CLUSTER_S)
+        except side_process.SideProcessError as error:
+            reason = "gave no answer: " + (error.reason if error.is_overdue else error.printed)
             raise ResourceError(
-                f"no Ray cluster answered at {address} within {_CLUSTER_S:g} s",
+                f"the Ray cluster at {address} {reason}",
                 field="cluster.address",
-                hint="look at what listens there, or name another",
+                hint="look at what listens there and at the cluster's logs, or name another",
             ) from None
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        answer = {"error": short_repr(done.stderr.decode(errors="replace")), "hint": "look at the cluster's logs"}
-    if "error" in answer:
-        raise ResourceError(answer["error"], field="cluster.address", hint=answer["hint"])
-    check_gpus(config, engines=gpus_of_engines(config), of_cluster=answer["gpus"])
-    return f"cluster   {answer['nodes']} nodes with {answer['cores']} CPUs and {answer['gpus']} GPUs at {address}"
+    check_gpus(config, engines=gpus_of_engines(config), of_cluster=gpus)
+    return f"cluster   {nodes} nodes with {cores} CPUs and {gpus} GPUs at {address}"
 
 
 def _start_lines(checked: Checked) -> list[str]:

@@ -12,6 +12,11 @@ from slimefsdp.errors import ResourceError
 
 RANKS_PER_CORE = 16  # more processes than this on a core of a CPU machine are a mistake in the settings
 _DRIVER_S = 20.0  # for the driver to say which GPUs there are
+# glibc returns large freed tensors to the kernel, and the next ones are zeroed page by page, which costs an eighth of
+# the CPU time of a step of SmolLM2-135M. These settings keep the memory; a sleep returns it to the kernel
+# (`slimefsdp.distributed.memory_manager.give_back_free_memory`). There is one arena, since others cannot hold tensors
+# above 64 MiB, and several threads call an engine.
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
 def processes_needed(config: RunConfig) -> int:

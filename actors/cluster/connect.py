@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import ipaddress
 import itertools
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -18,11 +20,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from actors.cluster.capacity import check_machine, most_processes
 from actors.cluster.cleanup import CleanupProcess
-from actors.cluster.ray_log import RAY_LOG, RayMessages
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.run import ClusterSettings
@@ -33,6 +34,50 @@ STARTS = 5  # attempts to start a local Ray that fails for other reasons than it
 _attempt = 0  # the attempt in progress
 _cleanup: CleanupProcess | None = None  # for the local cluster that this process started; only on Linux
 _messages: RayMessages | None = None  # receives the messages of Ray in this process
+RAY_LOG = "ray.log"
+_PRINT = "print_to_stdstream"  # not public, but Ray prints all output of other processes through it
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class RayMessages:
+    """Receives what Ray would print in this process, until `close`; make it before `ray.init`.
+
+    Output of the job's processes is included if Ray is started with log_to_driver=True.
+
+    Args:
+        path: the file to append to; its folder is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
+        self._worker: Any = importlib.import_module("ray._private.worker")
+        self._printed_before = getattr(self._worker, _PRINT)
+        setattr(self._worker, _PRINT, self._write)
+        self._logger = logging.getLogger("ray")
+        self._handlers_before = list(self._logger.handlers)
+        handler = logging.StreamHandler(self._file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._logger.handlers[:] = [handler]
+
+    def close(self) -> None:
+        """Lets Ray print again."""
+        setattr(self._worker, _PRINT, self._printed_before)
+        self._logger.handlers[:] = self._handlers_before
+        self._file.close()
+
+    def _write(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
+        """Writes a message of Ray: the lines, and the process that printed them."""
+        if data["pid"] == "autoscaler":  # prints a table of nodes every few seconds
+            return
+        name = data.get("actor_name") or data.get("task_name") or ""
+        who = f"{name} pid={data['pid']}".strip() if isinstance(data["pid"], int) else str(data["pid"])
+        now = time.strftime("%H:%M:%S")
+        text = "".join(f"{now} ({who}) {_COLOURS.sub('', line)}\n" for line in data["lines"])
+        try:
+            self._file.write(text)
+        except (OSError, ValueError):  # the disk is full or the file closed, which must not end Ray's thread
+            return
 
 
 def _require_safe(address: str, *, allow_without_token: bool) -> None:
@@ -228,10 +273,10 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
             raise ResourceError(
                 f"{messages}: {error.strerror}", field="run.dir", hint="choose a folder that is writable"
             ) from error
-    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
-            ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
+            with _keeping_sigterm():
+                ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
             _start_local(num_cpus, cluster.launch_timeout_s)
     except Exception as error:  # Ray raises this very class if a node does not start
@@ -249,9 +294,24 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
             hint = "set RAY_AUTH_MODE=token here, with the cluster's token in ~/.ray/auth_token"
         problem = f"cannot reach a Ray cluster at {address}: {error}"
         raise ResourceError(problem, field="cluster.address", hint=hint) from error
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Blocks SIGTERM while Ray starts, and keeps Ray from replacing this process's handler, which could end a run.
+
+    Ray's processes inherit the mask, as they do Ray's mask of SIGINT: a scheduler that signals every process of a job
+    would otherwise end the ranks during the step that the driver wants to finish.
+    """
+    utils: Any = importlib.import_module("ray._private.utils")
+    install = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # ray.init has replaced the handler
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        utils.set_sigterm_handler = install
 
 
 def start_progress() -> str:
@@ -286,14 +346,11 @@ def _start_once(num_cpus: int) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # at once; Ray would keep released objects for up to a second, which are many buckets of a weight update
     os.environ.setdefault("RAY_free_objects_period_milliseconds", "0")
-    is_guarded = sys.platform == "linux"
-    if is_guarded:
+    if sys.platform == "linux":
         _cleanup = CleanupProcess()
-        # Ray's processes inherit the mask, as they do Ray's mask of SIGINT: a scheduler that signals every process of a
-        # job would otherwise end the ranks during the step that the driver wants to finish
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        with nullcontext() if _cleanup is None else _cleanup.marking():
+        # without the cleanup process nothing would end processes that block SIGTERM
+        with _keeping_sigterm() if _cleanup else nullcontext(), _cleanup.marking() if _cleanup else nullcontext():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -304,9 +361,6 @@ def _start_once(num_cpus: int) -> None:
     except BaseException:
         _end_local()
         raise
-    finally:
-        if is_guarded:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if _cleanup is not None:
         _cleanup.watch([info.process.pid for infos in _ray_processes().values() for info in infos])
         atexit.register(disconnect)  # runs before Ray's own handler, which would wait for processes that block SIGTERM
@@ -338,27 +392,20 @@ def _end_local() -> None:
         process.poll()  # reaps it, so that no zombie stays
 
 
-def _look() -> None:
-    """Joins a cluster and prints its resources, or why it cannot be joined, for `python -m actors.cluster.connect`.
+def cluster_size(address: str, allow_without_token: bool) -> tuple[int, int, int]:
+    """Joins a cluster and returns its numbers of nodes, cores and GPUs.
 
-    Ray waits for a silent cluster without a deadline, so the caller starts this process, and can end it.
+    Call it in a side process: Ray waits for a silent cluster without a deadline.
+
+    Raises:
+        ResourceError: the cluster cannot be joined.
     """
-    import json
+    join(address, allow_without_token=allow_without_token)
+    import ray
 
-    request, answer = json.load(sys.stdin), {}
-    stream = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what Ray prints goes to stderr
-    try:
-        join(request["address"], allow_without_token=request["allow_without_token"])
-        import ray
-
-        total = ray.cluster_resources()
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        answer = {"nodes": nodes, "cores": int(total.get("CPU", 0)), "gpus": int(total.get("GPU", 0))}
-    except ResourceError as error:
-        answer = {"error": error.message, "hint": error.hint}
-    os.write(stream, json.dumps(answer).encode())
-    os._exit(0)  # Ray's threads would take seconds to end
+    total = ray.cluster_resources()
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return nodes, int(total.get("CPU", 0)), int(total.get("GPU", 0))
 
 
 def _ray_processes() -> dict[str, list[Any]]:
@@ -367,7 +414,3 @@ def _ray_processes() -> dict[str, list[Any]]:
 
     node = getattr(worker, "_global_node", None)
     return {} if node is None else node.all_processes  # type: ignore[no-any-return]
-
-
-if __name__ == "__main__":
-    _look()

@@ -13,7 +13,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from actors.cluster.allocator import ALLOCATOR
+from actors.cluster.capacity import ALLOCATOR
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError

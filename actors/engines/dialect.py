@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from actors.cluster.allocator import ALLOCATOR
-from actors.cluster.capacity import has_nvidia_driver
+from actors.cluster.capacity import ALLOCATOR, has_nvidia_driver
 from actors.engines.child_server import ChildServer
 from actors.engines.protocol import EngineTag, GroupKind, Request, TensorInfo
 from actors.engines.served_samples import PartialSample

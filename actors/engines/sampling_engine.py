@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from actors.cluster.allocator import ALLOCATOR
-from actors.cluster.capacity import gpus_of_engines
+from actors.cluster.capacity import ALLOCATOR, gpus_of_engines
 from actors.cluster.placement import gpus_per_rank
 from actors.engines.sampling_thread import SamplingThread, settle, use_one_thread
 from actors.engines.tokenizer import decoder_of

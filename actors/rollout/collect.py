@@ -6,22 +6,33 @@ A repeated step takes its recorded batch if there is one, and draws its response
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from actors.engines.pool import EnginePool
 from actors.rollout.episodes import EpisodeRunner, Progress
-from actors.rollout.filters import Filter, ScoredSample, load_filter
+from actors.rollout.groups import (
+    Filter,
+    Group,
+    Metrics,
+    ScoredSample,
+    batch_of,
+    length_penalty,
+    load_filter,
+    metrics_of,
+)
 from actors.rollout.prompt_files import Prompts, read_prompts
-from actors.rollout.prompts import PromptStream, Record
+from actors.rollout.prompts import PromptStream
+from actors.rollout.records import Record
 from actors.rollout.sample_files import write_step_samples
-from actors.rollout.scored_groups import Group, Metrics, batch_of, length_penalty, metrics_of
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import SAMPLES, RecordedBatches
 from slimefsdp.checkpoint.manifest import differences
@@ -365,3 +376,75 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Holds the batch of one step, and what was measured while it was collected."""
+
+    step: int
+    batch: RolloutBatch | None
+    metrics: Metrics
+    seconds: Metrics
+    prompts: dict[str, Any]  # the position in the stream of prompts after this batch
+
+
+class AheadCollector:
+    """Collects the batches of a run's steps in order, on a thread of its own, while earlier ones are trained on.
+
+    A batch is collected as soon as the batch of the step before it is complete and the engines have weights that are at
+    most `max_staleness` steps older than the step.
+
+    Args:
+        first_step: the first step to collect; the engines have the weights of this step when it begins.
+        steps: the number of steps of the whole run.
+    """
+
+    def __init__(self, collector: Collector, *, first_step: int, steps: int, max_staleness: int) -> None:
+        self._collector = collector
+        self._allowed = threading.Semaphore(max_staleness + 1)  # steps that may begin with the engines' weights
+        self._ready: queue.Queue[Collected | BaseException | None] = queue.Queue()  # None: there are no more steps
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, args=(first_step, steps), name="collector", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Collected:
+        """Waits for the batch of the next step and returns it.
+
+        Raises:
+            SlimeError: the error with which the collection failed.
+        """
+        collected = self._ready.get()
+        assert collected is not None, "every step was collected"
+        if isinstance(collected, BaseException):
+            self._ready.put(collected)  # for the next call
+            raise collected
+        return collected
+
+    def step_done(self) -> None:
+        """Lets one more step begin, since the engines now have the weights after one more."""
+        self._allowed.release()
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits up to `timeout_s` for the next batch to be collected and recorded, so that a resumed run can use it."""
+        with suppress(queue.Empty):
+            self._ready.get(timeout=timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Stops collecting. Waits up to `timeout_s` for the step in progress, which fails once its engines end."""
+        self._is_closed = True
+        self._allowed.release()
+        self._thread.join(timeout_s)
+
+    def _run(self, first_step: int, steps: int) -> None:
+        try:
+            for step in range(first_step, steps):
+                self._allowed.acquire()
+                if self._is_closed:
+                    return
+                seconds: Metrics = {"generate": 0.0, "reward": 0.0}
+                batch, metrics = self._collector.collect(step, None, seconds)
+                self._ready.put(Collected(step, batch, metrics, seconds, self._collector.prompts.state()))
+            self._ready.put(None)
+        except BaseException as error:  # next() raises it on the caller's thread
+            self._ready.put(error)

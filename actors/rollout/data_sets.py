@@ -1,7 +1,7 @@
-"""Reads the rows of Parquet files, folders of data files and data sets of the Hugging Face hub as plain dictionaries.
+"""Reads JSONL and Parquet files, folders of data files and data sets of the Hugging Face hub as plain dictionaries.
 
-This needs the package `datasets` (the `data` extra), which is imported only when there is something to read. Nothing is
-decoded: Arrow values become plain Python ones. An image stays bytes, which no record may hold.
+All but JSONL files need the package `datasets` (the `data` extra), which is imported only when there is something to
+read. Nothing is decoded: Arrow values become plain Python ones. An image stays bytes, which no record may hold.
 """
 
 from __future__ import annotations
@@ -11,28 +11,36 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import yaml
 
 from actors.startup import is_reporting, stage
 from slimefsdp.errors import ConfigError, byte_text, short_text
 from slimefsdp.io.hub import HubId, bytes_there, snapshot
-from slimefsdp.io.user_files import open_plain
+from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
+from slimefsdp.models.hf_folder import made_by
+
+if TYPE_CHECKING:
+    from slimefsdp.config.data import DataSettings
 
 T = TypeVar("T")
 Row = tuple[dict[str, Any], str]
 """The columns of a row, and its place for errors: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]`."""
 
+MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
+MAX_LEVELS = 100  # levels of brackets in a record; deeper ones could exceed the recursion limit when they are written
 MAX_FILES = 10_000  # the most files that a folder may have
 _SELECTION = re.compile(
     r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*)?(?:\[(?P<rows>-?\d*:-?\d*)\])?)?", re.ASCII
 )
+_SPLITS = {"train": "train", "heldout": "test"}  # the split to read from several if the settings name none
 _SAVED = ("dataset_dict.json", "state.json")  # `save_to_disk` writes the first for several splits, the second for one
 _FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it would run other code for other formats
 
@@ -89,7 +97,7 @@ class DataSource:
 
     @property
     def is_table(self) -> bool:
-        """Returns whether `read_rows` reads this source; any other source is a JSONL file, or missing."""
+        """Returns whether this source is read as a table; any other source is a JSONL file, or missing."""
         is_parquet = self.path.suffix == ".parquet" and os.path.isfile(self.path)  # noqa: PTH113 - as in _is_folder
         return self.hub_id is not None or is_parquet or _is_folder(self.path)
 
@@ -113,30 +121,143 @@ def require_reader(source: DataSource, field: str) -> None:
         )
 
 
-def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row]:
-    """Returns all rows that the source selects, in their order.
+def read_rows(data: DataSettings, name: str, *, chats: Collection[str]) -> list[Row]:
+    """Reads the JSON objects or rows that a setting of `data` names, each with its place, in their order.
 
     Args:
-        field: the setting that errors name.
-        default_split: the split to read if there are several and the source names none.
+        name: train, heldout, or heldout.NAME if there are several held-out sets.
+        chats: columns that may hold chat messages or `tools`; null keys that Arrow added are removed from these.
 
     Raises:
-        ConfigError: the package `datasets` is missing; the hub or the files cannot be read; the configuration or split
-            does not exist, or has to be chosen from several; a value is not JSON (the message names column and row).
+        ConfigError: the file is missing, unreadable or without records, or a line is not a JSON object; the package
+            `datasets` is missing; the hub cannot be read; the configuration or split does not exist, or has to be
+            chosen from several; a value is not JSON. The message names the line or row.
         ResourceError: the disk is full.
     """
+    field = f"data.{name}"
+    written = data.sources[field]
+    source = DataSource.of(written)
     require_reader(source, field)
+    rows = _table_rows(source, field, name, chats) if source.is_table else _lines_of(source.path, field)
+    selected = source.selected(rows)
+    if not selected:
+        raise ConfigError(f"{written} holds no records", field=field, hint="name a file or data set with records")
+    return selected
+
+
+def _lines_of(path: Path, field: str) -> Iterator[Row]:
+    """Yields the JSON object of each line that is not blank, with its place."""
+    try:
+        # lines end at newlines only, not at U+2028, which JSON allows inside a string
+        with TextIOWrapper(open_plain(path), encoding="utf-8-sig") as lines:
+            for number in itertools.count(1):
+                line = lines.readline(MAX_LINE + 1)
+                if not line:
+                    break
+                place = f"{path}:{number}"
+                if len(line) > MAX_LINE:
+                    raise ConfigError(
+                        f"{place}: longer than {MAX_LINE} characters", field=field, hint="write one record per line"
+                    )
+                if line.strip():
+                    yield _parsed(line, place, field), place
+    except FileNotFoundError as error:
+        command = made_by(path)
+        hint = f"make it first: `{command}`" if command else "name what is there, or a data set"
+        raise ConfigError(f"{path} does not exist", field=field, hint=hint) from error
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
+        raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
+
+
+def _parsed(line: str, place: str, field: str) -> dict[str, Any]:
+    try:
+        record = parse_json(line.strip())
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{place}: not JSON: {error.msg} at column {error.colno}",
+            field=field,
+            hint="write one JSON object per line",
+        ) from error
+    except ValueError as error:  # a duplicate key, a number with thousands of digits, or very deep nesting
+        raise ConfigError(
+            f"{place}: not usable JSON: {error}", field=field, hint="write one plain JSON object per line"
+        ) from error
+    # counting brackets is much quicker than walking through every record
+    if line.count("[") + line.count("{") > MAX_LEVELS and is_deeper(record, MAX_LEVELS):
+        raise ConfigError(
+            f"{place}: nested more than {MAX_LEVELS} deep", field=field, hint="write one plain JSON object per line"
+        )
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{place}: a {type(record).__name__}, not an object", field=field, hint="write one JSON object per line"
+        )
+    return record
+
+
+def _table_rows(source: DataSource, field: str, name: str, chats: Collection[str]) -> Iterator[Row]:
+    """Yields the rows of a Parquet file or data set.
+
+    Raises:
+        ConfigError: a value is not JSON; the message names its column and row.
+    """
+    place, rows = _table(source, field, _SPLITS[name.partition(".")[0]])
+    for number, row in enumerate(rows):
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError):
+            column, value = next((key, value) for key, value in row.items() if not _is_json(value))
+            raise ConfigError(
+                f"{place} row {number}: column {column!r} holds {short_text(value)} ({type(value).__name__}), which "
+                "JSON has no word for",
+                field=field,
+                hint="leave that column out of the data set, or make it text or numbers: rewards are given all columns",
+            ) from None
+        values = {key: _cleaned(key, value) if key in chats else value for key, value in row.items()}
+        yield values, f"{place} row {number}"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _cleaned(column: str, value: Any) -> Any:
+    return _without_any_null(value) if column == "tools" else _without_nulls(value)
+
+
+def _without_any_null(value: Any) -> Any:
+    """Removes null keys at all levels: Arrow gives every tool the parameters of all tools."""
+    if isinstance(value, dict):
+        return {key: _without_any_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_any_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _without_nulls(prompt: Any) -> Any:
+    """Removes null keys from chat messages: Arrow gives every message all keys, and templates test which exist."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(message, dict)
+        else message
+        for message in prompt
+    ]
+
+
+def _table(source: DataSource, field: str, default_split: str) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the rows that a source has, before its slice is taken, and their place for errors."""
     if source.hub_id is None and not _is_folder(source.path):
-        return source.selected(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
+        return str(source.path), _rows_of_parquet(source.path, field)
     folder, name = source.path.absolute(), str(source.path)  # `datasets` takes the bare name `json` for a format
     if source.hub_id is not None:
         folder, name = fetched(source.hub_id, field), source.hub_id.name
     with stage(f"reading {name}", is_short=True):
         splits = _splits_of(folder, source, name, field)
         split = _chosen_split(splits, source.split, default_split, name, field)
-        table = splits[split].with_format("arrow")[:]
-        place = f"{name}[{split}]" if split else name
-        return source.selected(_plain(table.to_pylist(), place, field))
+        return f"{name}[{split}]" if split else name, splits[split].with_format("arrow")[:].to_pylist()
 
 
 def fetched(hub_id: HubId, field: str) -> Path:
@@ -255,30 +376,6 @@ def _chosen_split(splits: dict[str, Any], requested: str | None, default: str, n
         field=field,
         hint="name one of them behind a #" if splits.keys() != {""} else f"remove #{split}",
     )
-
-
-def _plain(rows: list[dict[str, Any]], place: str, field: str) -> Iterator[Row]:
-    """Yields the rows with their places; raises ConfigError if a value is not JSON."""
-    for number, row in enumerate(rows):
-        try:
-            json.dumps(row)
-        except (TypeError, ValueError):
-            column, value = next((key, value) for key, value in row.items() if not _is_json(value))
-            raise ConfigError(
-                f"{place} row {number}: column {column!r} holds {short_text(value)} ({type(value).__name__}), which "
-                "JSON has no word for",
-                field=field,
-                hint="leave that column out of the data set, or make it text or numbers: rewards are given all columns",
-            ) from None
-        yield row, f"{place} row {number}"
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 @contextmanager

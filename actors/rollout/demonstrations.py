@@ -1,6 +1,6 @@
 """Encodes records for supervised training into tokens and a mask of the tokens that are trained on.
 
-`actors.rollout.supervised_records` reads the records. The form of a record follows from its keys, in this order:
+`actors.rollout.records` reads the records. The form of a record follows from its keys, in this order:
 
     prompt and answer        the answer is trained; it is encoded by itself, and the end token is appended
     prompt and completion    both are texts or both are lists of chat messages; the completion is trained
@@ -9,34 +9,36 @@
     conversations            a chat in the keys of ShareGPT: `from` and `value`
 
 The response of a demonstration begins with its first trained token. Its loss mask is False on the tokens in between
-that are not trained. `python -m actors.rollout.demonstrations` encodes records in a separate process, since a chat
-template may run for long, and so that the driver needs no transformers.
+that are not trained. Records are encoded in a side process, since a chat template may run for long, and so that the
+driver needs no transformers.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from actors.engines.tokenizer import encode_prompt, load_tokenizer, require_read, require_tools_written, templated
-from actors.rollout.prompts import (
-    Record,
-    place_of,
+from actors import side_process
+from actors.engines.tokenizer import (
+    encode_prompt,
+    end_token_ids,
+    load_tokenizer,
+    require_read,
+    require_tools_written,
+    templated,
 )
-from actors.rollout.tokenizer import answer_of_process, end_with_parent, error_of_process, stream_of_answer
+from actors.rollout.records import Record, form_of, place_of
 from slimefsdp.config.data import DataSettings
-from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ConfigError, ModelError, SlimeError
+from slimefsdp.data.rollout_batch import RolloutBatch, Sample
+from slimefsdp.errors import ConfigError, ModelError
 
+T = TypeVar("T")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the assistant's words in a chat template
 
 
@@ -70,27 +72,15 @@ class Demonstration:
         pieces = [self.tokens[start : start + length] for start in starts]
         return [Demonstration(piece, len(piece) - 1) for piece in pieces]
 
-    def as_sample(self) -> dict[str, Any]:
-        """Returns the sample in the form of `RolloutBatch.from_samples`."""
-        mask = np.ones(self.response_length, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
-        return {"tokens": self.tokens, "response_length": self.response_length, "loss_mask": mask}
-
 
 def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
     """Makes one batch of demonstrations in their order; without loss masks if all responses are trained in full."""
-    samples = [demonstration.as_sample() for demonstration in demonstrations]
-    if all(demonstration.loss_mask is None for demonstration in demonstrations):
-        samples = [{**demonstration, "loss_mask": None} for demonstration in samples]
+    samples = [Sample(item.tokens, item.response_length) for item in demonstrations]
+    if any(item.loss_mask is not None for item in demonstrations):
+        for sample, item in zip(samples, demonstrations, strict=True):
+            all_tokens = np.ones(item.response_length, dtype=np.bool_)
+            sample.loss_mask = all_tokens if item.loss_mask is None else item.loss_mask
     return RolloutBatch.from_samples(samples)
-
-
-def form_of(record: Mapping[str, Any]) -> str | None:
-    """Returns the name of a record's form: answer, completion, messages or text; None if it has none of them."""
-    if "prompt" in record:
-        for key in ("answer", "completion"):
-            if key in record:
-                return key
-    return next((key for key in ("messages", "text") if key in record), None)
 
 
 # ---------------------------------------------------------------------- tokens
@@ -315,72 +305,61 @@ def _common_length(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
     )
 
 
-# ---------------------------------------------------------------------- a process of its own
+# ---------------------------------------------------------------------- a side process
 
 
 def encoded_demonstrations(
     model_path: Path, records: Sequence[Record], *, data: DataSettings, timeout_s: float
 ) -> list[Demonstration]:
-    """Encodes each record as a demonstration of any length, in a separate process.
+    """Encodes each record as a demonstration of any length, in a side process.
 
     Raises:
         ConfigError, ModelError: as in `encode_demonstration`; the message names the record.
         ResourceError: the process took longer than `timeout_s`, or ended.
     """
-    keys = ("prompt", "answer", "completion", "messages", "text", "tools")
-    request = {
-        "model_path": str(model_path),
-        "records": [[{key: piece[key] for key in keys if key in piece}, place_of(piece)] for piece in records],
-        "train_on": data.train_on,
-        "template_kwargs": dict(data.chat_template_kwargs),
-    }
-    answer = answer_of_process("actors.rollout.demonstrations", request, timeout_s, f"encoding {len(records)} records")
-    if not answer.startswith(b"PK"):  # an archive of arrays is a zip file; anything else is an error
-        raise error_of_process(json.loads(answer))
-    with np.load(io.BytesIO(answer), allow_pickle=False) as arrays:
-        tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
-        masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_lengths"])[:-1])
-        lengths = arrays["response_lengths"].tolist()
-    return [
-        Demonstration(piece, length, None if mask.all() else mask)
-        for piece, length, mask in zip(tokens, lengths, masks, strict=True)
-    ]
+    options = {"train_on": data.train_on, "template_kwargs": dict(data.chat_template_kwargs)}
+    return _in_side_process(_demonstrations, model_path, records, options, timeout_s)
 
 
-def _main() -> None:
-    end_with_parent()
-    stream = stream_of_answer()
-    request = json.load(sys.stdin.buffer)
+def prompt_lengths(model_path: Path, records: Sequence[Record], *, data: DataSettings, timeout_s: float) -> list[int]:
+    """Returns the number of tokens of each prompt, counted in a side process.
+
+    Raises:
+        ConfigError, ModelError, ResourceError: as in `encoded_demonstrations`; also ModelError if engines cannot use
+            the model's generation_config.json.
+    """
+    options = {"template_kwargs": dict(data.chat_template_kwargs)}
+    return _in_side_process(_prompt_lengths, model_path, records, options, timeout_s)
+
+
+def _in_side_process(
+    function: Callable[..., list[T]],
+    model_path: Path,
+    records: Sequence[Record],
+    options: Mapping[str, Any],
+    timeout_s: float,
+) -> list[T]:
     try:
-        answer = _archive(request)
-    except SlimeError as error:
-        fields = {"error": error.message, "code": error.code, "field": error.field, "hint": error.hint}
-        answer = json.dumps(fields).encode()
-    with os.fdopen(stream, "wb") as file:
-        file.write(answer)
+        return side_process.call(function, str(model_path), records, options, timeout_s=timeout_s)
+    except side_process.SideProcessError as error:
+        raise error.reported(f"encoding {len(records)} records", "cluster.call_timeout_s", "data.train") from None
 
 
-def _archive(request: Mapping[str, Any]) -> bytes:
-    """Encodes all records and returns their demonstrations as a numpy archive."""
-    tokenizer = load_tokenizer(request["model_path"])
-    options = {"train_on": request["train_on"], "template_kwargs": request["template_kwargs"]}
-    samples = []
-    for record, place in request["records"]:
+def _demonstrations(model_path: str, records: Sequence[Record], options: Mapping[str, Any]) -> list[Demonstration]:
+    tokenizer = load_tokenizer(model_path)
+    return list(_each(records, lambda record: encode_demonstration(tokenizer, record, **options)))
+
+
+def _prompt_lengths(model_path: str, records: Sequence[Record], options: Mapping[str, Any]) -> list[int]:
+    tokenizer = load_tokenizer(model_path)
+    end_token_ids(model_path, tokenizer.eos_token_id)  # engines will ask for the tokens that end a response
+    return list(_each(records, lambda record: len(encode_prompt(tokenizer, record["prompt"], **options))))
+
+
+def _each(records: Sequence[Record], encode: Callable[[Record], T]) -> Iterator[T]:
+    for record in records:
         try:
-            samples.append(encode_demonstration(tokenizer, record, **options).as_sample())
+            yield encode(record)
         except ConfigError as error:
-            error.message = f"{place}: {error.message}"
+            error.message = f"{place_of(record)}: {error.message}"
             raise
-    file = io.BytesIO()
-    np.savez(
-        file,
-        tokens=np.concatenate([sample["tokens"] for sample in samples]),
-        lengths=np.array([len(sample["tokens"]) for sample in samples]),
-        response_lengths=np.array([sample["response_length"] for sample in samples]),
-        loss_mask=np.concatenate([sample["loss_mask"] for sample in samples]),
-    )
-    return file.getvalue()
-
-
-if __name__ == "__main__":
-    _main()

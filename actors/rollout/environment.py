@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.rollout.prompts import prompt_fault
+from actors.rollout.records import prompt_fault
 from slimefsdp.config.callables import load_function
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
 
@@ -25,8 +25,8 @@ that the template knows, or token ids, which are appended unchanged."""
 
 MOST_CHARACTERS = 1_000_000
 """The most characters of a prompt or an observation. No context is as long, and the text travels between processes."""
-OF_EPISODES = {"reward", "turns", "ended_by_turns", "ended_by_room"}
-"""The scores that every episode has: its reward, its number of responses, and whether a limit ended it."""
+OF_EPISODES = {"turns", "ended_by_turns", "ended_by_room"}
+"""The scores of every episode of an environment: its number of responses, and whether a limit ended it."""
 MOST = 3e38
 """The largest reward or score: batches hold them in float32."""
 MOST_IN_NAME = 200
@@ -190,14 +190,9 @@ def checked_result(result: Any) -> StepResult:
         raise EnvironmentFault(f"done={short_repr(result.done)}, neither True nor False")
     if not isinstance(result.scores, Mapping):
         raise EnvironmentFault(f"scores={short_repr(result.scores)}, no dictionary")
-    scores = {}
-    for name, value in {"reward": result.reward, **result.scores}.items():
-        number = checked_score(name, value)
-        if number is None:
-            raise EnvironmentFault(f"{short_repr(name)}: {_score_fault(name, value)},")
-        scores[name] = number
-    if taken := sorted((OF_EPISODES | RESERVED) & result.scores.keys()):
-        raise EnvironmentFault(f"a score with the name {taken[0]}, under which something else is logged,")
+    if "reward" in result.scores:
+        raise EnvironmentFault("a score with the name reward, which the result has already,")
+    scores = checked_scores({"reward": result.reward, **result.scores}, RESERVED | OF_EPISODES)
     if result.observation is None:
         if not result.done:
             raise EnvironmentFault("no observation, though it is not done,", "give observation=, or done=True")
@@ -207,12 +202,30 @@ def checked_result(result: Any) -> StepResult:
     return StepResult(observation, scores.pop("reward"), result.done, scores)
 
 
-def _score_fault(name: Any, value: Any) -> str:
-    if checked_score("reward", value) is not None:
-        return f"{short_repr(value)}, under what is no short printable name"
-    if isinstance(value, numbers.Real):
-        return f"{short_repr(value)}, which is not finite, or beyond {MOST:g}"
-    return f"{short_repr(value)}, which is a {type(value).__name__} and not a number"
+def checked_scores(scores: Mapping[Any, Any], reserved: Set[str]) -> dict[str, float]:
+    """Returns the scores as plain numbers.
+
+    Raises:
+        EnvironmentFault: a score is not a finite number, or its name is not a short printable text or is reserved.
+    """
+    numbers_of: dict[str, float] = {}
+    for name, value in scores.items():
+        number = finite_number(value)
+        fault = ""
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_IN_NAME):
+            fault = f"{short_repr(value)}, under what is no short printable name"
+        elif number is None and isinstance(value, numbers.Real):
+            fault = f"{short_repr(value)}, which is not finite, or beyond {MOST:g}"
+        elif number is None:
+            fault = f"{short_repr(value)}, which is a {type(value).__name__} and not a number"
+        elif name in reserved:
+            fault = f"{short_repr(value)}, and a run logs something else under this name"
+        if number is None or fault:
+            raise EnvironmentFault(
+                f"{short_repr(name)}: {fault},", "return finite numbers only, under short names of their own"
+            )
+        numbers_of[name] = number
+    return numbers_of
 
 
 def _check_text(value: Any, what: str, *, may_be_text: bool) -> None:
@@ -232,12 +245,6 @@ def _check_text(value: Any, what: str, *, may_be_text: bool) -> None:
         raise EnvironmentFault(
             f"{'an' if what == 'observation' else 'a'} {what} of {size:,} characters, more than {MOST_CHARACTERS:,}"
         )
-
-
-def checked_score(name: Any, value: Any) -> float | None:
-    """Returns the number to log; None if the value is not a finite number or the name is not a short printable text."""
-    is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_IN_NAME
-    return finite_number(value) if is_name else None
 
 
 def finite_number(value: Any) -> float | None:

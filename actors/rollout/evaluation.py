@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.rollout.collect import EVALUATION, Collector
-from actors.rollout.filters import ScoredSample
-from actors.rollout.prompts import Record
+from actors.rollout.groups import Metrics, ScoredSample, mean_scores
+from actors.rollout.records import Record
 from actors.rollout.sample_files import example_line, write_samples
-from actors.rollout.scored_groups import Metrics, mean_scores
 from actors.run_dir import EVALUATIONS
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError

@@ -1,6 +1,6 @@
 """Reads the records that a run trains on and evaluates with; refuses those that are too long, or leaves them out.
 
-Importing this module imports neither torch nor transformers; tokens are counted in a separate process.
+Importing this module imports neither torch nor transformers; tokens are counted in a side process.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Any
 
 from actors.model_folders import DOWNLOADED, NotHere, recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
-from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of
-from actors.rollout.prompts import PromptStream, Record, check_answers, digest_of, place_of, read_records
+from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, prompt_lengths
+from actors.rollout.prompts import PromptStream, digest_of
+from actors.rollout.records import (
+    Record,
+    check_answers,
+    demonstrations,
+    form_of,
+    place_of,
+    read_demonstrations,
+    read_pairs,
+    read_records,
+)
 from actors.rollout.rewards import READ_ANSWERS
-from actors.rollout.supervised_records import demonstrations, read_demonstrations, read_pairs
-from actors.rollout.tokenizer import count_tokens
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.config import RunConfig
@@ -58,7 +66,7 @@ def with_data_commits(config: RunConfig) -> RunConfig:
     The commit is the newest one, or the one with which a resumed run began.
 
     Raises:
-        ConfigError, ResourceError: as in `actors.rollout.data_sets.read_rows`.
+        ConfigError, ResourceError: as in `actors.rollout.data_sets.fetched`.
     """
     recorded, resolved = _recorded_sources(config), dict[str, Path]()
     for name, written in config.data.sources.items():
@@ -306,24 +314,15 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
     return max((counts[id(record)][0] for record in records), default=0)
 
 
-def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
-    with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
-        counts = count_tokens(
-            config.model.path,
-            records,
-            with_answers=False,
-            timeout_s=config.cluster.call_timeout_s,
-            template_kwargs=config.data.chat_template_kwargs,
-        )
-    return dict(zip(map(id, records), counts, strict=True))
-
-
 def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Sequence[Record]) -> _Counts:
     """Counts the tokens of prompts, and returns them with the most tokens that may be sampled."""
-    counts = _counts(config, [*train, *evaluated])
-    most = {id(record): config.sampling(evaluates=False).max_new_tokens for record in train}
-    most |= {id(record): config.sampling(evaluates=True).max_new_tokens for record in evaluated}
-    return {record: (prompt, most[record]) for record, (prompt, _) in counts.items()}
+    records = [*train, *evaluated]
+    with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
+        timeout_s = config.cluster.call_timeout_s
+        lengths = prompt_lengths(config.model.path, records, data=config.data, timeout_s=timeout_s)
+    most = [config.sampling(evaluates=False).max_new_tokens] * len(train)
+    most += [config.sampling(evaluates=True).max_new_tokens] * len(evaluated)
+    return dict(zip(map(id, records), zip(lengths, most, strict=True), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

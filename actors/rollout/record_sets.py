@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.rollout.prompts import Record, place_of
+from actors.rollout.records import Record, place_of
 from slimefsdp.config.data import DataSettings, heldout_field
 
 _Prompt = str | tuple[str]

@@ -12,43 +12,41 @@ is the value of a reward function as JSON.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
 import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
-from actors.rollout.environment import RESERVED, Environment, Prompt, StepResult, checked_score, finite_number
-from actors.rollout.prompts import place_of
-from slimefsdp.config.callables import failure_of, load_function
-from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
+from actors.rollout.environment import (
+    RESERVED,
+    Environment,
+    EnvironmentFault,
+    Prompt,
+    StepResult,
+    checked_scores,
+    finite_number,
+)
+from actors.rollout.records import place_of
+from slimefsdp.config.callables import load_function
+from slimefsdp.errors import BatchError, ConfigError, short_repr
 
 Scores = dict[str, float]
 
 # our functions that compare with a record's `answer`; a start checks that every record has one
 READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
-_CORRECT = "correct the function"
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy or starting
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is repeated
 
 
-def failed_reward(problem: str, record: Mapping[str, Any], hint: str) -> BatchError:
-    return BatchError(f"{problem} for {place_of(record)}", field="rollout.reward", hint=hint)
-
-
 def load_reward(
     name: str, *, timeout_s: float = math.inf, concurrency: int = 1, field: str = "rollout.reward"
 ) -> Callable[..., Any]:
-    """Returns the reward function `module:function`, or one that calls a URL; both check each value that they return.
-
-    The returned function is async if the named one is. It raises BatchError, naming the record, if the named function
-    raises, or returns neither a finite number nor a dictionary of finite numbers with `reward`.
+    """Returns the reward function `module:function`, or an async one that calls a URL.
 
     Args:
         timeout_s: limit in seconds on all requests for one response, if the name is a URL.
@@ -60,15 +58,15 @@ def load_reward(
             (record, response, finished).
     """
     if is_url(name):
-        return _checked(_asking(name, timeout_s, concurrency), name)
+        return _poster(name, timeout_s, concurrency)
     example, takes = "actors.rollout.rewards:exact_match", ("record", "response", "finished")
     function = load_function(name, field=field, example=example, takes=takes, may_be_async=True)
     _refuse_form_of_verl(function, name, field)
-    return _checked(function, name)
+    return function
 
 
 def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> type[Environment]:
-    """Returns an environment of one turn whose answer is the reward of its response.
+    """Returns an environment of one turn whose answer is what the reward function returns for its response.
 
     Args:
         timeout_s, concurrency: as in `load_reward`.
@@ -83,19 +81,30 @@ def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: i
             self._record = record
             return ""  # not used: the policy gets the record's own prompt
 
-        def step(self, response: str, finished: bool) -> StepResult | Awaitable[StepResult]:
-            return _as_result(reward(self._record, response, finished))
+        def step(self, response: str, finished: bool) -> Any:
+            return reward(self._record, response, finished)
 
     class ScoredAsync(Scored):
-        async def step(self, response: str, finished: bool) -> StepResult:
-            return _as_result(await reward(self._record, response, finished))
+        async def step(self, response: str, finished: bool) -> Any:
+            return await reward(self._record, response, finished)
 
-    return ScoredAsync if inspect.iscoroutinefunction(reward) else Scored
+    is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
+    return ScoredAsync if is_async else Scored
 
 
-def _as_result(scores: Scores) -> StepResult:
-    others = {name: value for name, value in scores.items() if name != "reward"}
-    return StepResult(None, scores["reward"], True, others)
+def reward_result(value: Any) -> StepResult:
+    """Returns what a reward function returned as the only answer of an episode.
+
+    Raises:
+        EnvironmentFault: it is neither a finite number nor a dictionary of finite numbers with `reward`.
+    """
+    if not isinstance(value, dict) and (number := finite_number(value)) is not None:
+        return StepResult(None, number, True)
+    if not isinstance(value, dict) or "reward" not in value:
+        hint = "return the reward as a number, or a dictionary of numbers with the key 'reward'"
+        raise EnvironmentFault(short_repr(value), hint)
+    scores = checked_scores(dict(value), RESERVED)  # a copy, since the methods of a user's class may raise
+    return StepResult(None, scores.pop("reward"), True, scores)
 
 
 def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) -> None:
@@ -115,102 +124,36 @@ def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) ->
         )
 
 
-def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    def failure(error: BaseException, record: Mapping[str, Any]) -> BaseException:
-        if isinstance(error, SlimeError | KeyboardInterrupt):
-            return error  # KeyboardInterrupt is the operator's, not a failure of the function
-        failed = failed_reward(failure_of(name, error), record, _CORRECT)
-        failed.__cause__ = error
-        return failed
-
-    if _is_async(function):
-
-        @functools.wraps(function)
-        async def later(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-            try:
-                scores = await function(record, response, finished)
-            except BaseException as error:  # the user's function may raise anything
-                task = asyncio.current_task()
-                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                    raise  # the deadline of the call has passed
-                raise failure(error, record)  # noqa: B904 (the cause is set there)
-            return _checked_scores(scores, name, record)
-
-        return later
-
-    @functools.wraps(function)
-    def reward(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-        try:
-            scores = function(record, response, finished)
-        except BaseException as error:  # the user's function may raise anything
-            raise failure(error, record)  # noqa: B904 (the cause is set there)
-        return _checked_scores(scores, name, record)
-
-    return reward
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-
-
-def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores:
-    if not isinstance(scores, dict) and (number := finite_number(scores)) is not None:
-        return {"reward": number}
-    if not isinstance(scores, dict) or "reward" not in scores:
-        hint = "return the reward as a number, or a dictionary of numbers with the key 'reward'"
-        raise failed_reward(f"{name} returned {short_repr(scores)}", record, hint)
-    numbers: Scores = {}
-    for key, value in dict(scores).items():  # a copy, since the methods of a user's class may raise
-        number = checked_score(key, value)
-        if number is None:
-            problem = f"{name} returned {short_repr(key)}: {short_repr(value)}"
-            raise failed_reward(problem, record, "return finite numbers only, under short names")
-        if key in RESERVED:
-            problem = f"{name} returned a score called {key}, and a run logs something of its own under this name"
-            raise failed_reward(problem, record, "return it under another name")
-        numbers[key] = number
-    return numbers
-
-
 def is_url(name: str) -> bool:
     """Returns whether the name is a URL, which is called over HTTP."""
     return name.startswith(("http://", "https://"))
 
 
-def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Awaitable[Any]]:
+def _poster(url: str, timeout_s: float, concurrency: int) -> Callable[..., Awaitable[Any]]:
     """Returns a reward function that posts to a URL, and retries for up to `timeout_s` while the server is busy."""
-    import requests
-    from requests.adapters import HTTPAdapter
+    import httpx
 
-    session = requests.Session()
-    session.trust_env = False  # ignores proxies of the environment, and .netrc
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_connections=1, pool_maxsize=concurrency))
-    threads = ThreadPoolExecutor(concurrency, thread_name_prefix="reward")
+    clients: list[httpx.AsyncClient] = []  # made at the first request, since it belongs to the event loop
 
-    def post(record: Mapping[str, Any], response: str, finished: bool) -> Any:
-        deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
+    async def post(record: Mapping[str, Any], response: str, finished: bool) -> Any:
+        if not clients:  # it ignores proxies of the environment, and .netrc
+            limits = httpx.Limits(max_connections=concurrency)
+            clients.append(httpx.AsyncClient(trust_env=False, limits=limits, timeout=None))
         body: Any = {"record": dict(record), "response": response, "finished": finished}
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
         while True:
-            left_s = max(0.001, deadline - time.monotonic())
+            is_last = time.monotonic() + pause_s > deadline
             try:
-                answer = session.post(url, json=body, timeout=left_s if math.isfinite(left_s) else None)
-                is_away = answer.status_code in _ASK_AGAIN
-            except (requests.ConnectionError, requests.Timeout):
-                if time.monotonic() + pause_s > deadline:
+                answer = await clients[0].post(url, json=body)
+                if answer.status_code not in _ASK_AGAIN or is_last:
+                    return answer.raise_for_status().json()
+            except httpx.TransportError:
+                if is_last:
                     raise
-                is_away = True
-            if not is_away or time.monotonic() + pause_s > deadline:
-                answer.raise_for_status()
-                return answer.json()
-            time.sleep(pause_s * random.uniform(0.5, 1.0))  # spreads the requests of a step
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # spreads the requests of a step
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def ask(record: Mapping[str, Any], response: str, finished: bool) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(threads, post, record, response, finished)
-
-    return ask
+    return post
 
 
 def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Scores:

@@ -13,39 +13,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.filters import ScoredSample
-from actors.rollout.prompts import Record, place_of
+from actors.rollout.groups import ScoredSample
+from actors.rollout.records import Record, place_of
 from slimefsdp.errors import printable
 from slimefsdp.io.files import io_reported, write_synced
 
 _SHOWN_GROUPS = 50  # groups of an evaluation in the text file
+_SHOWN_RESPONSES = 8  # responses of a group in a text: those with the lowest and highest rewards
 _MOST_OF_VALUE = 2000  # characters of a value of a record, which is repeated for each of its responses
-_SHOWN_RESPONSES = 8  # responses of a group of a step: those with the lowest and highest rewards
-_MOST_OF_TEXT = 4000  # characters of a prompt or a response of a step
+_MOST_OF_TEXT = 4000  # characters of a prompt or a response
 _INDENT = "  "
 _MOST_OF_EXAMPLE = 80  # characters of a prompt or a response in a line for a terminal
 
 
 def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
-    """Writes `name`.jsonl with a line for each scored response, and `name`.txt with the first ones as readable text.
+    """Writes `name`.jsonl with a line for each scored response, and `name`.txt with the first groups as readable text.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
     rows = [_row(record, sample) for record, samples in groups for sample in samples]
-    shown = [_text(record, sample) for record, samples in groups[:_SHOWN_GROUPS] for sample in samples]
+    text = "\n".join(_group_text(record, samples) for record, samples in groups[:_SHOWN_GROUPS])
     with io_reported(folder, "train"):
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_synced(folder / f"{name}.jsonl", lines.encode(errors="replace"))
-        write_synced(folder / f"{name}.txt", "".join(shown).encode())
+        write_synced(folder / f"{name}.txt", text.encode())
 
 
 def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, Sequence[ScoredSample], str]]) -> None:
-    """Writes the text of groups of a training step: each prompt, and its responses with their rewards.
+    """Writes the text of groups of a training step.
 
-    Of a large group, the responses with the lowest and the highest rewards are shown. If the folder cannot be written,
-    it only warns, since looking at a run must not end it.
+    If the folder cannot be written, it only warns, since looking at a run must not end it.
 
     Args:
         groups: (record, responses, reason why the group is not trained on, or "").
@@ -61,17 +60,12 @@ def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, S
 
 def example_line(step: int, record: Record, scored: ScoredSample) -> str:
     """Returns a response to a held-out prompt as one line for the terminal."""
-    prompt, response = (_one_line(text) for text in (_last_words(record["prompt"]), scored.sample.text))
+    prompt = record["prompt"]
+    words = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    prompt, response = (
+        printable(_shortened(text.strip(), _MOST_OF_EXAMPLE), kept="") for text in (words, scored.sample.text)
+    )
     return f"step {step}, a held-out sample: {prompt} -> {response} ({_scores_text(scored)})"
-
-
-def _one_line(text: str) -> str:
-    return printable(_shortened(text.strip(), _MOST_OF_EXAMPLE), kept="")
-
-
-def _last_words(prompt: Any) -> str:
-    """Returns a text prompt, or the last message of a chat."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
 
 
 def _shortened(text: str, most: int) -> str:
@@ -81,19 +75,25 @@ def _shortened(text: str, most: int) -> str:
     return f"{text[: most // 2]} .. ({len(text) - most:,} characters) .. {text[len(text) - most // 2 :]}"
 
 
-def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: str) -> str:
+def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: str = "") -> str:
+    """Returns a prompt, and its responses with their rewards."""
     by_reward = sorted(samples, key=lambda scored: scored.reward)
     half = _SHOWN_RESPONSES // 2
     shown = by_reward if len(samples) <= _SHOWN_RESPONSES else [*by_reward[:half], *by_reward[-half:]]
     head = f"=== {place_of(record)}: {len(shown)} of {len(samples)} responses"
     head += f"; not trained on: {why_left_out}" if why_left_out else ""
-    parts = [head, _indented(_shortened(_prompt_text(record), _MOST_OF_TEXT))]
+    prompt = record["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
+    parts = [head, _indented(prompt)]
     if "answer" in record:
-        parts.append(f"--- answer: {_answer_text(record)}")
+        parts.append(f"--- answer: {_indented(str(_bounded(record['answer']))).lstrip()}")
     for scored in sorted(shown, key=lambda scored: scored.sample.number):
         trained = "" if scored.reward == scored.scores["reward"] else f", trained as {scored.reward:g}"
-        parts.append(f"--- response {scored.sample.number}: {_scores_text(scored)}{trained}; {_length_text(scored)}")
-        parts.append(_indented(_shortened(scored.sample.text, _MOST_OF_TEXT)))
+        tokens = scored.sample.response_length
+        length = f"{tokens} token{'s' * (tokens != 1)}, {'ended' if scored.sample.finished else 'cut'}"
+        parts.append(f"--- response {scored.sample.number}: {_scores_text(scored)}{trained}; {length}")
+        parts.append(_indented(scored.sample.text))
     return "\n".join(parts) + "\n"
 
 
@@ -106,46 +106,19 @@ def _row(record: Record, scored: ScoredSample) -> dict[str, Any]:
         "tokens": scored.sample.response_length,
         "finished": scored.sample.finished,
         "scores": scored.scores,
-        "record": _rest_of(record),
+        "record": {key: _bounded(value) for key, value in record.items() if key != "prompt"},
     }
 
 
-def _rest_of(record: Record) -> dict[str, Any]:
-    """Returns a record's other fields, such as the true answer; long ones are cut to the beginning of their JSON."""
-    return {key: _bounded(value) for key, value in record.items() if key != "prompt"}
-
-
 def _bounded(value: Any) -> Any:
+    """Returns a value of a record; of a long one, the beginning of its JSON."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
 
 
-def _text(record: Record, scored: ScoredSample) -> str:
-    """Returns a response of an evaluation as text, with its prompt."""
-    head = f"=== {place_of(record)}, response {scored.sample.number}: {_scores_text(scored)}; {_length_text(scored)}"
-    answer = f"--- answer: {_answer_text(record)}\n" if "answer" in record else ""
-    return f"{head}\n{_indented(_prompt_text(record))}\n---\n{_indented(scored.sample.text)}\n{answer}\n"
-
-
 def _indented(text: str) -> str:
-    return textwrap.indent(printable(text), _INDENT)
-
-
-def _answer_text(record: Record) -> str:
-    return _indented(str(_bounded(record["answer"]))).lstrip()
-
-
-def _prompt_text(record: Record) -> str:
-    prompt = record["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
+    return textwrap.indent(printable(_shortened(text, _MOST_OF_TEXT)), _INDENT)
 
 
 def _scores_text(scored: ScoredSample) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in scored.scores.items())
-
-
-def _length_text(scored: ScoredSample) -> str:
-    tokens = scored.sample.response_length
-    return f"{tokens} token{'s' * (tokens != 1)}, {'ended' if scored.sample.finished else 'cut'}"

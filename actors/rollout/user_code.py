@@ -30,8 +30,8 @@ from actors.rollout.environment import (
     is_async,
     load_environment,
 )
-from actors.rollout.prompts import place_of
-from actors.rollout.rewards import is_url, reward_environment
+from actors.rollout.records import place_of
+from actors.rollout.rewards import is_url, reward_environment, reward_result
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
@@ -250,7 +250,7 @@ class CodeHost:
         try:
             answer = make()
         except EnvironmentFault as fault:
-            raise self._code.failure(f"{self._code.name} returned {fault}", call, turn, fault.hint) from fault
+            raise self._code.failure(f"{self._code.name} returned {fault}", call, turn, fault.hint) from None
         if turn < len(call.digests) and answer.digest != call.digests[turn]:
             raise self._code.failure(
                 f"{self._code.name}, made again after its process was lost, did not answer as it had before",
@@ -346,8 +346,8 @@ def _answer_of_prompt(value: Any) -> Answer:
 
 
 def _answer_of_result(value: Any, is_reward: bool) -> Answer:
-    if is_reward:  # its value was checked already, and a reward is never repeated
-        return Answer("", result=value)
+    if is_reward:  # needs no digest, since a reward is never repeated
+        return Answer("", result=reward_result(value))
     result = checked_result(value)
     return Answer(_digest_of([result.observation, result.reward, result.done, dict(result.scores)]), result=result)
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from calculator import calculator
@@ -18,7 +18,7 @@ from python_snippets import SnippetLimits, python_tool
 from tool_functions import Tool, ToolError, load_tool
 
 from actors.rollout.environment import MOST_CHARACTERS
-from actors.rollout.rewards import load_reward
+from actors.rollout.rewards import load_reward, reward_result
 from slimefsdp import Environment, Prompt, StepResult
 from slimefsdp.errors import ConfigError, short_repr
 from slimefsdp.io.user_files import parse_json
@@ -115,9 +115,9 @@ class ToolUse(Environment):
         # a response that was cut may contain only a part of a call
         calls = parse_calls(response) if finished else []
         if not calls:
-            scores = self._reward(self._record, response, finished)
-            scores = dict(await scores if inspect.isawaitable(scores) else scores)
-            return StepResult(None, scores.pop("reward"), True, {**scores, **self._scores()})
+            value = self._reward(self._record, response, finished)
+            result = reward_result(await value if inspect.isawaitable(value) else value)
+            return replace(result, scores={**result.scores, **self._scores()})
         results = [await self._result(call) for call in calls[: self._max_calls]]
         self._calls += len(results)
         surplus = len(calls) - len(results)

@@ -53,6 +53,31 @@ _HINT = "pass a file written by RolloutBatch.save"
 _DIGEST = "sha256"
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Sample:
+    """One sampled sequence, for `RolloutBatch.from_samples`; None: absent, on all samples or on none.
+
+    Fields of response tokens have one entry for each of the last `response_length` tokens.
+    """
+
+    tokens: npt.ArrayLike  # prompt + response
+    response_length: int
+    reward: float | None = None
+    group_id: int | None = None  # samples of one prompt share an id
+    baseline_reward: float | None = None
+    loss_mask: npt.ArrayLike | None = None  # response tokens; False for tokens that the policy did not choose
+    rollout_log_probs: npt.ArrayLike | None = None  # response tokens; by the engine, at the sampling temperature
+    weight_versions: npt.ArrayLike | None = None  # response tokens; the weight version that drew each
+    advantages: npt.ArrayLike | None = None  # response tokens, as all fields below
+    returns: npt.ArrayLike | None = None
+    values: npt.ArrayLike | None = None
+    old_log_probs: npt.ArrayLike | None = None
+    ref_log_probs: npt.ArrayLike | None = None
+    token_rewards: npt.ArrayLike | None = None
+    loss_weights: npt.ArrayLike | None = None
+    target_tokens: npt.ArrayLike | None = None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutBatch:
     """Sampled sequences with all their known fields: the input of a trainer.
@@ -232,12 +257,10 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """Makes a batch of one mapping or object per sample.
+        """Makes a batch of a `Sample` for each sequence.
 
-        Required: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts
-        as absent): `reward`, `group_id`, `baseline_reward`, and with one entry per response token `loss_mask`,
-        `loss_weights`, `target_tokens`, `rollout_log_probs`, `advantages`, `returns`, `values`, `old_log_probs`,
-        `ref_log_probs`, `token_rewards`. Other keys of a mapping are refused, other attributes of an object ignored.
+        A sample may also be a mapping with the fields of `Sample` as keys, of which others are refused, or any object
+        with them as attributes, of which others are ignored.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 

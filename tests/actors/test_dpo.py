@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from actors.dpo import DpoLoop
 from actors.rollout.demonstrations import Demonstration
 from actors.rollout.prompt_files import Prompts
-from actors.rollout.prompts import PromptStream, Record
+from actors.rollout.prompts import PromptStream
+from actors.rollout.records import Record
+from actors.supervised_loops import DpoLoop
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64

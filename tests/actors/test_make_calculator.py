@@ -11,8 +11,9 @@ from calculator import calculator
 from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
-from actors.rollout.prompts import read_jsonl
+from actors.rollout.records import read_records
 from slimefsdp.config import load_config
+from slimefsdp.config.data import DataSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ def written(make: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 def read(folder: Path, name: str) -> list[Any]:
-    return list(read_jsonl(folder / f"{name}.jsonl", field="test"))
+    return list(read_records(DataSettings(train=folder / f"{name}.jsonl"), "train"))
 
 
 def test_one_seed_writes_the_same_bytes_and_another_seed_other_data_and_weights(

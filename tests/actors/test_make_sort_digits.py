@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from actors.rollout.prompts import read_jsonl
+from actors.rollout.records import read_records
 from actors.rollout.rewards import sorted_digits
+from slimefsdp.config.data import DataSettings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_sort_digits.py"
 
@@ -33,7 +34,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def read(folder: Path, name: str) -> list[dict]:
-    return read_jsonl(folder / f"{name}.jsonl", field="test")
+    return read_records(DataSettings(train=folder / f"{name}.jsonl"), "train")
 
 
 def test_one_seed_writes_the_same_bytes_and_another_seed_other_data_and_weights(make, example, tmp_path):

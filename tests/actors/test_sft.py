@@ -21,14 +21,14 @@ from transformers import AutoTokenizer
 
 from actors.cli.preflight import Checked
 from actors.cli.torchrun import train_as_rank
-from actors.dpo import DpoLoop
 from actors.loop import train
 from actors.rollout.demonstrations import Demonstration
 from actors.rollout.prompt_files import Prompts, read_prompts, with_steps_left, without_overlong
-from actors.rollout.prompts import PromptStream, Record
+from actors.rollout.prompts import PromptStream
+from actors.rollout.records import Record
 from actors.run_dir import RunFolder
-from actors.sft import SftLoop
 from actors.signals import Interrupts
+from actors.supervised_loops import DpoLoop, SftLoop
 from actors.torchrun import TorchrunGroup, follow
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict, load_config

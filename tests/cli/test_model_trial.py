@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from actors.cli.preflight import build_models
-from actors.rollout.tokenizer import encode_records
-from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.errors import ConfigError
 from tests.support.plain_step import settings
 from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
@@ -37,12 +36,3 @@ def test_parts_that_policy_and_critic_have_are_taken(tiny_folder: TinyFolder) ->
     config = settings(tiny_folder(), lora=lora, fsdp={"wrap": ["Qwen3MLP"]})
     build_models(config)
     build_models(config.model_copy(update={"algorithm": "ppo"}))
-
-
-def test_a_generation_config_that_no_engine_can_use_is_named(example: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(example / "model", tmp_path / "model"))
-    (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
-    records = [{"prompt": "1", "answer": "1"}]
-    with refused(ModelError, "model.path", folder / "generation_config.json"):
-        encode_records(str(folder), records, with_answers=False)
-    encode_records(str(folder), records, with_answers=True)  # demonstrations end with the tokenizer's own token

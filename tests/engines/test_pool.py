@@ -12,7 +12,7 @@ from ray.util.placement_group import remove_placement_group
 
 from actors.cluster.placement import is_alive
 from actors.engines.pool import EnginePool, SampledResponse, mean_differences
-from actors.rollout.tokenizer import encode_records
+from actors.engines.tokenizer import encode_prompt, load_tokenizer
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import EngineError, StateError, SyncError
 from tests.support.refusals import assert_refusal, names, refused
@@ -142,8 +142,8 @@ def test_equal_seeds_give_equal_samples_and_others_do_not(engines: EnginePool) -
 def test_prompts_are_split_over_engines_and_come_back_in_order(engines: EnginePool, group: Any, count: int) -> None:
     _, samples = engines.generate(PROMPTS[:count], samples_per_prompt=3, seed=(5,))
     assert [sample.prompt for sample in samples] == [index for index in range(count) for _ in range(3)]
-    prompts = [{"prompt": prompt} for prompt in PROMPTS]
-    starts = [tokens for tokens, _ in encode_records(str(group.config.model.path), prompts, with_answers=False)]
+    tokenizer = load_tokenizer(str(group.config.model.path))
+    starts = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
     for sample in samples:
         assert sample.tokens[: -sample.response_length] == starts[sample.prompt]
         assert len(sample.log_probs) == sample.response_length <= 8

@@ -31,7 +31,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from actors.engines.pool import EnginePool
 from actors.engines.tokenizer import encode_prompt, end_token_ids, load_tokenizer
-from actors.rollout.prompts import read_jsonl
+from actors.rollout.records import read_records
 from actors.run_dir import RunFolder
 from slimefsdp.attention.hf_interface import ATTENTION_NAME
 from slimefsdp.attention.select import AttentionShape, choose_strategy
@@ -39,6 +39,7 @@ from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.shards import SavedShards, ShardedTensor, write_shard
 from slimefsdp.checkpoint.store import LATEST, CheckpointStore
 from slimefsdp.config import config_from_dict, load_config
+from slimefsdp.config.data import DataSettings
 from slimefsdp.convert.dcp import Chunk, SavedTensor, read_dcp_folder, read_saved
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
@@ -126,7 +127,12 @@ KINDS = {
     "calibration": Kind(
         "rates.json", lambda f: read_calibration(f / "rates.json", field="rates"), ConfigError, "rates"
     ),
-    "prompts": Kind("p.jsonl", lambda folder: read_jsonl(folder / "p.jsonl", field="train"), ConfigError, "train"),
+    "prompts": Kind(
+        "p.jsonl",
+        lambda folder: read_records(DataSettings(train=folder / "p.jsonl"), "train"),
+        ConfigError,
+        "data.train",
+    ),
     "lengths": Kind("l.json", lambda f: read_samples(str(f / "l.json"), 4), BatchError, "--lengths"),
     "metrics": Kind(METRICS_FILE, read_metrics, ConfigError, "run.dir"),
     "metrics to append to": Kind(METRICS_FILE, MetricsLog, ResourceError, "run.dir"),
@@ -541,6 +547,9 @@ MADE_HERE = {
     ("slimefsdp/errors.py", "pickle.loads"),  # an error that the same process has just pickled
     # a batch that the same process wrote into a file without a name, after its sha256 was compared
     ("actors/fault_tolerance/call_log.py", "pickle.loads"),
+    # a call to a process that this one started, and its answer through a pipe that nobody else has
+    ("actors/side_process.py", "pickle.load"),
+    ("actors/side_process.py", "pickle.loads"),
 }
 
 

@@ -14,7 +14,7 @@ import ray
 
 from actors.engines.pool import EnginePool
 from actors.loop import RolloutLoop, train
-from actors.rollout.ahead import AheadCollector
+from actors.rollout.collect import AheadCollector
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -59,7 +59,7 @@ def test_no_batch_begins_before_the_weights_are_new_enough(staleness: int) -> No
         assert script.begun == allowed, "and no more"
         found = ahead.next()
         assert (found.step, found.metrics, found.prompts) == (done, {"step": done}, {"offset": done - 1})
-        ahead.weights_are_of(done + 1)
+        ahead.step_done()
     ahead.close(PATIENCE_S)
 
 

@@ -15,9 +15,9 @@ from actors.engines.pool import SampledResponse
 from actors.loop import RolloutLoop, train
 from actors.rollout.collect import MAX_FAILED_STEPS, SHOWN_GROUPS, Collector
 from actors.rollout.evaluation import Evaluator
-from actors.rollout.filters import ScoredSample
-from actors.rollout.prompts import PromptStream, Record
-from actors.rollout.scored_groups import overlong_penalty
+from actors.rollout.groups import ScoredSample, overlong_penalty
+from actors.rollout.prompts import PromptStream
+from actors.rollout.records import Record
 from actors.rollout.user_code import EpisodeCall
 from actors.rollout.user_code_workers import UserCodeWorkers
 from actors.run_dir import RecordedBatches

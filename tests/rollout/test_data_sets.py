@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from actors.rollout.prompt_files import with_data_commits
-from actors.rollout.prompts import PromptStream, Record, digest_of, place_of, read_jsonl, read_records
-from actors.rollout.supervised_records import read_demonstrations, read_pairs
+from actors.rollout.prompts import PromptStream, digest_of
+from actors.rollout.records import Record, place_of, read_demonstrations, read_pairs, read_records
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.data import DataSettings
@@ -115,8 +115,8 @@ def test_however_they_are_kept_the_records_are_the_same_and_know_their_places(tm
     assert [place_of(record) for record in found] == [f"{path}{split} row {row}" for row in range(2)]
     lines = tmp_path / "records.jsonl"
     lines.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    assert digest_of(found) == digest_of(read_jsonl(lines, field="data.train"))
-    PromptStream(found, 1).restore(PromptStream(read_jsonl(lines, field="data.train"), 1).state())
+    assert digest_of(found) == digest_of(records(lines, prompt_column="prompt"))
+    PromptStream(found, 1).restore(PromptStream(records(lines, prompt_column="prompt"), 1).state())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from actors.rollout.demonstrations import (
     encode_demonstration,
 )
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
-from actors.rollout.supervised_records import read_demonstrations
+from actors.rollout.records import read_demonstrations
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import ConfigError

@@ -13,7 +13,8 @@ from actors.engines.pool import EnginePool
 from actors.engines.tokenizer import load_tokenizer
 from actors.rollout.collect import Collector
 from actors.rollout.prompt_files import Prompts
-from actors.rollout.prompts import PromptStream, Record
+from actors.rollout.prompts import PromptStream
+from actors.rollout.records import Record
 from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp import Environment, StepResult
 from slimefsdp.config import RunConfig

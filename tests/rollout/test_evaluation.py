@@ -15,8 +15,8 @@ import pytest
 from actors.engines.pool import SampledResponse
 from actors.rollout.collect import Collector
 from actors.rollout.evaluation import Evaluator, pass_probability, share_of, solved_metrics
-from actors.rollout.filters import ScoredSample
-from actors.rollout.prompts import Record
+from actors.rollout.groups import ScoredSample
+from actors.rollout.records import Record
 from slimefsdp.config import config_from_dict
 from tests.support.drawing import DrawsAtOnce
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from actors.rollout import prompt_files
 from actors.rollout.demonstrations import Demonstration, encode_demonstration
-from actors.rollout.supervised_records import demonstrations, read_pairs
+from actors.rollout.records import demonstrations, read_pairs
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import ConfigError

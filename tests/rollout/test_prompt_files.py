@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.rollout import prompt_files
+from actors.rollout.demonstrations import prompt_lengths
 from actors.rollout.prompt_files import Prompts, read_heldout, read_prompts, without_overlong
-from actors.rollout.prompts import Record
-from actors.rollout.tokenizer import count_tokens
+from actors.rollout.records import Record
 from actors.run_dir import SKIPPED, RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.errors import ConfigError, ResourceError
+from slimefsdp.errors import ConfigError, ModelError, ResourceError
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 LENGTHS = (3, 9, 5, 12, 4)  # words of each prompt
@@ -59,29 +59,31 @@ def config(folder: Path, **sections: Any) -> RunConfig:
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are counted here; what the process that does it finds is compared below."""
 
-    def counted(path: Path, records: Sequence[Any], *, with_answers: bool, **_: Any) -> list[tuple[int, int]]:
-        return [(len(r["prompt"].split()), len(r["answer"].split()) + 1 if with_answers else 0) for r in records]
-
-    monkeypatch.setattr(prompt_files, "count_tokens", counted)
+    monkeypatch.setattr(prompt_files, "prompt_lengths", lambda path, records, **_: lengths_of(records))
 
 
 def lengths_of(records: Sequence[Any]) -> list[int]:
     return [len(record["prompt"].split()) for record in records]
 
 
-def test_tokens_are_counted_in_a_process_of_its_own_as_training_will_encode_them(folder: Path) -> None:
+def test_tokens_are_counted_in_a_side_process_as_engines_will_encode_them(folder: Path) -> None:
     settings = config(folder)
-    prompts = read_prompts(settings)
-    assert count_tokens(settings.model.path, prompts.train, with_answers=True, timeout_s=300) == [
-        (length, 3) for length in LENGTHS
-    ]
-    refused = [*prompts.train, Record({"prompt": [{"role": "no", "content": "w"}]}, "x.jsonl:9")]
+    train = read_prompts(settings).train
+
+    def counted(records: Sequence[Record], timeout_s: float = 300.0) -> list[int]:
+        return prompt_lengths(settings.model.path, records, data=settings.data, timeout_s=timeout_s)
+
+    assert counted(train) == list(LENGTHS)
     with pytest.raises(ConfigError) as caught:
-        count_tokens(settings.model.path, refused, with_answers=False, timeout_s=300)
+        counted([*train, Record({"prompt": [{"role": "no", "content": "w"}]}, "x.jsonl:9")])
     assert "x.jsonl:9" in caught.value.message and caught.value.field == "prompt" and caught.value.hint
     with pytest.raises(ResourceError) as late:
-        count_tokens(settings.model.path, prompts.train, with_answers=False, timeout_s=0.001)
+        counted(train, timeout_s=0.001)
     assert late.value.field == "cluster.call_timeout_s"
+    (settings.model.path / "generation_config.json").write_text('{"eos_token_id": "x"}')  # engines could not use it
+    with pytest.raises(ModelError) as unusable:
+        counted(train)
+    assert unusable.value.field == "model.path" and "generation_config.json" in unusable.value.message
 
 
 @pytest.mark.parametrize(

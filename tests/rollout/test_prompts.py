@@ -14,12 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.rollout import data_sets
-from actors.rollout.prompts import PromptStream, read_jsonl, read_records
+from actors.rollout.prompts import PromptStream
+from actors.rollout.records import read_records
 from slimefsdp.config.data import DataSettings
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.refusals import refused
 
-FIELD = "rollout.prompts"
+FIELD = "data.train"
 WORDS = [
     "<s>",
     "</s>",
@@ -68,7 +69,7 @@ def test_records_come_back_whole_and_in_file_order(tmp_path):
     ]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     path = write(tmp_path, lines[0] + "\r\n\n" + "\n".join(lines[1:]))
-    assert read_jsonl(path, field=FIELD) == records == read_jsonl(str(path), field=FIELD)
+    assert read_records(DataSettings(train=path), "train") == records
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_records_come_back_whole_and_in_file_order(tmp_path):
 def test_a_faulty_line_is_named_by_file_number_and_fault(tmp_path, line, fault):
     path = write(tmp_path, '{"prompt": "good"}\n\n' + line + "\n")
     with refused(ConfigError, FIELD, f"{path}:3", fault):
-        read_jsonl(path, field=FIELD)
+        read_records(DataSettings(train=path), "train")
 
 
 def test_a_text_becomes_one_user_message_with_the_assistants_turn_opened():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.rollout.prompts import Record
 from actors.rollout.record_sets import Shared, record_sets
+from actors.rollout.records import Record
 from slimefsdp.config.data import DataSettings
 
 SETTINGS = DataSettings.model_validate({"train": "t.jsonl", "heldout": {"math": "m.jsonl", "code": "c.jsonl"}})

@@ -6,14 +6,14 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.prompts import Record
-from actors.rollout.rewards import exact_match, final_number, load_reward, sorted_digits
+from actors.rollout.rewards import exact_match, final_number, sorted_digits
 from slimefsdp.errors import BatchError
 from tests.support.refusals import refused
 from tests.support.user_code import call_of, calls_of, reward_host, scores_of
@@ -35,10 +35,9 @@ def user_module(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def test_a_reward_is_found_by_module_and_function():
-    reward = load_reward("actors.rollout.rewards:exact_match")
-    assert reward({"prompt": "p", "answer": "4"}, "4", True) == {"reward": 1.0}
-    assert reward.__name__ == "exact_match"
+def outcome_of(name: str) -> Any:
+    """What the function gives one response, with the record at train.jsonl:0."""
+    return scores_of(reward_host(name).run(calls_of("abc")))[0]
 
 
 def test_other_keys_and_numpy_numbers_come_back_as_floats(user_module):
@@ -47,7 +46,7 @@ def test_other_keys_and_numpy_numbers_come_back_as_floats(user_module):
         "def score(record, response, finished):\n"
         "    return {'reward': np.float32(0.5), 'length': len(response), 'ok': finished}\n"
     )
-    scores = load_reward(f"{name}:score")({"prompt": "p"}, "abc", True)
+    scores = outcome_of(f"{name}:score")
     assert scores == {"reward": np.float32(0.5), "length": 3.0, "ok": 1.0}
     assert all(type(value) is float for value in scores.values())
 
@@ -55,7 +54,7 @@ def test_other_keys_and_numpy_numbers_come_back_as_floats(user_module):
 @pytest.mark.parametrize("returned", ["0.5", "numpy.float32(0.5)", "{'reward': 0.5}"])
 def test_a_reward_may_be_a_number_alone(user_module, returned):
     name = user_module(f"import numpy\ndef f(record, response, finished):\n    return {returned}\n")
-    assert load_reward(f"{name}:f")({"prompt": "p"}, "r", True) == {"reward": 0.5}
+    assert outcome_of(f"{name}:f") == {"reward": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -82,21 +81,17 @@ def test_a_reward_may_be_a_number_alone(user_module, returned):
 )
 def test_a_result_that_breaks_the_contract_is_refused_with_the_record_it_was_returned_for(user_module, result):
     name = user_module(f"import numpy\ndef f(record, response, finished):\n    return {result}\n")
-    with pytest.raises(BatchError) as caught:
-        load_reward(f"{name}:f")(Record({"prompt": "p"}, "train.jsonl:7"), "r", True)
-    assert caught.value.field == "rollout.reward" and caught.value.hint
-    assert f"{name}:f" in caught.value.message and "train.jsonl:7" in caught.value.message
-    assert len(caught.value.message) < 1000
+    error = outcome_of(f"{name}:f")
+    assert type(error) is BatchError and error.field == "rollout.reward" and error.hint
+    assert f"{name}:f" in error.message and "train.jsonl:0" in error.message and len(error.message) < 1000
 
 
 @pytest.mark.parametrize(("line", "kind"), [("1 / 0", ZeroDivisionError), ("import sys; sys.exit(3)", SystemExit)])
 def test_what_a_reward_raises_is_an_error_about_the_record_with_it_as_its_cause(user_module, line, kind):
     name = user_module(f"def f(record, response, finished):\n    {line}\n")
-    with pytest.raises(BatchError) as caught:
-        load_reward(f"{name}:f")(Record({"prompt": "p"}, "train.jsonl:7"), "r", True)
-    error = caught.value
-    assert error.field == "rollout.reward" and isinstance(error.__cause__, kind)
-    for word in (f"{name}:f", "train.jsonl:7", f"{name}.py:2", kind.__name__):
+    error = outcome_of(f"{name}:f")
+    assert isinstance(error, BatchError) and error.field == "rollout.reward" and isinstance(error.__cause__, kind)
+    for word in (f"{name}:f", "train.jsonl:0", f"{name}.py:2", kind.__name__):
         assert word in error.message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.rollout.prompts import Record
+from actors.rollout.records import Record
 from actors.rollout.user_code import CodeHost, EpisodeCall, UserCode
 from slimefsdp.errors import SlimeError
 

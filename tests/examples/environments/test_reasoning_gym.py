@@ -10,8 +10,9 @@ import pytest
 import reasoning_gym
 from reasoning_gym_tasks import answer_in, distinct_problems, main, scored, solved, well_formed
 
-from actors.rollout.prompts import read_jsonl
+from actors.rollout.records import read_records
 from actors.rollout.rewards import load_reward
+from slimefsdp.config.data import DataSettings
 
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x 2 problems
 NAMES = ("chain_sum", "needle_haystack", "word_sorting", "mini_sudoku", "calendar_arithmetic", "countdown")
@@ -52,7 +53,7 @@ def test_a_seed_decides_the_problems_and_held_out_ones_stay_when_more_are_traine
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_read_from_the_file_is_scored_as_what_was_drawn(name: str, tmp_path: Path) -> None:
     assert main([name, str(tmp_path / "d"), "--train", "6", "--heldout", "4"]) == 0
-    sides = [read_jsonl(tmp_path / f"d/{side}.jsonl", field="test") for side in ("train", "heldout")]
+    sides = [read_records(DataSettings(train=tmp_path / f"d/{side}.jsonl"), "train") for side in ("train", "heldout")]
     assert [len(side) for side in sides] == [6, 4] and not questions(list(sides[0])) & questions(list(sides[1]))
     reward = load_reward("examples/environments/reasoning_gym_tasks.py:scored")
     theirs = reasoning_gym.get_score_answer_fn(name)

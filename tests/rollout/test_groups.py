@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from actors.engines.pool import SampledResponse
-from actors.rollout.filters import ScoredSample, load_filter, mixed_groups
-from actors.rollout.prompts import Record
+from actors.rollout.groups import ScoredSample, load_filter, mixed_groups
+from actors.rollout.records import Record
 from slimefsdp.errors import BatchError
 
 RECORD = {"prompt": "sort 31"}
@@ -41,7 +41,7 @@ def test_mixed_groups_looks_at_rewards_before_anything_is_taken_off_them() -> No
 
 
 def test_a_filter_of_ones_own_is_asked_about_record_and_samples() -> None:
-    keep = load_filter("tests.rollout.test_filters:all_finished")
+    keep = load_filter("tests.rollout.test_groups:all_finished")
     assert keep(RECORD, group(1.0)) is True
     assert keep({"prompt": ""}, group(1.0)) is False
 

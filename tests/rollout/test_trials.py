@@ -1,8 +1,10 @@
-"""An environment begins an episode of each file's first record before anything starts, in a process that may hang."""
+"""The user's code is imported and tried in a process that may hang or end, before anything starts."""
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_prompt
-from actors.rollout.environment_trial import try_calls, try_environment, try_reward
 from actors.rollout.prompt_files import Prompts
-from actors.rollout.prompts import Record
+from actors.rollout.records import Record
+from actors.rollout.trials import try_calls, try_environment, try_imports, try_reward
 from actors.rollout.user_code import EpisodeCall, UserCode
+from actors.startup import reporting
 from slimefsdp import Environment, StepResult
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError
@@ -48,19 +51,10 @@ class Begins(Environment):
         return StepResult(done=True)
 
 
-class Timer:
-    """Of an episode; none of these hangs."""
-
-    def start(self) -> None:
-        pass
-
-    cancel = start
-
-
 def begun(how: str, *records: Record, encode: Any = len, name: str = f"{HERE}:Begins", **arguments: Any) -> None:
     code = UserCode("rollout.environment", name, {"how": how} if how else arguments, 1, 60.0, 1)
     calls = [EpisodeCall((0, place, 0), record, 1, ()) for place, record in enumerate(records)]
-    try_calls(code, calls, encode, lambda _: Timer())  # type: ignore[arg-type,return-value]
+    try_calls(code, calls, encode)
 
 
 def test_what_an_environment_does_wrong_at_the_beginning_is_named_with_its_record() -> None:
@@ -115,7 +109,7 @@ def score(record: Any, response: str, finished: bool) -> Any:
 def test_what_a_reward_function_does_wrong_is_found_before_a_run_starts() -> None:
     def scored(**record: Any) -> None:
         call = call_of(Record(record, "train.jsonl:1"), record.get("answer", ""))
-        try_calls(UserCode("rollout.reward", f"{HERE}:score", {}, 1, 60.0, 1), [call], len, lambda _: Timer())  # type: ignore[arg-type,return-value]
+        try_calls(UserCode("rollout.reward", f"{HERE}:score", {}, 1, 60.0, 1), [call], len)
 
     scored(prompt="1", answer="42")
     scored(prompt="1")
@@ -152,7 +146,7 @@ def test_a_reward_function_that_hangs_or_ends_its_process_is_found_before_a_run_
     ("how", "timeout_s", "words"),
     [
         ("hangs", 1.0, "did not return within 1 s at the beginning of episode 0 of held.jsonl:4"),
-        ("ends", 60.0, "ended its process with status 3"),
+        ("ends", 60.0, "ended with status 3"),
         ("well", 60.0, None),
     ],
 )
@@ -168,3 +162,47 @@ def test_an_environment_that_hangs_or_ends_its_process_costs_its_trial_alone(
     unasked = found.model_copy(update={"evaluation": found.evaluation.model_copy(update={"interval_steps": None})})
     if how == "ends":
         try_environment(unasked, prompts)  # of whose held-out records no episode ever begins
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where modules are looked for."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "trial_fine.py").write_text("def score(): ...")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "values"),
+    [
+        ("import time; time.sleep(600)", 2.0, ["cluster.launch_timeout_s=2"]),
+        ("import os, sys; print('leaving', flush=True); os._exit(0)", 600.0, [0, "leaving"]),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 600.0, [-9]),
+    ],
+    ids=["hangs", "ends", "is killed"],
+)
+def test_an_import_that_does_not_come_back_is_refused(
+    folder: Path, code: str, timeout_s: float, values: list[object]
+) -> None:
+    (folder / "trial_wrong.py").write_text(code)
+    named = {"rollout.filter": "trial_fine:score", "rollout.reward": "trial_wrong:score"}
+    if timeout_s < 600:  # which module of several it is is known only where there was time to begin
+        del named["rollout.filter"]
+    terminal = _Terminal()
+    with reporting(terminal), refused(ConfigError, "rollout.reward", "trial_wrong", *values):
+        try_imports(named, timeout_s)
+    assert "trial_wrong" in terminal.getvalue()  # so that nobody waits without a word
+
+
+def test_what_comes_back_or_raises_is_left_to_whoever_imports_it(folder: Path) -> None:
+    (folder / "trial_raises.py").write_text("raise SystemExit(3)")
+    named = {"rollout.reward": "trial_fine:score", "rollout.filter": "trial_raises:score"}
+    named |= {"rollout.environment": "nowhere_at_all:Class", "advantage.estimator": "rloo"}
+    try_imports(named, 600.0)
+    assert not {"trial_fine", "trial_raises"} & sys.modules.keys()
+    try_imports({"rollout.reward": "http://127.0.0.1:1/score", "loss.policy": "actors.no_such:f"}, 1e-9)  # none is ours

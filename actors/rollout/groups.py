@@ -1,19 +1,45 @@
-"""Groups of rewarded responses to one prompt each: their metrics, and the batch that trains on them."""
+"""Groups of rewarded responses to one prompt each: the filter that chooses them, their metrics, and their batch.
+
+A filter is `keep(record, samples) -> bool`. `record` is the prompt's JSONL object, and `samples` is the group that was
+sampled for it, in the order of drawing. False drops the whole group. The settings name a filter as `module:function`,
+like a reward. It sees the scores as the reward function returned them.
+
+Importing this module imports neither torch nor Ray, so that the command line can check a filter quickly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from actors.rollout.filters import ScoredSample
-from actors.rollout.prompts import Record, place_of
+import numpy as np
+
+from actors.rollout.records import Record, place_of
 from slimefsdp.config import RunConfig
+from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.config.rollout import LengthLimits
-from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError
+from slimefsdp.data.rollout_batch import RolloutBatch, Sample
+from slimefsdp.errors import BatchError, SlimeError, short_repr
 
+if TYPE_CHECKING:
+    from actors.engines.pool import SampledResponse
+
+FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all equal; arXiv 2503.14476"}
+"""The built-in filters, which are named without a module, with a description of each."""
 Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    sample: SampledResponse
+    scores: dict[str, float]  # what the reward function returned, `reward` included
+    reward: float  # the reward that is trained on, after `overlong_penalty`
+
+
+Filter = Callable[[Record, Sequence[ScoredSample]], bool]
 
 
 @dataclass(slots=True)
@@ -102,24 +128,20 @@ def batch_of(
     for group_id, group in enumerate(groups):
         for scored in group.samples:
             sampled = scored.sample
-            fields: dict[str, Any] = {
-                "tokens": sampled.tokens,
-                "response_length": sampled.response_length,
-                "rollout_log_probs": sampled.log_probs,
-                "reward": scored.reward,
-                "group_id": group_id,
-            }
+            sample = Sample(
+                sampled.tokens, sampled.response_length, scored.reward, group_id, rollout_log_probs=sampled.log_probs
+            )
             if is_mixed:
-                fields["weight_versions"] = [
+                sample.weight_versions = [
                     span.version for span in sampled.versions for _ in range(span.start, span.end)
                 ]
             if is_masked:
-                mask = sampled.loss_mask or [True] * sampled.response_length
                 is_left_out = settings.mask_truncated and not sampled.finished
-                fields["loss_mask"] = [False] * sampled.response_length if is_left_out else mask
+                all_tokens = [not is_left_out] * sampled.response_length
+                sample.loss_mask = all_tokens if is_left_out else sampled.loss_mask or all_tokens
             if baselines is not None:
-                fields["baseline_reward"] = baselines[group_id]
-            samples.append(fields)
+                sample.baseline_reward = baselines[group_id]
+            samples.append(sample)
     return RolloutBatch.from_samples(samples, temperature=settings.temperature, weight_version=version)
 
 
@@ -136,3 +158,52 @@ def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: i
     2503.14476, equation 13), for rewards from 0 or -1 to 1.
     """
     return max(0, response_length - (max_new_tokens - buffer_tokens)) / buffer_tokens
+
+
+# ---------------------------------------------------------------------- filters
+
+
+def load_filter(name: str) -> Filter:
+    """Returns a filter of `FILTERS`, or the function `module:function`.
+
+    The returned filter raises BatchError if the function raises, or returns neither True nor False.
+
+    Raises:
+        ConfigError: the module cannot be imported, or it has no such callable.
+    """
+    if name == "mixed_groups":
+        return mixed_groups
+    takes = ("record", "samples")
+    return _checked(load_function(name, field="rollout.filter", example="my_filters:keep", takes=takes), name)
+
+
+def mixed_groups(record: Record, samples: Sequence[ScoredSample]) -> bool:
+    """Keeps a group whose rewards differ; if all are equal, all advantages are zero and nothing can be learned.
+
+    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
+    """
+    return len({scored.scores["reward"] for scored in samples}) > 1
+
+
+def _checked(function: Callable[..., Any], name: str) -> Filter:
+    @functools.wraps(function)
+    def keep(record: Record, samples: Sequence[ScoredSample]) -> bool:
+        try:
+            kept = function(deepcopy(record), samples)  # a copy, since the function may change the record
+        except (SlimeError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # the user's function may raise anything
+            raise BatchError(
+                f"{failure_of(name, error)} for {place_of(record)}",
+                field="rollout.filter",
+                hint="correct the function",
+            ) from error
+        if not isinstance(kept, bool | np.bool_):  # the truth value of anything else would be a guess
+            raise BatchError(
+                f"{name} returned {short_repr(kept)} for {place_of(record)}",
+                field="rollout.filter",
+                hint="return True to keep the group, or False",
+            )
+        return bool(kept)
+
+    return keep

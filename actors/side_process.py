@@ -1,0 +1,118 @@
+"""Calls functions of this project in a Python process of their own, for code that may hang or end its process.
+
+`python -m actors.side_process` is that process. It finds modules as this one does, and ends with this one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from slimefsdp.errors import ResourceError, SlimeError, portable
+
+T = TypeVar("T")
+LONGEST_WAIT_S = 2e6  # limit on a wait for a process: the milliseconds have to fit into 32 bits
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_answer_stream = -1  # in a side process: the file descriptor for its answer
+
+
+class SideProcessError(Exception):
+    """A side process gave no answer.
+
+    Args:
+        reason: how it ended, for an error message.
+        printed: the end of what it printed.
+        is_overdue: it was ended at its time limit.
+    """
+
+    def __init__(self, reason: str, printed: bytes, *, is_overdue: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.is_overdue = reason, is_overdue
+        self.printed = " ".join(printed.decode(errors="replace").split())[-500:] or "nothing"
+
+    def reported(self, work: str, limit: str, field: str) -> ResourceError:
+        """Returns the typed error.
+
+        Args:
+            work: what the process did, for the message.
+            limit: the setting that limits its time.
+            field: the setting that the error names if the process ended.
+        """
+        if self.is_overdue:
+            return ResourceError(f"{work} {self.reason}", field=limit, hint=f"raise {limit}")
+        problem = f"the process for {work} {self.reason}; it printed {self.printed}"
+        return ResourceError(problem, field=field, hint="look at what it printed, and at the memory that is left")
+
+
+def call(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
+    """Calls a function in a side process and returns its value.
+
+    Args:
+        function: a function of a module; the process imports that module.
+        args: its arguments. They and the value are pickled.
+
+    Raises:
+        SlimeError: the function raised it.
+        SideProcessError: the process ended without an answer, or did not answer within `timeout_s`.
+    """
+    # import the package that contains this file, not one in the current folder
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    request = pickle.dumps(sys.path) + pickle.dumps((function, args))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "actors.side_process"],
+            input=request,
+            capture_output=True,
+            timeout=min(timeout_s, LONGEST_WAIT_S),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            check=False,
+        )
+    except subprocess.TimeoutExpired as overdue:
+        raise SideProcessError(f"took more than {timeout_s:g} s", overdue.stderr or b"", is_overdue=True) from None
+    try:
+        value, error = pickle.loads(done.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        raise SideProcessError(f"ended with status {done.returncode}", done.stderr) from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def answer(value: Any, error: SlimeError | None = None) -> NoReturn:
+    """Answers the call and ends the side process, without waiting for threads that its code left running."""
+    with os.fdopen(_answer_stream, "wb") as stream:
+        stream.write(pickle.dumps((value, error and portable(error))))
+    os._exit(0)
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process when its parent ends, even if the parent is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main() -> None:
+    global _answer_stream
+    end_with_parent()
+    _answer_stream = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no part of the answer
+    sys.path += [folder for folder in pickle.load(sys.stdin.buffer) if folder not in sys.path]
+    function, args = pickle.load(sys.stdin.buffer)
+    try:
+        value = function(*args)
+    except SlimeError as error:
+        answer(None, error)
+    answer(value)
+
+
+if __name__ == "__main__":
+    from actors import side_process  # the module that functions import; this one is named __main__
+
+    side_process._main()
