@@ -9,8 +9,9 @@ packs of single tokens, by the model class that is trained (`slimefsdp.models.de
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -81,6 +82,7 @@ class Sampler:
         max_rows: limit on the samples decoded at once, which bounds the cache.
         prompt_tokens: limit on the tokens of prompts to read at once; a longer prompt is read alone.
         decode: converts token ids to text, for requests with stop texts.
+        numbers: yields the numbers of requests; None: 0, 1, ...
 
     Raises:
         StateError: the model is in training mode.
@@ -93,6 +95,7 @@ class Sampler:
         max_rows: int = 256,
         prompt_tokens: int = 8192,
         decode: Callable[[Sequence[int]], str] | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         assert max_rows > 0 and prompt_tokens > 0
         if policy.training:
@@ -109,7 +112,7 @@ class Sampler:
         self._rows: list[_Sample] = []  # by row of the cache
         self._last: list[int] = []  # the last token of each row
         self._cache = RowCache(max_rows)
-        self._next_request = 0
+        self._numbers = count() if numbers is None else numbers
         self.tokens_drawn = 0  # of all samples so far
         self._version = 0  # of the current weights
         self._read_prompts: list[tuple[int, np.ndarray, TopTokens | None]] = []  # not returned yet
@@ -156,13 +159,14 @@ class Sampler:
             client: the sender; None is a client, too.
 
         Returns:
-            the request's number, from 0.
+            the request's number.
 
         Raises:
             BatchError: the prompt has no tokens, nothing is requested, or there is a stop text but no `decode`.
         """
+        number = next(self._numbers)
         if len(prompt) == 0:
-            problem = f"prompt {self._next_request} has no tokens"
+            problem = f"prompt {number} has no tokens"
             raise BatchError(problem, field="prompts", hint="drop it or give it text")
         if samples < (0 if prompt_log_probs else 1):
             raise BatchError(
@@ -170,8 +174,6 @@ class Sampler:
             )
         if params.stop and self._decode is None:
             raise BatchError("stop texts need a tokenizer", field="stop", hint="give the sampler its decode function")
-        number = self._next_request
-        self._next_request += 1
         drawn = [
             _Sample((number, index), prompt, params, _generator(params.seed, index), client) for index in range(samples)
         ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,6 @@ from slimefsdp.sampling.versions import Versions
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    number: int
     samples: list[SampledTokens | None]
     left: int  # number of missing samples and prompt log-probs
     prompt_log_probs: np.ndarray | None = None
@@ -45,7 +45,7 @@ class _Lane:
 
     version: Any  # of `Versions`
     sampler: Sampler
-    pending: dict[int, _Pending] = field(default_factory=dict)  # by the request's number in the sampler
+    pending: dict[int, _Pending] = field(default_factory=dict)  # by the request's number
 
 
 class VersionedSampler:
@@ -78,12 +78,12 @@ class VersionedSampler:
         config = policy.hf.config
         self._vocab_size: int = config.vocab_size
         self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._numbers = count()  # of requests, over all lanes
         self._base = _Lane(None, self._sampler())
         self._lanes: dict[str, _Lane] = {}
         self._reserved: set[str] = set()  # versions that are being read
         self._turns: deque[_Lane] = deque()  # lanes with work, in the order of their turns
-        self._lane_of: dict[int, tuple[_Lane, int]] = {}  # request -> its lane, and its number in the lane's sampler
-        self._next_number = 0
+        self._lane_of: dict[int, _Lane] = {}  # by the request's number
         self._tokens_drawn = 0  # by dropped versions
 
     # ------------------------------------------------------------------ versions
@@ -126,7 +126,7 @@ class VersionedSampler:
         """
         lane = self._lane(name)
         del self._lanes[name]
-        numbers = [pending.number for pending in lane.pending.values()]
+        numbers = list(lane.pending)
         for number in numbers:
             del self._lane_of[number]
         if lane in self._turns:
@@ -160,7 +160,7 @@ class VersionedSampler:
                 hint="ask for fewer tokens",
             )
         was_idle = lane.sampler.is_idle
-        inside = lane.sampler.add(
+        number = lane.sampler.add(
             prompt,
             request.num_samples,
             request.params,
@@ -168,10 +168,9 @@ class VersionedSampler:
             prompt_top_k=request.prompt_top_k,
             client=request.client,
         )
-        number, self._next_number = self._next_number, self._next_number + 1
         left = request.num_samples + request.prompt_log_probs
-        lane.pending[inside] = _Pending(number, [None] * request.num_samples, left)
-        self._lane_of[number] = (lane, inside)
+        lane.pending[number] = _Pending([None] * request.num_samples, left)
+        self._lane_of[number] = lane
         if was_idle:
             self._turns.append(lane)
         return number
@@ -180,9 +179,9 @@ class VersionedSampler:
         """Cancels a request and frees its rows; does nothing if it was answered already."""
         if number not in self._lane_of:
             return
-        lane, inside = self._lane_of.pop(number)
-        del lane.pending[inside]
-        lane.sampler.abort({inside})
+        lane = self._lane_of.pop(number)
+        del lane.pending[number]
+        lane.sampler.abort({number})
         if lane.sampler.is_idle and lane in self._turns:
             self._turns.remove(lane)
 
@@ -206,9 +205,9 @@ class VersionedSampler:
         except Exception as error:  # the sampler has dropped all samples of this version; other versions continue
             meant = _meant(error)
             lane.sampler.take_prompts()
-            for pending in lane.pending.values():
-                del self._lane_of[pending.number]
-                answers.append((pending.number, meant))
+            for number in lane.pending:
+                del self._lane_of[number]
+                answers.append((number, meant))
             lane.pending.clear()
         if not lane.sampler.is_idle:
             self._turns.append(lane)
@@ -227,7 +226,7 @@ class VersionedSampler:
         )
 
     def _sampler(self) -> Sampler:
-        return Sampler(self._policy, max_rows=self._max_rows, decode=self._decode)
+        return Sampler(self._policy, max_rows=self._max_rows, decode=self._decode, numbers=self._numbers)
 
     def _lane(self, name: str | None) -> _Lane:
         if name is None:
@@ -252,24 +251,22 @@ class VersionedSampler:
     def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[tuple[int, SampleAnswer]]:
         """Adds new results to their requests; returns the requests that are complete."""
         came: list[int] = []
-        for inside, log_probs, top in lane.sampler.take_prompts():
-            if inside in lane.pending:
-                lane.pending[inside].prompt_log_probs = log_probs
-                lane.pending[inside].prompt_top_tokens = top
-                came.append(inside)
-        for inside, index, sample in ended:
-            lane.pending[inside].samples[index] = sample
-            came.append(inside)
+        for number, log_probs, top in lane.sampler.take_prompts():
+            if number in lane.pending:
+                lane.pending[number].prompt_log_probs = log_probs
+                lane.pending[number].prompt_top_tokens = top
+                came.append(number)
+        for number, index, sample in ended:
+            lane.pending[number].samples[index] = sample
+            came.append(number)
         answers = []
-        for inside in came:
-            pending = lane.pending[inside]
+        for number in came:
+            pending = lane.pending[number]
             pending.left -= 1
             if pending.left == 0:
-                del lane.pending[inside], self._lane_of[pending.number]
+                del lane.pending[number], self._lane_of[number]
                 samples = [sample for sample in pending.samples if sample is not None]
-                answers.append(
-                    (pending.number, SampleAnswer(samples, pending.prompt_log_probs, pending.prompt_top_tokens))
-                )
+                answers.append((number, SampleAnswer(samples, pending.prompt_log_probs, pending.prompt_top_tokens)))
         return answers
 
     def _check_positions(self, request: SampleRequest, length: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,24 +23,6 @@ from slimefsdp.models.lora import (
     fill_matrices,
 )
 from slimefsdp.models.peft_folder import read_peft_folder
-
-
-class Versions(Protocol):
-    """Versions of weights that take turns in one model; see `AdapterVersions` and `ModelVersions`."""
-
-    version_bytes: int  # of each version
-
-    def read(self, folder: Path) -> Any:
-        """Reads the version in a folder. May be called from any thread."""
-        ...
-
-    def take_turn(self, version: Any) -> None:
-        """Makes the model compute with a version; None: with the base model."""
-        ...
-
-    def forget(self, version: Any) -> None:
-        """Frees what the model holds of a version."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,3 +182,7 @@ class ModelVersions:
     def forget(self, version: list[torch.Tensor]) -> None:
         if version is self._in_model:
             self.take_turn(None)
+
+
+Versions = AdapterVersions | ModelVersions
+"""Reads versions of weights from folders, and switches a model between them and the base (None)."""
