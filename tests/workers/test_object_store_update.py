@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from actors.engines.embedded import EmbeddedEngine
 from actors.engines.protocol import EngineInfo
 from actors.workers.broadcast_update import BroadcastUpdate
 from actors.workers.watchdog import remote_class
-from actors.workers.weight_update import ObjectStoreUpdate, pack_bucket, unpack_bucket
+from actors.workers.weight_update import pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
 from slimefsdp.weight_sync.broadcast import Rendezvous
@@ -33,52 +32,6 @@ def test_a_bucket_keeps_names_shapes_and_every_bit(dtype: torch.dtype) -> None:
     for (name, tensor), (name_after, after) in zip(bucket, unpack_bucket(comm), strict=True):
         assert (name_after, after.dtype, after.shape) == (name, dtype, tensor.shape)
         assert torch.equal(after.view(torch.uint8), tensor.view(torch.uint8))
-
-
-# ------------------------------------------------------------------ several receivers
-
-
-@pytest.fixture
-def notebooks(cluster: None) -> Iterator[list[Any]]:
-    """Two receivers in processes of their own that write down what they are told."""
-
-    class Notebook:
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def begin(self, version: int, manifest: Any) -> None:
-            self.seen.append(("begin", version, manifest))
-
-        def receive(self, bucket: Any) -> None:
-            self.seen.append(("receive", [(name, data.tobytes()) for name, _, _, data in bucket]))
-
-        def commit(self, version: int) -> None:
-            self.seen.append(("commit", version))
-
-        def notes(self) -> list[Any]:
-            return self.seen
-
-    actors = [ray.remote(Notebook).options(num_cpus=0).remote() for _ in range(2)]
-    ray.get([actor.notes.remote() for actor in actors], timeout=PATIENCE_S)
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-
-
-BUCKET = [("weight", torch.arange(4.0))]
-MANIFEST = {"weight": (4,)}
-
-
-def send(receiver: ObjectStoreUpdate) -> None:
-    receiver.begin(3, MANIFEST)
-    receiver.receive(BUCKET)
-    receiver.commit(3)
-
-
-def test_every_receiver_gets_every_message_in_order(notebooks: list[Any]) -> None:
-    send(ObjectStoreUpdate(notebooks, timeout_s=PATIENCE_S))
-    expected = [("begin", 3, MANIFEST), ("receive", [("weight", BUCKET[0][1].numpy().tobytes())]), ("commit", 3)]
-    assert ray.get([actor.notes.remote() for actor in notebooks]) == [expected, expected]
 
 
 # ------------------------------------------------------------------ a real engine in bfloat16
