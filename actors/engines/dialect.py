@@ -64,6 +64,7 @@ class ServerDialect(ABC):
     NAME: ClassVar[str]
     ALIVE: ClassVar[str] = "/health"  # a cheap route that is answered at any time
     GENERATE: ClassVar[str]  # the route that samples
+    ADAPTER_FIELD: ClassVar[str]  # the field of a sampling request that names the adapter
     GROUP: ClassVar[GroupKind] = "slimefsdp"
     LENGTH_OPTION: ClassVar[str]  # the server's argument for longer samples
     ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests` of all requests also ends those that arrive during it
@@ -122,10 +123,6 @@ class ServerDialect(ABC):
     @abstractmethod
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
         """Returns the JSON that asks for the rest of a sample."""
-
-    @abstractmethod
-    def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns the JSON of a request to sample with the adapter."""
 
     @abstractmethod
     def read(

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from actors.engines.dialect import ServerDialect
+from actors.engines.dialect import ADAPTER, ServerDialect
 from actors.engines.protocol import Request, Sample
 from actors.engines.served_samples import PartialSample, length_with_stop
 from actors.engines.server_client import HEALTH_S, Refusal, ServerClient
@@ -254,7 +254,7 @@ class ServedSampling:
         name = f"slimefsdp-{uuid.uuid4().hex}"
         body = self._dialect.body(request, number, drawn, name)
         if self.uses_adapter:
-            body = self._dialect.with_adapter(body)
+            body[self._dialect.ADAPTER_FIELD] = ADAPTER
         with self._lock:
             if call.is_aborted or call.is_given_up:  # `_end_at_server` may have ended the requests already
                 return PartialSample(), "abort"

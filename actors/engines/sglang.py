@@ -45,6 +45,7 @@ class SglangDialect(ServerDialect):
     NAME: ClassVar[str] = "SGLang"
     ALIVE: ClassVar[str] = "/model_info"  # /health samples a token, which waits while weights come
     GENERATE: ClassVar[str] = "/generate"
+    ADAPTER_FIELD: ClassVar[str] = "lora_path"
     GROUP: ClassVar[GroupKind] = "torch"
     LENGTH_OPTION: ClassVar[str] = "--context-length"
     ABORTS_ALL: ClassVar[bool] = True
@@ -146,9 +147,6 @@ class SglangDialect(ServerDialect):
             "logprob_start_len": -1,  # of drawn tokens alone
             "stream": False,
         }
-
-    def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {**body, "lora_path": ADAPTER}
 
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]

@@ -62,6 +62,7 @@ class VllmDialect(ServerDialect):
 
     NAME: ClassVar[str] = "vLLM"
     GENERATE: ClassVar[str] = "/inference/v1/generate"
+    ADAPTER_FIELD: ClassVar[str] = "model"
     LENGTH_OPTION: ClassVar[str] = "--max-model-len"
 
     # ------------------------------------------------------------------ starting
@@ -196,9 +197,6 @@ class VllmDialect(ServerDialect):
         params, length = request.params, len(drawn.tokens)
         asked = sampling_params(params, most=params.max_new_tokens - length, seed=seed_of(params, number, length))
         return {"request_id": request_id, "token_ids": [*request.prompt, *drawn.tokens], "sampling_params": asked}
-
-    def with_adapter(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {**body, "model": ADAPTER}
 
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
