@@ -240,7 +240,7 @@ def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, in
     """Waits until a server answers, and returns its properties, as `dialect.check` does.
 
     Raises:
-        EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
+        EngineError: it ended, does not exist, or cannot be used. WorkerHung: it takes too long.
     """
     _wait_until_ready(dialect.NAME, client, config, index)
     try:
@@ -279,7 +279,7 @@ def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index:
 
     def how_far() -> str:
         if child is None:
-            return f"nobody answers at {client.url}"
+            return f"no server answers at {client.url}"
         lines = child.last_lines(1)
         return lines[0][-100:] if lines else "its log is empty"
 
@@ -292,7 +292,7 @@ def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index:
             waited_s = time.monotonic() - began
             if child is None and waited_s > back_s:
                 raise EngineError(
-                    f"nobody answers at rollout.engine_urls[{index}]={client.url}",
+                    f"no server answers at rollout.engine_urls[{index}]={client.url}",
                     field="rollout.engine_urls", hint="start the server, or correct the address",
                 )  # fmt: skip
             if child is not None and waited_s > limit_s:

@@ -64,7 +64,7 @@ class EnginePool(EngineRequests, EndsWithBlock):
 
     Args:
         beside: the actor's group with which the engines share devices, with rollout.placement=colocated.
-        restarts: replace lost engines, once `update_from` has told where their weights come from.
+        restarts: replace lost engines, once `update_from` has set where their weights come from.
     """
 
     def __init__(self, config: RunConfig, beside: Any = None, *, restarts: bool = False) -> None:
@@ -280,7 +280,7 @@ class EnginePool(EngineRequests, EndsWithBlock):
             in_vain, before = in_vain + 1 if now == before else 0, now
             if in_vain > _MOST_IN_VAIN:
                 raise EngineError(
-                    f"engines aborted all that they were asked {in_vain} times, though nobody called abort()",
+                    f"engines aborted all that they were asked {in_vain} times, without a call of abort()",
                     field="rollout.engine", hint='end only samples of abort() with finish_reason="abort"',
                 )  # fmt: skip
             for sample in self.stream([requests[place] for place in left]):

@@ -251,7 +251,7 @@ def engine_class(config: RunConfig) -> type[Engine]:
     found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")
     if not (isinstance(found, type) and issubclass(found, Engine)) or found.generate is Engine.generate:
         hint = "name a class made from actors.engines.protocol.Engine"
-        raise ConfigError(f"{name} is no engine", field="rollout.engine", hint=hint)
+        raise ConfigError(f"{name} is not an engine", field="rollout.engine", hint=hint)
     for needed in ("info", "begin", "commit"):
         if getattr(found, needed) is getattr(Engine, needed):
             hint = "write it: docs/engines.md says what an engine of your own needs"

@@ -246,9 +246,9 @@ class Engine(Watched):
 def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:
     """Raises an EngineError if an engine's answer cannot be a sample of these requests; aborted ones may be short."""
     if not isinstance(sample, Sample) or not (is_whole(sample.request) and is_whole(sample.number)):
-        raise _wrong(engine, f"{short_repr(sample)}, which is no sample")
+        raise _wrong(engine, f"{short_repr(sample)}, which is not a Sample")
     if not 0 <= sample.request < len(requests) or not 0 <= sample.number < requests[sample.request].samples:
-        raise _wrong(engine, f"sample {sample.number} of request {sample.request}, which nobody asked for")
+        raise _wrong(engine, f"sample {sample.number} of request {sample.request}, which was not requested")
     tokens, log_probs = (_row(engine, sample, name) for name in ("tokens", "log_probs"))
     most = requests[sample.request].params.max_new_tokens
     if sample.finish_reason != "abort" and not 0 < len(tokens) <= most:
@@ -256,9 +256,9 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
     if log_probs.shape != tokens.shape:
         raise _wrong(engine, f"{len(log_probs)} log-probs for {len(tokens)} tokens")
     if len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size):
-        raise _wrong(engine, f"tokens that are no whole numbers in its vocabulary of {vocab_size}")
+        raise _wrong(engine, f"tokens that are not integers in its vocabulary of {vocab_size}")
     if len(tokens) and log_probs.dtype.kind not in "iuf":
-        raise _wrong(engine, f"log-probs that are no numbers: {short_repr(sample.log_probs)}")
+        raise _wrong(engine, f"log-probs that are not numbers: {short_repr(sample.log_probs)}")
     if not np.all(log_probs <= _ROUNDING) or not np.all(log_probs >= np.finfo(np.float32).min):  # NaN is neither
         raise _wrong(engine, "log-probs that are not finite, or above 0")
     if sample.finish_reason not in get_args(FinishReason):

@@ -25,7 +25,7 @@ from slimefsdp.errors import StateError, portable
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats
 
-if TYPE_CHECKING:  # whoever only starts an engine needs no torch
+if TYPE_CHECKING:  # the process that starts an engine does not import torch
     from slimefsdp.sampling.turns import Versions
 
 Result = TypeVar("Result")

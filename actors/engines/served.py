@@ -215,7 +215,7 @@ class ServedEngine(Engine):
             if present != str(version):
                 raise SyncError(
                     f"the server has weights {present!r} after version {version} was committed",
-                    field="update_weights", hint="let nobody else update this server",
+                    field="update_weights", hint="only this run may update this server",
                 )  # fmt: skip
             self._progress.commit(version)
             self._versions.commit(version)

@@ -225,7 +225,7 @@ class ServedSampling:
             if not (call.is_aborted or call.is_given_up) and self._versions.interruptions == interruptions:
                 raise EngineError(
                     "the server aborted a request that this engine did not abort",
-                    field="engine", hint="let nobody else pause or abort what this server does",
+                    field="engine", hint="only this engine may pause the server or abort its requests",
                 )  # fmt: skip
         (text,) = call.decode([drawn.tokens])
         return Sample(place, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # commands that use no server do not import httpx
 Result = TypeVar("Result")
 HEALTH_S = 10.0  # for a server to say that it is alive
 _CONNECT_S = 10.0
-_ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
+_ENDING_S = 5.0  # time in which a server ends after it has answered that its engine died
 _CUT_S = 2.0  # between the end of connections and that of the server
 _LOOK_EVERY_S = 0.05  # at whether a server has ended
 _MOST = 2**30  # bytes of an answer
@@ -168,7 +168,7 @@ class ServerClient:
         )  # fmt: skip
 
     async def _has_ended(self) -> bool:
-        """Returns whether nobody is there to ask again, now or in a moment."""
+        """Returns whether the server has ended, or is about to."""
         return not await self.is_alive(_ENDING_S) if self.child is None else await self._ends_within(_ENDING_S)
 
     async def _ends_within(self, seconds: float) -> bool:

@@ -281,5 +281,5 @@ def _asked(client: ServerClient, route: str) -> dict[str, Any]:
         return dict(client.get(route, timeout_s=ASK_S))
     except (Refusal, TypeError, ValueError) as error:
         raise EngineError(
-            f"the server at {client.url} is no SGLang: {error}", field="rollout.engine_urls", hint="use one"
+            f"the server at {client.url} is not SGLang: {error}", field="rollout.engine_urls", hint="use one"
         ) from error

@@ -337,7 +337,7 @@ def room_for(config: RunConfig) -> int:
 
 
 def _refused(refusal: Refusal) -> EngineError:
-    return EngineError(f"the server is no vLLM {SUPPORTED}: {refusal}", field="rollout.engine_urls", hint="use one")
+    return EngineError(f"the server is not vLLM {SUPPORTED}: {refusal}", field="rollout.engine_urls", hint="use one")
 
 
 def _refusal_of(client: ServerClient, route: str) -> Refusal | None:

@@ -165,8 +165,8 @@ class VllmSamplingEngine(Watched):
             key: of this request alone, for `cancel`.
 
         Raises:
-            StateError: there is no such version, or it was dropped meanwhile; its logits are not finite; or the engine
-                has been shut down. BatchError: naming what of the request vLLM does not do.
+            StateError: there is no such version, or it was dropped during the call; its logits are not finite; or the
+                engine has been shut down. BatchError: vLLM does not do this; the message names what.
             EngineError: the server answers something else.
         """
         version = self._version(request.version)
@@ -186,7 +186,7 @@ class VllmSamplingEngine(Watched):
         try:
             return self._read(request, prompt, await asyncio.shield(drawing))
         except BaseException:
-            # asyncio prints errors that nobody has looked at
+            # otherwise asyncio prints the error of samples that are not needed
             drawing.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._give_up(call, "another sample failed, or it was cancelled,")
             raise
@@ -339,7 +339,7 @@ class VllmSamplingEngine(Watched):
         self._client.end()
 
     def _give_up(self, call: _Call, why: str) -> asyncio.Future[None]:
-        """Ends a request, and tells whoever waits for it why; the future is done when the server has aborted it."""
+        """Ends a request with an error; the future is done when the server has aborted it."""
         if call.over is None:
             call.over = StateError(f"{why} while it was sampled", field="version", hint="load it again, and ask again")
         return asyncio.get_running_loop().run_in_executor(None, self._abort, call)
@@ -364,7 +364,7 @@ class VllmSamplingEngine(Watched):
         if any(sample.finish_reason == "abort" for sample in samples):
             raise EngineError(
                 "the server aborted a request that this engine did not abort",
-                field="engine", hint="let nobody else pause or abort what this server does",
+                field="engine", hint="only this engine may pause the server or abort its requests",
             )  # fmt: skip
         self._drawn += sum(len(sample.tokens) for sample in samples)
         return SampleAnswer(samples, log_probs, top)

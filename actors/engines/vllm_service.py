@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the process that starts an engine needs no torch
 
 Decode = Callable[[list[int]], str]
 _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
-"""Arguments without which a server is of no use to a service, whoever starts it."""
+"""Arguments that a server of a service needs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class DiskUpdate(WeightUpdate):
     def begin(
         self, version: int, manifest: Manifest, kept: frozenset[str] = frozenset(), adapter_scale: float | None = None
     ) -> None:
-        """Starts to write the folder; engines are told when it is complete."""
+        """Starts to write the folder; engines begin when it is complete."""
         more = (kept,) if kept else ()
         self._begun = (version, manifest, *(more if adapter_scale is None else (kept, adapter_scale)))
         weights = {name: shape for name, shape in manifest.items() if name not in kept and not name.endswith(MATRICES)}
