@@ -46,7 +46,7 @@ ROOMS = {
         *("training", "calls", "trainer", "replay"),
     ),
     "actors": (
-        *("cluster", "startup", "signals", "run_dir", "model_folders"),
+        *("startup", "cluster", "signals", "run_dir", "model_folders"),
         *(
             "workers",
             "fault_tolerance",
