@@ -42,13 +42,13 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
         ConfigError, ModelError, ResourceError: naming the setting. CheckpointError: another process serves or trains in
             run.dir; its pid and host are named.
     """
-    from actors.service.serve import keys_of, listening, require_packages
-
     check_ready_to_serve(config)
     assert config.run.dir is not None
     FolderLock(config.run.dir).require_free()  # refuses a second server early; the folder is made when all is fine
+    _require_packages()
+    from actors.service.serve import keys_of, listening
+
     listening(config).close()
-    require_packages()
     keys_of(config)
     config = check_start(config, engines=gpus_of_engines(config) if config.rollout.engine == "vllm" else 1)
     if config.lora.rank is None:
@@ -56,6 +56,27 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
     assert config.run.dir is not None
     FolderLock(config.run.dir).acquire()  # before Ray starts, which takes seconds and writes there
     return config
+
+
+def _require_packages() -> None:
+    """Checks that the packages of the extra `serve` are installed.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    try:
+        import google.protobuf
+        import prometheus_client
+        import starlette
+        import uvicorn
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed, and `serve` needs it",
+            field="serve",
+            hint="pip install 'slimefsdp[serve]'",
+        ) from error
+    del google, prometheus_client, starlette, uvicorn, zstandard
 
 
 def _check_versions_fit(config: RunConfig) -> None:

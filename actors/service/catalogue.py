@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -57,6 +57,15 @@ class Saved:
         return self.run, self.adapter, self.name
 
     @property
+    def is_expired(self) -> bool:
+        return self.expires is not None and self.expires < time.time()
+
+    @property
+    def file(self) -> str:
+        """Returns the name of its record's file, without the suffix."""
+        return f"{self.adapter}.{self.kind}.{self.name}"
+
+    @property
     def path(self) -> str:
         """Returns the path by which clients name it."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
@@ -82,6 +91,10 @@ class RunRecord:
     def names(self) -> tuple[str, ...]:
         return self.run, self.session
 
+    @property
+    def file(self) -> str:
+        return adapter_of(self.run)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerRecord:
@@ -102,6 +115,10 @@ class SamplerRecord:
     @property
     def names(self) -> tuple[str, ...]:
         return self.id, self.session
+
+    @property
+    def file(self) -> str:
+        return adapter_of(self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +166,63 @@ def whole_name(run: str, name: str) -> str:
     return f"{adapter_of(run)}.{name}"
 
 
+class Records(Generic[RecordT]):
+    """Records of one kind, each a JSON file in a folder."""
+
+    def __init__(self, folder: Path, kind: type[RecordT]) -> None:
+        self._folder = folder
+        self._type: TypeAdapter[RecordT] = TypeAdapter(kind)
+
+    def keep(self, record: RecordT) -> None:
+        """Writes a record; replaces the one of the same name.
+
+        Raises:
+            ResourceError: the disk is full or fails; the previous file stays.
+        """
+        file = self._folder / f"{record.file}.json"
+        with disk_reported(file):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(".part")
+            write_synced(part, json.dumps(asdict(record)).encode())
+            part.replace(file)
+
+    def all(self) -> list[RecordT]:
+        """Reads all records; prints and skips files that are not records, or that name another folder."""
+        records = []
+        for file in sorted(self._folder.glob("*.json")):
+            try:
+                if not file.is_file():  # reading a pipe would block
+                    raise ValueError("it is no file")
+                record = self._type.validate_json(file.read_bytes())
+                if not all(map(_is_name, record.names)):
+                    raise ValueError("it names another folder")
+            except (OSError, ValueError, RecursionError) as error:
+                problem = str(error).partition("\n")[0]
+                print(f"{file} is no record of a service, and passed over: {problem}", file=sys.stderr, flush=True)
+                continue
+            records.append(record)
+        return records
+
+    def forget(self, files: str) -> None:
+        """Removes the records whose files match a pattern."""
+        for file in self._folder.glob(f"{files}.json"):
+            file.unlink(missing_ok=True)
+
+
 class Catalogue:
-    """The records of everything that was saved in a run.dir, also by earlier starts of the service."""
+    """What was saved in a run.dir, also by earlier starts of the service, and what the next start continues.
+
+    `runs` and `samplers` are the records of those that had not ended when the service ended, for whatever reason.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self.runs = Records(run_dir / _FOLDER / "runs", RunRecord)
+        self.samplers = Records(run_dir / _FOLDER / "samplers", SamplerRecord)
+        self._records = Records(run_dir / _FOLDER / "saved", Saved)
         self._lock = threading.Lock()
         self._saved: dict[str, Saved] = {}
-        for saved in _records(run_dir / _FOLDER / "saved", Saved):
+        for saved in self._records.all():
             if self.folder(saved).exists():
                 self._saved[saved.path] = saved
 
@@ -186,7 +252,7 @@ class Catalogue:
         """Records a save whose folder exists; it replaces an earlier save with the same path."""
         with self._lock:
             before = self._saved.get(saved.path)
-            _write(self._file(saved), asdict(saved))
+            self._records.keep(saved)
             self._saved[saved.path] = saved
         if before is not None and self.folder(before) != self.folder(saved):
             shutil.rmtree(self.folder(before), ignore_errors=True)
@@ -197,21 +263,18 @@ class Catalogue:
         Raises:
             CheckpointError: the user has no save with this path, or it has expired.
         """
-        with self._lock:
-            saved = self._saved.get(path)
-        if saved is None or not user.owns(saved.owner) or (saved.expires is not None and saved.expires < time.time()):
+        saved = self._saved.get(path)
+        if saved is None or not user.owns(saved.owner) or saved.is_expired:
             raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
         return saved
 
     def find(self, path: str) -> Saved | None:
         """Returns the save with this path, whoever owns it, or None."""
-        with self._lock:
-            return self._saved.get(path)
+        return self._saved.get(path)
 
     def listed(self, user: User, run: str | None = None) -> list[Saved]:
         """Returns the saves of a user, or of one of their runs, oldest first."""
-        with self._lock:
-            owned = [saved for saved in self._saved.values() if user.owns(saved.owner) and run in (None, saved.run)]
+        owned = [saved for saved in list(self._saved.values()) if user.owns(saved.owner) and run in (None, saved.run)]
         return sorted(owned, key=lambda saved: saved.time)
 
     def remove(self, path: str, user: User) -> None:
@@ -227,7 +290,7 @@ class Catalogue:
             if self._saved.get(saved.path) is not saved:  # replaced by a newer save, which may be in the same folder
                 return
             del self._saved[saved.path]
-            self._file(saved).unlink(missing_ok=True)
+            self._records.forget(saved.file)
         shutil.rmtree(self.folder(saved), ignore_errors=True)
 
     def remove_made_at_starts(self, run: str, but: str | None = None) -> None:
@@ -236,45 +299,15 @@ class Catalogue:
         Args:
             but: the path of the one to keep.
         """
-        with self._lock:
-            saved = [
-                entry for entry in self._saved.values() if entry.run == run and entry.is_of_start and entry.path != but
-            ]
-        for entry in saved:
-            self._remove(entry)
+        for saved in list(self._saved.values()):
+            if saved.run == run and saved.is_of_start and saved.path != but:
+                self._remove(saved)
 
     def remove_expired(self) -> None:
         """Removes expired saves; it is to be called every few seconds."""
-        with self._lock:
-            saved = list(self._saved.values())
-        for entry in saved:
-            if entry.expires is not None and entry.expires < time.time():
-                self._remove(entry)
-
-    def keep_run(self, record: RunRecord) -> None:
-        """Records a run for the next start; replaces its earlier record."""
-        _write(self._record(record.run), asdict(record))
-
-    def kept_runs(self) -> list[RunRecord]:
-        """Returns the runs that had not ended when the service ended, for whatever reason."""
-        return _records(self._run_dir / _FOLDER / "runs", RunRecord)
-
-    def forget_run(self, run: str) -> None:
-        """Removes the record of a run that has ended; its checkpoints stay."""
-        self._record(run).unlink(missing_ok=True)
-
-    def keep_sampler(self, record: SamplerRecord) -> None:
-        """Records a sampling client for the next start."""
-        _write(self._run_dir / _FOLDER / "samplers" / f"{adapter_of(record.id)}.json", asdict(record))
-
-    def kept_samplers(self) -> list[SamplerRecord]:
-        """Returns the sampling clients whose sessions had not ended when the service ended."""
-        return _records(self._run_dir / _FOLDER / "samplers", SamplerRecord)
-
-    def forget_samplers(self, session: str) -> None:
-        """Removes the records of a session's sampling clients after the session has ended."""
-        for file in (self._run_dir / _FOLDER / "samplers").glob(f"{session}.*.json"):
-            file.unlink(missing_ok=True)
+        for saved in list(self._saved.values()):
+            if saved.is_expired:
+                self._remove(saved)
 
     def checkpoints_of(self, run: str, rank: int) -> list[Checkpoint]:
         """Returns the run's checkpoints whose files exist, the newest first, without verifying them.
@@ -298,51 +331,14 @@ class Catalogue:
                     checkpoints.append(Checkpoint(Progress(**state), name and name.removeprefix(prefix), step))
         return sorted(
             checkpoints,
-            key=lambda found: (found.progress.next_number, found.name is None, found.name or ""),
+            key=lambda checkpoint: (checkpoint.progress.next_number, checkpoint.name is None, checkpoint.name or ""),
             reverse=True,
         )
-
-    def _record(self, run: str) -> Path:
-        return self._run_dir / _FOLDER / "runs" / f"{adapter_of(run)}.json"
-
-    def _file(self, saved: Saved) -> Path:
-        return self._run_dir / _FOLDER / "saved" / f"{saved.adapter}.{saved.kind}.{saved.name}.json"
-
-
-def _records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
-    """Reads all records of a folder; prints and skips files that are not records, or that name another folder."""
-    records = []
-    for file in sorted(folder.glob("*.json")):
-        try:
-            if not file.is_file():  # reading a pipe would block
-                raise ValueError("it is no file")
-            record = TypeAdapter(kind).validate_json(file.read_bytes())
-            if not all(map(_is_name, record.names)):
-                raise ValueError("it names another folder")
-        except (OSError, ValueError, RecursionError) as error:
-            problem = str(error).partition("\n")[0]
-            print(f"{file} is no record of a service, and passed over: {problem}", file=sys.stderr, flush=True)
-            continue
-        records.append(record)
-    return records
 
 
 def _is_name(text: str) -> bool:
     """Returns whether the text is a plain file name, which cannot lead out of its folder."""
     return "/" not in text and "\0" not in text and not text.startswith(".") and text != ""
-
-
-def _write(file: Path, value: dict[str, Any]) -> None:
-    """Replaces a JSON file.
-
-    Raises:
-        ResourceError: the disk is full or fails; the previous file stays.
-    """
-    with disk_reported(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        write_synced(part, json.dumps(value).encode())
-        part.replace(file)
 
 
 def bytes_below(folder: Path) -> int:

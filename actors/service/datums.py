@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
 
 from actors.service import tinker_pb2
 from slimefsdp.algorithms.registry import LossName
@@ -38,6 +39,10 @@ _CONFIG: dict[str, dict[str, float | None]] = {
 _DTYPES: dict[int, Any] = {
     tinker_pb2.DTYPE_FLOAT32: np.float32, tinker_pb2.DTYPE_INT64: np.int64, tinker_pb2.DTYPE_INT32: np.int32,
 }  # fmt: skip
+_MAX_FIELDS = 2**20  # in a request, including nested messages; enough for 37,000 datums of three inputs
+_BYTES_PER_FIELD = 64  # memory of an empty message, which has 2 bytes on the wire
+_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types
+_CONTINUED = bytes(range(128, 256))  # every byte of a varint but its last
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,3 +328,111 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
 
 def _refuse(field: str, problem: str, hint: str) -> NoReturn:
     raise BatchError(f"{field}: {problem}", field=field, hint=hint)
+
+
+def scan_request(data: bytes) -> tuple[str, int]:
+    """Returns the model_id of a ForwardBackwardRequest, and an upper bound on its size in memory once it is parsed.
+
+    The bound is needed before parsing: 64 MiB of empty datums become 2 GB, and 64 MiB of one shape become 1 GB.
+
+    Raises:
+        BatchError: the bytes are not such a request, or have too many fields.
+    """
+    try:
+        model_id, fields = _scan(data)
+        return model_id.decode(), len(data) + _BYTES_PER_FIELD * fields
+    except (DecodeError, IndexError, UnicodeDecodeError):
+        raise _not_a_request() from None
+
+
+def parse_request(data: bytes) -> Any:
+    """Parses bytes that `scan_request` has accepted.
+
+    Raises:
+        BatchError: the bytes are not such a request.
+    """
+    message = tinker_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        raise _not_a_request() from None
+    return message
+
+
+def _not_a_request() -> BatchError:
+    problem = "the body is not a ForwardBackwardRequest"
+    return BatchError(problem, field="body", hint="send what the client's package sends")
+
+
+def _nested(descriptor: Any) -> dict[int, Any]:
+    """Maps the number of each field of a message to a dict like this one, for messages, or None, for numbers.
+
+    Numbers that have a length on the wire are packed; texts and bytes have no entry.
+    """
+    return {
+        field.number: None if field.message_type is None else _nested(field.message_type)
+        for field in descriptor.fields
+        if field.cpp_type != field.CPPTYPE_STRING
+    }
+
+
+_REQUEST = _nested(tinker_pb2.ForwardBackwardRequest.DESCRIPTOR)
+_MODEL_ID = tinker_pb2.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["model_id"].number
+
+
+def _scan(data: bytes) -> tuple[bytes, int]:
+    """Returns a request's model_id, and the number of its fields at all depths; each packed number counts as one.
+
+    Raises:
+        BatchError: there are too many fields.
+        DecodeError, IndexError: the bytes are not a request.
+    """
+    model_id, fields, at, end, nested = b"", 0, 0, len(data), _REQUEST
+    outer: list[tuple[int, dict[int, Any]]] = []  # the end and the fields of each enclosing message
+    while at < end or outer:
+        if at >= end:
+            end, nested = outer.pop()
+            continue
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        fields += 1
+        if kind == _LENGTH:
+            size, at = _varint(data, at)
+            if at + size > end:
+                raise DecodeError
+            if isinstance(inner := nested.get(number), dict):
+                outer.append((end, nested))
+                end, nested, size = at + size, inner, 0
+            elif number in nested:
+                fields += len(data[at : at + size].translate(None, _CONTINUED))
+            elif not outer and number == _MODEL_ID:
+                model_id = data[at : at + size]
+            at += size
+        elif kind == _VARINT:
+            _, at = _varint(data, at)
+        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
+            at += 8 if kind == _EIGHT_BYTES else 4
+        else:  # a group, which no message of the API has
+            raise DecodeError
+        if fields > _MAX_FIELDS:
+            problem = f"the request has more than {_MAX_FIELDS} fields"
+            raise BatchError(problem, field="data", hint="send fewer datums at once")
+    return model_id, fields
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Decodes the varint at an offset; returns its value and the offset after it."""
+    value = data[at]
+    at += 1
+    if value < 128:
+        return value, at
+    value, shift = value & 127, 7
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise DecodeError

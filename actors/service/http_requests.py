@@ -21,8 +21,7 @@ from starlette.responses import JSONResponse, Response
 from actors.service import wire
 from actors.service.results import error_text
 from actors.service.service import Service
-from actors.service.sessions import NotFound
-from actors.service.users import Shares, User, Users
+from actors.service.users import NotFound, Shares, User, Users
 from slimefsdp.errors import CheckpointError, ResourceError, SlimeError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -76,7 +75,7 @@ class RequestGuard:
                 response = await answered(request)
             finally:
                 if request.state.user is not None:
-                    self._bodies.give_back(request.state.user.id, _counted(request.state.held))
+                    self._bodies.take(request.state.user.id, -_counted(request.state.held))
             seconds, metrics = time.perf_counter() - began, self._service.metrics
             metrics.requests.labels(path, response.status_code).inc()
             metrics.seconds.labels(path).observe(seconds)

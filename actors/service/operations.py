@@ -17,6 +17,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 _LOG_BYTES, _LOG_FILES = 16 * 2**20, 4
 _BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes up to 20
+_GAUGES = {
+    "sessions": "Clients",
+    "training_runs": "Training runs",
+    "samplers": "Sampling clients",
+    "waiting_requests": "Requests without an answer",
+    "waiting_request_bytes": "Bytes of their bodies",
+    "recoveries": "Times that lost ranks were replaced",
+    "engine_restarts": "Times that a lost sampling engine was replaced",
+    "sampling_is_up": "1 while the sampling engine answers, else 0",
+    "sampled_tokens": "Tokens that the engine has drawn",
+    "sampling_rows": "Samples that are being drawn",
+    "engine_version_bytes": "Bytes of the engine's versions",
+    "engine_cache_bytes": "Bytes of the engine's keys and values",
+}
 
 
 class Metrics:
@@ -33,20 +47,7 @@ class Metrics:
         self._trained_tokens = metric(Counter, "trained_tokens", "Tokens of forward and forward_backward")
         self.updates = metric(Counter, "updates", "Optimiser updates of all runs")
         self.samples = metric(Counter, "samples", "Samples that were drawn and answered")
-        self._now = {
-            "sessions": metric(Gauge, "sessions", "Clients"),
-            "runs": metric(Gauge, "training_runs", "Training runs"),
-            "samplers": metric(Gauge, "samplers", "Sampling clients"),
-            "waiting": metric(Gauge, "waiting_requests", "Requests without an answer"),
-            "waiting_bytes": metric(Gauge, "waiting_request_bytes", "Bytes of their bodies"),
-            "recoveries": metric(Gauge, "recoveries", "Times that lost ranks were replaced"),
-            "engine_restarts": metric(Gauge, "engine_restarts", "Times that a lost sampling engine was replaced"),
-            "sampling_is_up": metric(Gauge, "sampling_is_up", "1 while the sampling engine answers, else 0"),
-            "sampled_tokens": metric(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
-            "sampling_rows": metric(Gauge, "sampling_rows", "Samples that are being drawn"),
-            "version_bytes": metric(Gauge, "engine_version_bytes", "Bytes of the engine's versions"),
-            "cache_bytes": metric(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
-        }
+        self._gauges = {name: metric(Gauge, name, text) for name, text in _GAUGES.items()}
 
     def count_trained(self, tokens: int) -> None:
         self._trained_tokens.inc(tokens)
@@ -55,10 +56,10 @@ class Metrics:
     def trained_tokens(self) -> int:
         return int(self.registry.get_sample_value("slimefsdp_trained_tokens_total") or 0)
 
-    def text(self, now: dict[str, Any]) -> bytes:
-        """Returns all metrics in Prometheus' format; `now` has the values of the gauges, from `counts`."""
-        for name, gauge in self._now.items():
-            gauge.set(now[name])
+    def text(self, counts: dict[str, int]) -> bytes:
+        """Returns all metrics in Prometheus' format; `counts` has the values of the gauges."""
+        for name, gauge in self._gauges.items():
+            gauge.set(counts[name])
         return bytes(generate_latest(self.registry))
 
 

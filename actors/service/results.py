@@ -28,13 +28,9 @@ _SAVED = re.compile(
 _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, ResourceError)
 
 
-def _forgotten() -> Future[Answer]:
-    future: Future[Answer] = Future()
-    future.set_result({"error": "the answer was kept long enough", "category": "user"})
-    return future
-
-
-_FORGOTTEN = _forgotten()  # shared, since runs and samplers remember thousands of results by their numbers
+# shared, since runs and samplers remember thousands of results by their numbers
+_FORGOTTEN: Future[Answer] = Future()
+_FORGOTTEN.set_result({"error": "the answer was kept long enough", "category": "user"})
 
 
 class Result:
@@ -44,14 +40,15 @@ class Result:
 
     Args:
         owner: the id of the user who sent the request.
+        fields: what the client gets at once, along with the id.
         on_end: is called once, when the answer is set.
     """
 
-    __slots__ = ("_future", "_on_end", "ended", "fetched", "id", "owner")
+    __slots__ = ("_future", "_on_end", "ended", "fetched", "fields", "id", "owner")
 
-    def __init__(self, owner: str, on_end: Callable[[Result], None]) -> None:
+    def __init__(self, owner: str, fields: dict[str, Any], on_end: Callable[[Result], None]) -> None:
         self.id = uuid.uuid4().hex
-        self.owner = owner
+        self.owner, self.fields = owner, fields
         self.ended: float | None = None  # when the answer was set, by time.monotonic
         self.fetched = asyncio.Event()
         self._future: Future[Answer] = Future()
@@ -129,6 +126,21 @@ def error_text(error: Exception, public: str = "") -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} .."
 
 
+def require_same_kind(field: str, number: int, known: str, kind: str) -> None:
+    """Refuses a request with the number of an earlier one, unless it can be a repetition of that one.
+
+    Args:
+        field: the field that has the number.
+        known: the kind of the earlier request.
+
+    Raises:
+        StateError: this request is of another kind.
+    """
+    if known != kind:
+        problem = f"{field}={number} was the number of a {known}, and is now that of a {kind}"
+        raise StateError(problem, field=field, hint="give each request a number of its own")
+
+
 class Results:
     """The results of all requests by id; ended ones expire after a time, or earlier if their bytes exceed a limit.
 
@@ -156,12 +168,13 @@ class Results:
         """Returns the bytes of the request bodies of pending results."""
         return self._waiting_bytes.taken
 
-    def new(self, owner: str, size: int = 0, *, is_needed: bool = False) -> Result:
+    def new(self, owner: str, size: int = 0, *, is_needed: bool = False, **fields: Any) -> Result:
         """Makes a pending result for a request of the user with the id `owner`.
 
         Args:
             size: bytes of the request; one that exceeds the limit by itself is only accepted when nothing else waits.
             is_needed: accepts the request in any case, since other pending ones can only end after it.
+            fields: as of `Result`.
 
         Raises:
             ResourceError: the pending results of all users, or of this one, are at their limit.
@@ -169,12 +182,12 @@ class Results:
 
         def ended(result: Result) -> None:
             with self._lock:
-                self._waiting.give_back(owner, 1)
-                self._waiting_bytes.give_back(owner, size)
+                self._waiting.take(owner, -1)
+                self._waiting_bytes.take(owner, -size)
                 self._ended.append(result)
                 self._bytes += result.size
 
-        result = Result(owner, ended)
+        result = Result(owner, fields, ended)
         with self._lock:
             if not is_needed:
                 self._check_room(owner, size)

@@ -1,8 +1,9 @@
-"""Manages sampling clients: the weights that each samples from, and their loading into the engine and removal."""
+"""Sampling clients: their requests, the weights that each samples from, and the loading of these into the engine."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import time
 from collections import Counter
@@ -12,11 +13,22 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actors.fault_tolerance.recovery import LOST
-from actors.service.results import Result
+from actors.service import tinker_pb2, wire
+from actors.service.catalogue import SamplerRecord, Saved
+from actors.service.results import Answer, Result, require_same_kind
+from actors.service.run_weights import RunWeights
+from actors.service.state import SHOWN, ServiceState
 from actors.service.supervised_engine import EngineReplaced, SupervisedEngine
-from slimefsdp.errors import ResourceError, StateError
-from slimefsdp.sampling.params import SampleAnswer, SampleRequest
+from actors.service.users import NotFound, Session, User
+from slimefsdp.errors import BatchError, ConfigError, ResourceError, StateError
+from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingParams
+
+_REMEMBERED = 4096  # requests of a sampler that get the same answer when they are repeated
+_BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
+_NO_LOG_PROB = -99999.0  # with token 0, it marks a position without top tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +64,119 @@ class SamplerSession:
     answers: dict[int, Result] = field(default_factory=dict)  # the newest results by number of the request
     running: set[asyncio.Task[Any]] = field(default_factory=set)  # the tasks that sample for it
 
+    @property
+    def weights(self) -> str:
+        """Describes the weights that it was made for."""
+        if self.path is None:
+            return "sampler of the base" if self.version is None else "sampler of weights without a name"
+        return f"sampler of {self.path}"
+
 
 class Samplers:
-    """The sampling clients of one engine.
+    """The sampling clients of one engine; service.max_samplers limits those of a session with unnamed weights."""
 
-    Args:
-        most_unnamed: limit per session on samplers with unnamed weights; the oldest ones are removed.
-    """
-
-    def __init__(self, engine: SupervisedEngine, most_unnamed: int) -> None:
+    def __init__(self, state: ServiceState, engine: SupervisedEngine, weights: RunWeights) -> None:
         self.sessions: dict[str, SamplerSession] = {}
-        self._engine = engine
-        self._asked: Counter[str] = Counter()  # requests by version, including those that wait for it to be loaded
+        self._state, self._engine, self._weights = state, engine, weights
         self._running: Counter[str] = Counter()  # requests by version that are in the engine
-        self._most_unnamed = most_unnamed
         self._loading = asyncio.Lock()
         self._needs_room = False  # whether a version waits for room to be loaded
         self._idle = asyncio.Event()  # is set when a request has left the engine
+
+    # ------------------------------------------------------------------ calls of clients
+
+    async def create_sampling_session(self, body: wire.CreateSamplingSession, user: User) -> Answer:
+        """Makes a sampling client of saved weights, or of the base model; a repeated request returns the same one.
+
+        Raises:
+            CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
+            StateError: its number was used for other weights. ResourceError: the disk is full.
+        """
+        session = self._state.session(body.session_id, user)
+        version = None
+        if body.model_path is not None:
+            saved = self._state.catalogue.get(body.model_path, user)
+            if saved.kind != "sampler_weights":
+                raise ConfigError(
+                    f"{body.model_path} is a state to train from",
+                    field="model_path",
+                    hint="name weights of save_weights_for_sampler",
+                )
+            self._weights.check_rank(saved.rank)
+            version = self._version_of(saved)
+        elif body.base_model is not None:
+            self._state.check_base(body.base_model)
+        else:
+            raise ConfigError("neither model_path nor base_model is given", field="base_model", hint="give one")
+        key = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
+        known = self.sessions.setdefault(key, sampler)
+        require_same_kind("sampling_session_seq_id", body.sampling_session_seq_id, known.weights, sampler.weights)
+        if known.version is None or not known.version.is_ephemeral:
+            name = None if known.version is None else known.version.name
+            record = SamplerRecord(key, session.id, session.owner, session.sdk_version, known.path, name)
+            await asyncio.to_thread(self._state.catalogue.samplers.keep, record)
+        return {"type": "create_sampling_session", "sampling_session_id": key}
+
+    def get(self, key: str, user: User) -> SamplerSession:
+        """Returns a sampling client, and records that it is alive.
+
+        Raises:
+            NotFound: the user has no sampling client of this id.
+        """
+        sampler = self.sessions.get(key)
+        if sampler is None or not user.owns(sampler.owner):
+            raise NotFound(f"there is no sampler {key[:SHOWN]}")
+        self._state.saw_client_of(sampler.session)
+        return sampler
+
+    def describe(self, user: User, id: str) -> Answer:
+        sampler = self.get(id, user)
+        return {"sampler_id": id, "base_model": self._state.model_name, "model_path": sampler.path}
+
+    async def asample(self, body: wire.Sample, user: User) -> Result:
+        """Starts a sampling request; a repeated one returns the same result.
+
+        Raises:
+            BatchError: a value cannot be served; the message names it. NotFound: as in `get`.
+        """
+        sampler, state = self.get(body.sampling_session_id, user), self._state
+        if (known := sampler.answers.get(body.seq_id)) is not None:
+            return known
+        if body.record_stability_info and state.config.service.stable_reinforce is None:
+            raise BatchError(
+                "record_stability_info=true is for the loss stable_reinforce, which this server does not serve",
+                field="record_stability_info",
+                hint="train with another loss_fn, or set service.stable_reinforce of the server",
+            )
+        request = _request_of(body, sampler, state.end_token_ids, state.most_context)
+        ids = [f"{sampler.id}/{body.seq_id}/{index}" for index in range(body.num_samples)]
+        result = state.results.new(sampler.owner, body.size, sample_sequence_ids=ids)
+        sampler.answers[body.seq_id] = result
+        if len(sampler.answers) > _REMEMBERED:
+            del sampler.answers[next(iter(sampler.answers))]
+
+        async def work() -> Answer:
+            answer = await self.sample(sampler, request)
+            state.metrics.samples.inc(len(answer.samples))
+            return _response_of(answer, body.prompt_logprobs_last_n)
+
+        def ended(task: asyncio.Task[Answer]) -> None:
+            sampler.running.discard(task)
+            if task.cancelled():
+                problem = f"{sampler.session} has ended, and what was sampled for it was given up"
+                result.fail(StateError(problem, field="sampling_session_id", hint="create another sampling client"))
+            elif isinstance(error := task.exception(), Exception):
+                result.fail(error)
+            else:
+                result.set(task.result())
+
+        task = asyncio.create_task(work())
+        sampler.running.add(task)
+        task.add_done_callback(ended)
+        return result
+
+    # ------------------------------------------------------------------ sampling
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
         """Draws samples from the sampler's weights; if an engine is lost, draws them once more on the next one.
@@ -99,22 +207,18 @@ class Samplers:
 
     async def _sampled(self, version: Version, request: SampleRequest) -> SampleAnswer:
         name, used = version.name, self._engine.versions
-        self._asked[name] += 1
-        try:
-            if name in used and not self._needs_room:  # it need not wait for another version to be loaded
-                used[name] = time.monotonic()
+        if name in used and not self._needs_room:  # it need not wait for another version to be loaded
+            used[name] = time.monotonic()
+            self._running[name] += 1
+        else:
+            async with self._loading:
+                await self._have(version)
                 self._running[name] += 1
-            else:
-                async with self._loading:
-                    await self._have(version)
-                    self._running[name] += 1
-            try:
-                return await self._engine.sample(request)
-            finally:
-                self._running[name] -= 1
-                self._idle.set()
+        try:
+            return await self._engine.sample(request)
         finally:
-            self._asked[name] -= 1
+            self._running[name] -= 1
+            self._idle.set()
 
     async def _have(self, version: Version) -> None:
         """Loads a version that is not in the engine; the one that was unused for longest makes room for it.
@@ -168,10 +272,11 @@ class Samplers:
 
     async def _drop(self, name: str) -> None:
         self._engine.versions.pop(name, None)
-        self._asked += Counter()  # removes entries that are 0
-        self._running += Counter()
+        self._running += Counter()  # removes entries that are 0
         with suppress(EngineReplaced, *LOST):  # an engine that is lost holds no version
             await self._engine.drop(name)
+
+    # ------------------------------------------------------------------ removal, and starts of the server
 
     async def forget_oldest(self) -> None:
         """Removes the samplers that were unused for longest; it is to be called every few seconds."""
@@ -180,12 +285,8 @@ class Samplers:
             if sampler.version is not None and sampler.version.is_ephemeral:
                 unnamed.setdefault(sampler.session, []).append(sampler)
         for samplers in unnamed.values():
-            idle = [
-                candidate
-                for candidate in samplers
-                if candidate.version is not None and not self._asked[candidate.version.name]
-            ]
-            for sampler in idle[: max(0, len(samplers) - self._most_unnamed)]:
+            surplus = max(0, len(samplers) - self._state.config.service.max_samplers)
+            for sampler in [sampler for sampler in samplers if not sampler.running][:surplus]:
                 await self._forget(sampler)
 
     def forget_answers(self) -> None:
@@ -217,3 +318,91 @@ class Samplers:
                         await self._drop(sampler.version.name)
             finally:  # also if the engine is lost
                 shutil.rmtree(sampler.version.folder, ignore_errors=True)
+
+    def continue_kept(self) -> None:
+        """Continues the sampling clients of the last start in the same run.dir whose weights are still there."""
+        for record in self._state.catalogue.samplers.all():
+            saved = None if record.path is None else self._state.catalogue.find(record.path)
+            version = None if saved is None else self._version_of(saved)
+            if (None if version is None else version.name) != record.version:
+                continue  # its weights were deleted
+            self.sessions[record.id] = SamplerSession(record.id, record.session, record.owner, version, record.path)
+            session = Session(record.session, record.owner, record.sdk_version)
+            self._state.sessions.setdefault(record.session, session)
+
+    def _version_of(self, saved: Saved) -> Version:
+        return Version(f"{saved.path}@{saved.time}", self._state.catalogue.folder(saved), is_ephemeral=False)
+
+
+def _request_of(
+    body: wire.Sample, sampler: SamplerSession, end_token_ids: frozenset[int], most_tokens: int
+) -> SampleRequest:
+    """Returns the engine's form of a sampling request.
+
+    Args:
+        end_token_ids: the model's end tokens, used if the client names no stop.
+        most_tokens: limit on the tokens of a prompt with its response.
+
+    Raises:
+        BatchError: a value cannot be served; the message names it.
+    """
+    for chunk in body.prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise BatchError(f"a chunk of {chunk.type}", field="prompt", hint="send encoded_text alone")
+    prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+    left = most_tokens - len(prompt)
+    if left < 1:
+        problem = f"a prompt of {len(prompt)} tokens, and this server reads at most {most_tokens - 1}"
+        raise BatchError(problem, field="prompt", hint=f"cut it: {_BOUNDS}")
+    wanted = body.sampling_params
+    max_tokens = wanted.max_tokens or left
+    if max_tokens > left:
+        problem = f"max_tokens={max_tokens} behind {len(prompt)} tokens, and there is room for {left}"
+        raise BatchError(problem, field="max_tokens", hint=f"lower it: {_BOUNDS}")
+    stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
+    params = SamplingParams(
+        max_tokens,
+        temperature=wanted.temperature or 1.0,
+        greedy=wanted.temperature == 0,
+        tempered=False,
+        end_token_ids=end_token_ids if stop is None else frozenset(item for item in stop if isinstance(item, int)),
+        stop=tuple(item for item in stop or () if isinstance(item, str)),
+        seed=(wanted.seed if wanted.seed is not None else secrets.randbits(62),),
+        top_k=wanted.top_k if wanted.top_k > 0 else None,
+        top_p=wanted.top_p,
+    )
+    version = None if sampler.version is None else sampler.version.name
+    top_k = body.topk_prompt_logprobs
+    wants_prompt = bool(body.prompt_logprobs or top_k)
+    return SampleRequest(version, prompt, body.num_samples, params, wants_prompt, top_k, client=sampler.session)
+
+
+def _response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
+    """Returns the serialised SampleResponse of an answer.
+
+    Args:
+        last_n: number of last prompt tokens whose log-probs are wanted; None: all.
+    """
+    response = tinker_pb2.SampleResponse()
+    if answer.prompt_log_probs is not None:
+        values = np.array(answer.prompt_log_probs, "<f4")
+        if last_n is not None:
+            values[: max(0, values.size - last_n)] = np.nan
+        response.prompt_logprobs = values.tobytes()
+    if (top := answer.prompt_top_tokens) is not None:
+        # the first token has no log-probs, and neither have tokens that were not asked for
+        nothing = max(1, 0 if last_n is None else len(top.tokens) + 1 - last_n)
+        k = top.tokens.shape[1]
+        tokens = np.concatenate([np.zeros((nothing, k)), top.tokens[nothing - 1 :]]).astype("<i4")
+        log_probs = np.concatenate([np.full((nothing, k), _NO_LOG_PROB), top.log_probs[nothing - 1 :]]).astype("<f4")
+        response.topk_prompt_logprobs.CopyFrom(
+            tinker_pb2.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=log_probs.tobytes(), k=k, length=len(tokens))
+        )
+    for sample in answer.samples:
+        was_cut = sample.finish_reason == "length"
+        response.sequences.add(
+            stop_reason=tinker_pb2.STOP_REASON_LENGTH if was_cut else tinker_pb2.STOP_REASON_STOP,
+            tokens=np.array(sample.tokens, "<i4").tobytes(),
+            logprobs=np.array(sample.log_probs, "<f4").tobytes(),
+        )
+    return bytes(response.SerializeToString())

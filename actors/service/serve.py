@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import ray
+import uvicorn
+from ray.exceptions import RayError
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from actors.engines.sampling_engine import start_sampling_engine
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.run_dir import RunFolder
+from actors.service.app import make_app
+from actors.service.results import typed
+from actors.service.service import Service
+from actors.service.supervised_engine import SupervisedEngine
+from actors.startup import stage
+from actors.workers.futures import meaning_of
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, ResourceError
 
 _BASE_S = 300.0  # extra time for an engine to read the base model before it starts its server
 _ENGINE_ENDS_S = 30.0  # how long an engine may take to end; it is killed afterwards
+_LAST_ANSWERS_S = 5.0  # how long clients may read answers after the runs are saved; then connections are cut
+_ENDS_S = 30  # limit on tasks whose connections were cut
 
 
 def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]) -> None:
@@ -26,24 +45,16 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
         on_start: is called with the address and a function that ends the serving, before requests are answered.
 
     Raises:
-        ConfigError: a package is missing, or the variable with the keys is not set. ResourceError: the port is taken.
+        ConfigError: the variable with the keys is not set. ResourceError: the port is taken.
         SlimeError: ranks or the engine do not start. CheckpointError: another process serves or trains in run.dir.
     """
     keys = keys_of(config)
-    require_packages()
-    from actors.run_dir import RunFolder
-
     assert config.run.dir is not None
     with RunFolder(config.run.dir):  # a second service would take over the runs of this one
         _serve(config, keys, on_start)
 
 
 def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Callable[[], None]], None]) -> None:
-    from actors.service.app import make_app
-    from actors.service.http_server import Server
-    from actors.service.service import Service
-    from actors.startup import stage
-
     listener = listening(config)
     try:
         group, engine = _launched(config)
@@ -114,35 +125,12 @@ def keys_of(config: RunConfig) -> tuple[str, ...]:
     return keys
 
 
-def require_packages() -> None:
-    """Checks that the packages of the extra `serve` are installed.
-
-    Raises:
-        ConfigError: one is missing.
-    """
-    try:
-        import google.protobuf
-        import prometheus_client
-        import starlette
-        import uvicorn
-        import zstandard
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed, and `serve` needs it",
-            field="serve",
-            hint="pip install 'slimefsdp[serve]'",
-        ) from error
-    del google, prometheus_client, starlette, uvicorn, zstandard
-
-
-def listening(config: RunConfig) -> Any:
+def listening(config: RunConfig) -> socket.socket:
     """Returns a listening socket at service.host and service.port.
 
     Raises:
         ResourceError: the port is taken.
     """
-    import socket
-
     service = config.service
     family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
     # asyncio only turns Nagle's algorithm off if the socket's protocol is named; otherwise the body of an answer waits
@@ -160,11 +148,6 @@ def listening(config: RunConfig) -> Any:
 
 
 def _launched(config: RunConfig) -> tuple[Any, Any]:
-    from actors.fault_tolerance.supervisor import SupervisedGroup
-    from actors.service.results import typed
-    from actors.service.supervised_engine import SupervisedEngine
-    from actors.startup import stage
-
     group = SupervisedGroup.launch(config)
     try:
         with stage("starting the sampling engine"):
@@ -183,12 +166,6 @@ def _started_engine(config: RunConfig) -> Any:
     Raises:
         SlimeError: it did not start; its process has ended.
     """
-    import ray
-    from ray.exceptions import RayError
-
-    from actors.engines.sampling_engine import start_sampling_engine
-    from actors.workers.futures import meaning_of
-
     engine = start_sampling_engine(config, memory_bytes=config.service.max_version_bytes)
     limit_s = config.cluster.launch_timeout_s
     try:
@@ -213,3 +190,76 @@ def _end(group: Any, engine: Any) -> None:
 
 def _say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
+
+
+class Server(uvicorn.Server):
+    """Serves until `should_exit`, and then ends the application's work before it closes any connection.
+
+    Runs are thus saved however long clients take to send or to read.
+
+    Args:
+        end: finishes the work and saves it; the application answers requests that arrive during this.
+        receive_timeout_s: a connection is closed if the head of a request takes longer, or if it is idle for longer.
+    """
+
+    def __init__(self, app: Starlette, end: Callable[[], Awaitable[None]], receive_timeout_s: float) -> None:
+        class Connection(_Connection):
+            head_timeout_s = receive_timeout_s
+
+        super().__init__(
+            uvicorn.Config(app, http=Connection, log_level="warning", lifespan="on", timeout_graceful_shutdown=_ENDS_S)
+        )
+        self._end = end
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leaves signals alone, since uvicorn would raise them again before ranks and engine have ended."""
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the application's work, then the connections; uvicorn calls it."""
+        try:
+            await self._end()
+        finally:
+            cutting = asyncio.get_running_loop().call_later(_LAST_ANSWERS_S, self._cut)
+            await super().shutdown(sockets)
+            cutting.cancel()
+
+    def _cut(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+
+
+class _Connection(H11Protocol):
+    """Closes itself if no complete request head comes in time; uvicorn's own timeout stops at the first byte."""
+
+    head_timeout_s: float
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def _wait_for_head(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # the head has come
+            self._stop_waiting()
+        elif self._waiting is None:
+            self._waiting = self.loop.call_later(self.head_timeout_s, self._close_without_head)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _close_without_head(self) -> None:
+        self._waiting = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.timeout_keep_alive_handler()

@@ -1,48 +1,39 @@
-"""The service: sessions of clients with their training runs and samplers, on one group and one engine."""
+"""The service: the training runs and samplers of clients, on one group and one engine, and lists of what there is."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-import uuid
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
-from actors.engines.dialect import longest_sample
-from actors.engines.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, SamplerRecord, Saved
+from actors.service.catalogue import Saved
 from actors.service.datums import Work, output_of, work_of
-from actors.service.limits import LIMITS, ServiceLimits
-from actors.service.operations import Metrics, RequestLog
-from actors.service.results import Answer, Result, Results
-from actors.service.run_table import RunTable
+from actors.service.operations import RequestLog
+from actors.service.results import Answer, Result
 from actors.service.run_weights import run_weights_of
-from actors.service.sample_requests import response_of, sample_request
-from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.saving import save_for_sampler, save_weights
-from actors.service.sessions import NotFound, Session
+from actors.service.runs import Runs
+from actors.service.samplers import Samplers
+from actors.service.state import ServiceState
 from actors.service.supervised_engine import SupervisedEngine
-from actors.service.training_runs import RequestKind, TrainingRun, require_same_kind
-from actors.service.users import User
+from actors.service.training_run import RequestKind, TrainingRun
+from actors.service.users import LIMITS, NotFound, ServiceLimits, User
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, StateError
-from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.errors import CheckpointError, ConfigError, StateError
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.params import SamplingStats
 
 _MOST_LR = 1000.0  # an update of AdamW changes a weight by about this; finite gradients then never make it infinite
 _LEAST_EPS = 1e-15  # AdamW divides by eps alone if the second moment has decayed to 0 and the first has not
-_SHOWN = 200  # characters to show of an unknown id, which can have any length
-_REMEMBERED = 4096  # requests of a sampler that get the same answer when they are repeated
+_VERSIONS_SHOWN = 10
 
 
-class Service:
-    """Performs the requests that `actors.service.app` receives; only `end_session` and `close` block.
+class Service(ServiceState):
+    """Performs the requests that `actors.service.app` receives.
 
     Args:
         group: the group as it was launched.
@@ -50,36 +41,19 @@ class Service:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        group: GroupCalls,
-        engine: SupervisedEngine,
-        limits: ServiceLimits = LIMITS,
+        self, config: RunConfig, group: GroupCalls, engine: SupervisedEngine, limits: ServiceLimits = LIMITS
     ) -> None:
-        assert config.run.dir is not None
-        folder = read_model_folder(Path(config.model.path))
-        self.config, self.limits = config, limits
-        self.model_name = config.service.model_name or str(config.model.path)
-        self.tokenizer = load_tokenizer(str(config.model.path))
-        self.end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
-        self.model_type = folder.model_type
-        self.tokenizer_id = str(config.model.path)  # like the model, it is only on the server's disk
-        self.vocab_size = folder.vocab_size
-        self.most_tokens = config.max_pack_tokens  # limit on a datum
-        self.most_context = longest_sample(config, folder)  # limit on a prompt with its response
-        self.most_targets = limits.body_bytes // 8  # the most dense targets that fit into a body
-        self.results = Results(limits.result_kept_s, limits.result_bytes, limits.waiting, limits.waiting_bytes)
-        self.catalogue = Catalogue(config.run.dir)
+        super().__init__(config, limits)
+        self.engine, self._group = engine, group
         self.weights = run_weights_of(config, group, self.catalogue)
-        self.samplers = Samplers(engine, config.service.max_samplers)
-        self.sessions: dict[str, Session] = {}
-        self._run_table = RunTable(self.weights, self.results, self.catalogue, self.sessions, limits.runs)
-        self.is_ending = False
-        self.began = time.time()
-        self.metrics = Metrics()
+        self.samplers = Samplers(self, engine, self.weights)
+        self.training = Runs(self, self.weights, self.samplers)
+        assert config.run.dir is not None
         self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
-        self.engine = engine
-        self._group = group
+
+    @property
+    def runs(self) -> dict[str, TrainingRun]:
+        return self.training.by_id
 
     def continue_runs(self) -> None:
         """Continues the runs and sampling clients of the last start in the same run.dir.
@@ -89,119 +63,50 @@ class Service:
         Raises:
             SlimeError: a run does not fit the settings of this server.
         """
-        self._run_table.continue_kept()
-        for record in self.catalogue.kept_samplers():
-            saved = None if record.path is None else self.catalogue.find(record.path)
-            version = None if saved is None else _version_of(saved, self.catalogue)
-            if (None if version is None else version.name) != record.version:
-                continue  # its weights were deleted
-            self.samplers.sessions[record.id] = SamplerSession(
-                record.id, record.session, record.owner, version, record.path
-            )
-            self.sessions.setdefault(record.session, Session(record.session, record.owner, record.sdk_version))
+        self.training.continue_kept()
+        self.samplers.continue_kept()
 
-    @property
-    def runs(self) -> dict[str, TrainingRun]:
-        return self._run_table.by_id
+    def close(self) -> None:
+        """Finishes all accepted requests, and saves every run for the next start."""
+        self.is_ending = True
+        self.training.close()
+        self.log.close()
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, body: wire.CreateSession, user: User) -> Session:
-        """Makes a session for a new client of the user.
+    def heartbeat(self, body: wire.OfSession, user: User) -> Answer:
+        self.session(body.session_id, user)
+        return {"type": "session_heartbeat"}
 
-        Raises:
-            ResourceError: there are as many as there may be.
-        """
-        if len(self.sessions) >= self.limits.sessions:
-            raise ResourceError(
-                f"there are {len(self.sessions)} sessions, as many as this server takes", hint="try again later"
-            )
-        session = Session(f"session-{uuid.uuid4().hex[:16]}", user.id, body.sdk_version)
-        self.sessions[session.id] = session
-        return session
-
-    def session(self, key: str, user: User) -> Session:
-        """Returns a session, and records that its client is alive.
-
-        Raises:
-            NotFound: the user has no session of this id.
-        """
-        session = self.sessions.get(key)
-        if session is None or not user.owns(session.owner):
-            raise NotFound(f"session {key[:_SHOWN]} has ended", is_gone=True)
-        session.seen = time.monotonic()
-        return session
-
-    def overdue_sessions(self) -> list[str]:
-        """Returns the sessions whose clients were silent for too long."""
-        now = time.monotonic()
-        return [
-            session.id
-            for session in self.sessions.values()
-            if now - session.seen > self.config.service.session_timeout_s
-        ]
+    async def finish(self, user: User, id: str) -> Answer:
+        """Ends a session of the user; one that is unknown has ended, or belongs to another user and stays hidden."""
+        with suppress(NotFound):
+            await self.end_session(self.session(id, user).id)
+        return {}
 
     async def end_session(self, key: str, *, is_overdue: bool = False) -> None:
         """Ends a session with its runs and samplers; what it saved under a name stays.
 
         Args:
-            is_overdue: as in `RunTable.end_session`.
+            is_overdue: as in `Runs.end_session`.
         """
-        if self.sessions.pop(key, None) is None:
-            return
-        self._run_table.end_session(key, is_overdue=is_overdue)
-        self.catalogue.forget_samplers(key)
-        await self.samplers.end(key)
+        if self.sessions.pop(key, None) is not None:
+            self.training.end_session(key, is_overdue=is_overdue)
+            self.catalogue.samplers.forget(f"{key}.*")
+            await self.samplers.end(key)
 
     # ------------------------------------------------------------------ training
 
-    def create_run(self, body: wire.CreateModel, user: User) -> tuple[str, Result]:
-        """Makes a new run; a repeated request returns the same run.
-
-        Raises:
-            ConfigError: this server cannot train it.
-            NotFound, StateError, ResourceError: as in `session` and `RunTable.make`.
-        """
-        self._check_base(body.base_model)
-        lora = body.lora_config
-        rank = self.weights.check_asked(lora)
-
-        def make(run: TrainingRun) -> Answer:
-            self.weights.begin(run.id, rank, None if lora is None else lora.seed)
-            return {"type": "create_model", "model_id": run.id}
-
-        session = self.session(body.session_id, user)
-        return self._run_table.make("create_model", session, body.model_seq_id, rank, body.user_metadata, make)
-
-    def unload(self, run: TrainingRun) -> Result:
-        return self._run_table.unload(run)
-
-    def refuse_behind_lost(self) -> None:
-        self._run_table.refuse_behind_lost()
-
-    def run(self, key: str, user: User) -> TrainingRun:
-        """Returns a run, and records that its client is alive.
-
-        Raises:
-            NotFound: the user has no run of this id.
-        """
-        run = self.runs.get(key)
-        if run is None or not user.owns(run.owner):
-            raise NotFound(f"there is no training run {key[:_SHOWN]}")
-        if run.session in self.sessions:
-            self.sessions[run.session].seen = time.monotonic()
-        return run
-
     def forward_backward(self, message: Any, size: int, user: User) -> Result:
         """Submits a ForwardBackwardRequest whose body has `size` bytes; it may ask for the forward pass only."""
-        run = self.run(message.model_id, user)
+        run = self.training.get(message.model_id, user)
 
         def do(calls: GroupCalls) -> Answer:
             work = work_of(
                 message,
                 vocab_size=self.vocab_size,
                 max_tokens=self.most_tokens,
-                max_targets=self.most_targets,
+                max_targets=self.limits.body_bytes // 8,  # as many as fit into a body if they are dense
                 stable_reinforce=self.config.service.stable_reinforce,
             )
             run.tokens += work.num_tokens
@@ -212,7 +117,7 @@ class Service:
         return run.submit(message.seq_id, kind, do, size)
 
     def optim_step(self, body: wire.OptimStep, user: User) -> Result:
-        run, params = self.run(body.model_id, user), body.adam_params
+        run, params = self.training.get(body.model_id, user), body.adam_params
 
         def do(calls: GroupCalls) -> Answer:
             try:
@@ -232,193 +137,108 @@ class Service:
             every = self.config.checkpoint.interval_steps
             if every is not None and run.updates % every == 0:
                 try:
-                    run.save()
+                    self.training.save(run)
                 except CheckpointError as error:  # the update itself succeeded, and the previous checkpoint is valid
                     print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
             return {"type": "optim_step", "metrics": metrics}
 
         return run.submit(body.seq_id, "optim_step", do, body.size)
 
-    # ------------------------------------------------------------------ saving and loading
+    def get_info(self, body: wire.OfModel, user: User) -> Answer:
+        run = self.training.get(body.model_id, user)
+        about = {"arch": self.model_type, "model_name": self.model_name, "tokenizer_id": self.tokenizer_id}
+        return {
+            "type": "get_info", "model_id": run.id, "model_data": about, **_lora(run.rank),
+            "model_name": self.model_name,
+        }  # fmt: skip
 
-    def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
-        run = self.run(body.model_id, user)
-        return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue), body.size)
+    # ------------------------------------------------------------------ lists of runs and checkpoints
 
-    def save_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
-        """Submits the writing of weights to sample from, with a name or for a new sampling client."""
-        run = self.run(body.model_id, user)
-        if body.kind == "inflight":
-            raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
-        if body.path is None and body.sampling_session_seq_id is None:
-            raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
+    def capabilities(self, user: User) -> Answer:
+        model = {"model_name": self.model_name, "max_context_length": self.most_context}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
-        def do(_: GroupCalls) -> dict[str, Any]:
-            answer = save_for_sampler(run, body, self.weights, self.catalogue, self.samplers)
-            if run.session not in self.sessions and body.path is None:
-                self.samplers.discard(answer["sampling_session_id"])  # the session ended before this sampler existed
-            return answer
+    def weights_info(self, body: wire.WeightsInfo, user: User) -> Answer:
+        rank = self.catalogue.get(body.tinker_path, user).rank
+        return {"base_model": self.model_name, **_lora(rank), **self.weights.switches(rank)}
 
-        return run.submit(body.seq_id, "save_for_sampler", do, body.size)
+    def training_runs(self, user: User) -> list[Answer]:
+        return [self._described(run, user) for run in list(self.runs.values()) if user.owns(run.owner)]
 
-    def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
-        """Submits the loading of a checkpoint into a run, or makes a new run from it.
+    def training_run(self, user: User, id: str) -> Answer:
+        return self._described(self.training.get(id, user), user)
 
-        Raises:
-            CheckpointError: the user has no such checkpoint. ConfigError: it cannot be loaded here.
-            StateError: other runs leave no place for a new one.
-        """
-        saved = self.catalogue.get(body.path, user)
-        if saved.kind != "weights":
-            raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
-        self.weights.check_rank(saved.rank)
-        if body.session_id is not None and body.model_seq_id is not None:
-            if body.base_model is not None:
-                self._check_base(body.base_model)
+    def checkpoints(self, user: User, id: str | None = None) -> list[Answer]:
+        """Lists what a user, or one of their runs, has saved."""
+        return [_listed(saved) for saved in self.catalogue.listed(user, id)]
 
-            def make(run: TrainingRun) -> Answer:
-                self.weights.begin_from(run.id, saved, with_optimizer=body.optimizer)
-                return {"type": "load_weights", "path": body.path, "model_id": run.id}
+    async def delete_checkpoint(self, user: User, id: str, kind: str, name: str) -> Answer:
+        await asyncio.to_thread(self.catalogue.remove, f"tinker://{id}/{kind}/{name}", user)
+        return {}
 
-            session = self.session(body.session_id, user)
-            return self._run_table.make("load_weights", session, body.model_seq_id, saved.rank, None, make)
-        if body.model_id is None or body.seq_id is None:
-            raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
-        run = self.run(body.model_id, user)
-        if run.rank != saved.rank:
-            problem = f"{body.path} is of rank {saved.rank}, and this run of rank {run.rank}"
-            raise ConfigError(problem, field="path", hint="create a training client from it")
+    def _described(self, run: TrainingRun, user: User) -> Answer:
+        newest = {saved.kind: _listed(saved) for saved in self.catalogue.listed(user, run.id)}
+        return {
+            "training_run_id": run.id, "base_model": self.model_name, "model_owner": "local", **_lora(run.rank),
+            "corrupted": False, "last_request_time": _time(run.last_request),
+            "last_checkpoint": newest.get("weights"), "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": run.user_metadata or None,
+        }  # fmt: skip
 
-        def do(_: GroupCalls) -> Answer:
-            self.weights.load(run.id, saved, with_optimizer=body.optimizer)
-            return {"type": "load_weights", "path": body.path}
+    # ------------------------------------------------------------------ for the operator
 
-        return run.id, run.submit(body.seq_id, "load", do, body.size)
+    def counts(self, stats: SamplingStats) -> dict[str, int]:
+        """Returns the values of the gauges of `Metrics`."""
+        return {
+            "sessions": len(self.sessions),
+            "training_runs": len(self.runs),
+            "samplers": len(self.samplers.sessions),
+            "waiting_requests": self.results.waiting,
+            "waiting_request_bytes": self.results.waiting_bytes,
+            "recoveries": len(getattr(self._group, "recoveries", ())),
+            "engine_restarts": self.engine.replacements,
+            "sampling_is_up": int(self.engine.problem is None),
+            "sampled_tokens": stats.tokens_drawn,
+            "sampling_rows": stats.running_rows,
+            "engine_version_bytes": sum(stats.versions.values()),
+            "engine_cache_bytes": stats.cache_bytes,
+        }
 
-    # ------------------------------------------------------------------ sampling
-
-    def create_sampler(self, body: wire.CreateSamplingSession, user: User) -> SamplerSession:
-        """Makes a sampling client of saved weights, or of the base model; a repeated request returns the same one.
-
-        Raises:
-            CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
-            StateError: its number was used for other weights.
-        """
-        session = self.session(body.session_id, user)
-        version = None
-        if body.model_path is not None:
-            saved = self.catalogue.get(body.model_path, user)
-            if saved.kind != "sampler_weights":
-                raise ConfigError(
-                    f"{body.model_path} is a state to train from",
-                    field="model_path",
-                    hint="name weights of save_weights_for_sampler",
-                )
-            self.weights.check_rank(saved.rank)
-            version = _version_of(saved, self.catalogue)
-        elif body.base_model is not None:
-            self._check_base(body.base_model)
-        else:
-            raise ConfigError("neither model_path nor base_model is given", field="base_model", hint="give one")
-        key = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
-        known = self.samplers.sessions.setdefault(key, sampler)
-        require_same_kind(
-            "sampling_session_seq_id", body.sampling_session_seq_id, _weights_of(known), _weights_of(sampler)
-        )
-        return known
-
-    def keep_sampler(self, sampler: SamplerSession) -> None:
-        """Records a sampling client for the next start, unless its weights have no name; writes to the disk."""
-        session, version = self.sessions.get(sampler.session), sampler.version
-        if session is None or (version is not None and version.is_ephemeral):
-            return
-        name = None if version is None else version.name
-        self.catalogue.keep_sampler(
-            SamplerRecord(sampler.id, session.id, session.owner, session.sdk_version, sampler.path, name)
-        )
-
-    def sampler(self, key: str, user: User) -> SamplerSession:
-        """Returns a sampling client, and records that it is alive.
-
-        Raises:
-            NotFound: the user has no sampling client of this id.
-        """
-        sampler = self.samplers.sessions.get(key)
-        if sampler is None or not user.owns(sampler.owner):
-            raise NotFound(f"there is no sampler {key[:_SHOWN]}")
-        if sampler.session in self.sessions:
-            self.sessions[sampler.session].seen = time.monotonic()
-        return sampler
-
-    def sample(self, body: wire.Sample, user: User) -> tuple[Result, Callable[[], Any] | None]:
-        """Returns the result of a sampling request, and the coroutine function that computes it; None if it is known.
-
-        Raises:
-            BatchError: a value cannot be served; the message names it. NotFound: as in `sampler`.
-        """
-        sampler = self.sampler(body.sampling_session_id, user)
-        if (known := sampler.answers.get(body.seq_id)) is not None:
-            return known, None
-        if body.record_stability_info and self.config.service.stable_reinforce is None:
-            raise BatchError(
-                "record_stability_info=true is for the loss stable_reinforce, which this server does not serve",
-                field="record_stability_info",
-                hint="train with another loss_fn, or set service.stable_reinforce of the server",
-            )
-        version = None if sampler.version is None else sampler.version.name
-        request = sample_request(body, version, self.end_token_ids, self.most_context)
-        request = replace(request, client=sampler.session)
-        result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
-        if len(sampler.answers) > _REMEMBERED:
-            del sampler.answers[next(iter(sampler.answers))]
-
-        async def work() -> None:
-            try:
-                answer = await self.samplers.sample(sampler, request)
-                self.metrics.samples.inc(len(answer.samples))
-                result.set(response_of(answer, body.prompt_logprobs_last_n))
-            except asyncio.CancelledError:
-                ended = f"{sampler.session} has ended, and what was sampled for it was given up"
-                result.fail(StateError(ended, field="sampling_session_id", hint="create another sampling client"))
-                raise
-            except Exception as error:
-                result.fail(error)
-
-        return result, work
-
-    # ------------------------------------------------------------------ the rest
-
-    def close(self) -> None:
-        """Finishes all accepted requests, and saves every run for the next start."""
-        self.is_ending = True
-        self._run_table.close()
-        self.log.close()
-
-    @property
-    def recoveries(self) -> int:
-        """Returns how often lost ranks were replaced."""
-        return len(getattr(self._group, "recoveries", ()))
-
-    async def sampling_stats(self) -> SamplingStats:
-        return await self.engine.stats()
-
-    def _check_base(self, name: str) -> None:
-        known = {self.model_name, str(self.config.model.path)}
-        if name not in known:
-            problem = f"base_model={name!r}, and this server has {self.model_name}"
-            raise ConfigError(problem, field="base_model", hint="name that one")
+    async def status(self, user: User) -> Answer:
+        """Returns the data of the operator's page."""
+        stats, now = await self.engine.stats(), time.time()
+        return {
+            "model": self.model_name,
+            "uptime_s": round(now - self.began, 1),
+            "is_ending": self.is_ending,
+            "problem": self.engine.problem,
+            "counts": self.counts(stats),
+            "trained_tokens": self.metrics.trained_tokens,
+            "runs": [
+                {
+                    "run": run.id,
+                    "rank": run.rank,
+                    "updates": run.updates,
+                    "tokens": run.tokens,
+                    "waiting": run.waiting,
+                    "idle_s": round(now - run.last_request, 1),
+                    "incomplete": run.incomplete is not None,
+                }
+                for run in list(self.runs.values())
+            ],
+            "sessions": [
+                {"session": session.id, "client": session.sdk_version, "age_s": round(now - session.began, 1)}
+                for session in list(self.sessions.values())
+            ],
+            "versions": [
+                {"version": name, "bytes": size} for name, size in list(stats.versions.items())[-_VERSIONS_SHOWN:]
+            ],
+        }
 
 
-def _weights_of(sampler: SamplerSession) -> str:
-    """Describes the weights that a sampling client was made for."""
-    if sampler.path is None:
-        return "sampler of the base" if sampler.version is None else "sampler of weights without a name"
-    return f"sampler of {sampler.path}"
-
-
-def _version_of(saved: Saved, catalogue: Catalogue) -> Version:
-    return Version(f"{saved.path}@{saved.time}", catalogue.folder(saved), is_ephemeral=False)
+def _lora(rank: int) -> dict[str, Any]:
+    """Returns the API's fields of a rank; rank 0 stands for all weights."""
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
 def _update_settings(params: wire.AdamParams) -> UpdateSettings:
@@ -454,3 +274,20 @@ def _log_probs(calls: GroupCalls, work: Work) -> Any:
         return calls.compute_log_probs(work.batch).log_probs
     output = calls.forward_backward(work.batch, work.loss, 1.0, settings=work.settings, with_log_probs=True)
     return output.log_probs.log_probs
+
+
+def _listed(saved: Saved) -> Answer:
+    return {
+        "checkpoint_id": f"{saved.kind}/{saved.name}",
+        "checkpoint_type": "training" if saved.kind == "weights" else "sampler",
+        "time": _time(saved.time),
+        "tinker_path": saved.path,
+        "size_bytes": saved.size,
+        "public": False,
+        "user_metadata": saved.user_metadata,
+        "expires_at": None if saved.expires is None else _time(saved.expires),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,12 +1,44 @@
-"""Separates the users of a server: each key is a user, who owns what their clients make and has a share of the room."""
+"""The users of a server, the sessions of their clients, and how much both may ask for at once."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+_TIMES_FREE = 4
+
+
+class NotFound(Exception):
+    """An id of a client is unknown; answered with 404, or with 410 if it was valid once."""
+
+    def __init__(self, what: str, *, is_gone: bool = False) -> None:
+        super().__init__(what)
+        self.is_gone = is_gone
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """Bounds that keep a client's mistakes from taking the whole server.
+
+    They are no settings: the defaults are far above what the public clients send, and far below what a host has. Memory
+    for versions of weights, which follows from the model, is `service.max_version_bytes`.
+    """
+
+    sessions: int = 64  # clients at the same time; more are told to wait
+    runs: int = 32  # training runs at the same time, of all clients
+    waiting: int = 4096  # requests without an answer, of one user at most four fifths
+    waiting_bytes: int = 2**30  # of these requests, and as many of bodies that are on their way
+    body_bytes: int = 64 * 2**20  # of one request, also when it is decompressed
+    receive_s: float = 60.0  # for a request's head, and again for its body, from their first byte to the last
+    result_bytes: int = 2**30  # of answers that are kept to be fetched again; the oldest ones go first
+    result_kept_s: float = 600.0  # how long an answer is kept
+
+
+LIMITS = ServiceLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +75,6 @@ class Users:
                                          is_alone))
             for number, key in enumerate(keys)
         ]  # fmt: skip
-        self._nobody = User("", is_operator=True, is_alone=True)
 
     @property
     def have_keys(self) -> bool:
@@ -56,7 +87,7 @@ class Users:
             key: the value of a request's header, decoded as Latin-1; empty if there is no such header.
         """
         if not self._by_key:
-            return self._nobody
+            return User("", is_operator=True, is_alone=True)
         wanted, owner = _digest(key.encode("latin-1", "replace")), None
         for digest, user in self._by_key:  # compares with all digests, so that the time reveals nothing about a key
             if hmac.compare_digest(wanted, digest):
@@ -64,7 +95,19 @@ class Users:
         return owner
 
 
-_TIMES_FREE = 4
+@dataclass(slots=True)
+class Session:
+    """A client's session, which lasts as long as the client sends heartbeats.
+
+    Args:
+        owner: the id of the client's user.
+    """
+
+    id: str
+    owner: str
+    sdk_version: str
+    began: float = field(default_factory=time.time)
+    seen: float = field(default_factory=time.monotonic)
 
 
 class Shares:
@@ -88,12 +131,8 @@ class Shares:
         return self._taken[user] + size <= _TIMES_FREE * (self.most - self.taken - size)
 
     def take(self, user: str, size: int) -> None:
-        """Counts what a user takes, whether or not there is room."""
+        """Counts what a user takes, whether or not there is room; a negative size gives room back."""
         self._taken[user] += size
-
-    def give_back(self, user: str, size: int) -> None:
-        """Returns room that was taken with `take`."""
-        self._taken[user] -= size
         if not self._taken[user]:
             del self._taken[user]
 

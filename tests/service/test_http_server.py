@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 import actors.service.app
 from actors.service.app import make_app
-from actors.service.http_server import Server
+from actors.service.serve import Server
 from actors.service.service import Service
 from slimefsdp.config import config_from_dict
 from tests.support.service import service_tree
@@ -92,7 +92,7 @@ def test_runs_are_saved_while_connections_stall_and_these_are_closed_then(
 
     served(service, 3600.0, life)
     assert [one.split()[1] for one in answers] == [b"503"] and open_then == [3]
-    assert [one.is_finished for one in service.catalogue.kept_runs()] == [True]
+    assert [one.is_finished for one in service.catalogue.runs.all()] == [True]
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 

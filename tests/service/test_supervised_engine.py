@@ -23,6 +23,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ResourceError, StateError, WorkerDied
 from slimefsdp.sampling.params import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 from tests.support.refusals import refused
+from tests.support.service_standins import samplers_of
 from tests.support.versions import asked, random_adapters
 from tests.support.waiting import PATIENCE_S
 
@@ -122,7 +123,7 @@ def lived(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         async def whole() -> None:
             starts = Starts()
             engine = SupervisedEngine(config, starts)
-            samplers = Samplers(engine, most_unnamed=2)
+            samplers = samplers_of(engine, 2)
             versions = [None, Version("a", tmp_path, is_ephemeral=False)]
             for place, version in enumerate(versions):
                 samplers.sessions[str(place)] = SamplerSession(str(place), f"s{place}", "", version)
@@ -292,7 +293,7 @@ def test_engines_that_are_killed_or_stopped_draw_the_same_after_they_were_replac
         return engine
 
     async def life(engine: SupervisedEngine) -> None:
-        samplers = Samplers(engine, most_unnamed=1)
+        samplers = samplers_of(engine, 1)
         sessions = [SamplerSession("b", "s", "", None), SamplerSession("v", "s", "", version)]
         requests = [asked(name, [5, 9], 2, 7, max_new_tokens=200) for name in (None, "a")]
 

@@ -83,12 +83,12 @@ class Client:
     def create(self) -> Client:
         body = {"session_id": self.session, "model_seq_id": int(self.run[-1]), "base_model": "tiny/model"}
         body["lora_config"] = {"rank": 0}
-        done(self.service.create_run(wire.CreateModel(**cast(Any, body)), USER)[1])
+        done(self.service.training.create_model(wire.CreateModel(**cast(Any, body)), USER))
         return self
 
     def create_from(self, path: str, *, optimizer: bool) -> Client:
         body = {"session_id": self.session, "model_seq_id": int(self.run[-1]), "path": path, "optimizer": optimizer}
-        done(self.service.load_weights(wire.LoadWeights(**cast(Any, body)), USER)[1])
+        done(self.service.training.load_weights(wire.LoadWeights(**cast(Any, body)), USER))
         return self
 
     def forward_backward(self, *requests: bytes) -> list[Any]:
@@ -108,16 +108,20 @@ class Client:
         return done(self.service.optim_step(wire.OptimStep(**self._numbered(adam_params=ADAM)), USER))
 
     def save(self, name: str) -> str:
-        return str(done(self.service.save_weights(wire.SaveWeights(**self._numbered(path=name)), USER))["path"])
+        return str(
+            done(self.service.training.save_weights(wire.SaveWeights(**self._numbered(path=name)), USER))["path"]
+        )
 
     def load(self, path: str, *, optimizer: bool) -> None:
         body = wire.LoadWeights(**self._numbered(path=path, optimizer=optimizer))
-        done(self.service.load_weights(body, USER)[1])
+        done(self.service.training.load_weights(body, USER))
 
     def weights(self, name: str) -> Weights:
         """Those that it may sample from."""
         body = wire.SaveForSampler(**self._numbered(path=name))
-        saved = self.service.catalogue.get(done(self.service.save_for_sampler(body, USER))["path"], USER)
+        saved = self.service.catalogue.get(
+            done(self.service.training.save_weights_for_sampler(body, USER))["path"], USER
+        )
         return weights_in(self.service.catalogue.folder(saved))
 
 
@@ -147,7 +151,7 @@ def serving(config: RunConfig) -> Iterator[Service]:
 
 
 def session(service: Service) -> str:
-    return service.create_session(wire.CreateSession(), USER).id
+    return str(cast(Any, service.create_session(wire.CreateSession(), USER))["session_id"])
 
 
 def end(service: Service, one: Client) -> None:
@@ -304,16 +308,16 @@ def test_what_is_no_run_of_all_weights_and_a_second_one_are_refused_by_name(
     for lora in wrong:
         field = list(lora)[-1]
         with refused(ConfigError, f"lora_config.{field}", lora[field]):
-            service.create_run(asked_for(service, **lora), USER)
+            service.training.create_model(asked_for(service, **lora), USER)
     run = Client(service, session(service)).create().run
     with refused(StateError, "model_seq_id", run):
-        service.create_run(asked_for(service, rank=0), USER)
+        service.training.create_model(asked_for(service, rank=0), USER)
     other = User("other", is_operator=False, is_alone=False)
     body = asked_for(service, rank=0).model_copy(
-        update={"session_id": service.create_session(wire.CreateSession(), other).id}
+        update={"session_id": cast(Any, service.create_session(wire.CreateSession(), other))["session_id"]}
     )
     with refused(StateError, "model_seq_id", "another user's run") as caught:
-        service.create_run(body, other)
+        service.training.create_model(body, other)
     assert run not in str(caught.value)
     for kind in ("weights", "sampler_weights"):
         saved = Saved("s:train:0", "s.train.0", kind, "of-adapters", 4, 1.0, 1)
@@ -321,11 +325,11 @@ def test_what_is_no_run_of_all_weights_and_a_second_one_are_refused_by_name(
         service.catalogue.add(saved)
     load = wire.LoadWeights(path="tinker://s:train:0/weights/of-adapters", optimizer=True, model_id=run, seq_id=1)
     with refused(ConfigError, "lora_config.rank", 4):
-        service.load_weights(load, USER)
+        service.training.load_weights(load, USER)
     path = "tinker://s:train:0/sampler_weights/of-adapters"
     body = wire.CreateSamplingSession(session_id=session(service), sampling_session_seq_id=0, model_path=path)
     with refused(ConfigError, "lora_config.rank", 4):
-        service.create_sampler(body, USER)
+        asyncio.run(service.samplers.create_sampling_session(body, USER))
 
 
 def test_a_run_begins_when_the_one_that_is_ending_has_done_its_last_request(
@@ -340,7 +344,7 @@ def test_a_run_begins_when_the_one_that_is_ending_has_done_its_last_request(
     last = service.forward_backward(message, 0, USER)
     assert wait_until(lambda: "compute_log_probs" in group.asked)
     end(service, first)
-    _, second = service.create_run(asked_for(service, rank=0), USER)
+    second = service.training.create_model(asked_for(service, rank=0), USER)
     assert group.asked[-1] == "compute_log_probs" and first.run in service.runs
     group.may_go_on.set()
     assert isinstance(done(last), bytes)

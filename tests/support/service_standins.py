@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 from starlette.testclient import TestClient
 
+from actors.service.samplers import Samplers
 from slimefsdp.checkpoint.manifest import write_manifest
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -134,6 +136,12 @@ class Engine:
         await asyncio.sleep(0)
         tokens = SampledTokens([len(request.version or "")], [-1.0], "stop")
         return SampleAnswer([tokens] * request.num_samples, np.zeros(len(request.prompt)))
+
+
+def samplers_of(engine: Any, most_unnamed: int) -> Samplers:
+    """Samplers without a service, whose sessions get at most so many with unnamed weights."""
+    settings = SimpleNamespace(service=SimpleNamespace(max_samplers=most_unnamed))
+    return Samplers(cast(Any, SimpleNamespace(config=settings)), engine, cast(Any, None))
 
 
 def answer(http: TestClient, response: Any) -> Any:

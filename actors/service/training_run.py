@@ -1,40 +1,25 @@
-"""A client's training run, which performs each request once, in the order of their numbers."""
+"""A training run: its thread performs the client's requests once each, in the order of their numbers."""
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from actors.service.catalogue import Progress, Saved
-from actors.service.results import Answer, Result, Results
+from actors.service.results import Answer, Result, Results, require_same_kind
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import SlimeError, StateError
 
-RequestKind = Literal["forward", "forward_backward", "optim_step", "save", "save_for_sampler", "load"]
+RequestKind = Literal["make", "forward", "forward_backward", "optim_step", "save", "save_for_sampler", "load"]
+MAKE = 0  # the number of the request that makes a run; clients number theirs from 1
 _REMEMBERED = 4096  # answered requests that get the same answer when they are repeated
 _GAP = 4096  # numbers that may be missing before a request
 _PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # clients send the others one after another
-
-
-def require_same_kind(field: str, number: int, known: str, asked: str) -> None:
-    """Refuses a request with the number of an earlier one, unless it can be a repetition of that one.
-
-    Args:
-        field: the field that has the number.
-        known: the kind of the earlier request.
-
-    Raises:
-        StateError: this request is of another kind.
-    """
-    if known != asked:
-        problem = f"{field}={number} was the number of a {known}, and is now that of a {asked}"
-        raise StateError(problem, field=field, hint="give each request a number of its own")
 
 
 @dataclass(slots=True)
@@ -54,17 +39,16 @@ class TrainingRun:
         owner: the id of the user whose client made it.
         rank: the rank of its adapter; 0: it trains all weights.
         calls: the group's calls for this run.
-        next_number: the number of the next request to accept.
-        begun: the number of the request that was begun last.
+        made_by: the call that makes it in this start of the server, and its result; None: an earlier start made it.
+        next_number: the number of the next request to perform.
         incomplete: the error because of which the gradients so far are incomplete.
         has_gradients: whether there are gradients that no update has used.
         redone: (time, number) of a resumed run: requests from this number on may have been done before this time, in an
             earlier start, and are done again.
         resumed_at: the path of the checkpoint from which a start resumed the run, until it is known whether requests
             were lost.
-        is_ending: is set as soon as the run is to end; `close` may have to wait.
-        is_made: is set once the run was made, or could not be.
         lost: the first and last number of lost requests, and `resumed_at`, until the client loads a checkpoint.
+        is_ending: whether the client has ended the run or its session.
     """
 
     id: str
@@ -74,32 +58,31 @@ class TrainingRun:
     calls: GroupCalls
     results: Results
     user_metadata: dict[str, Any] = field(default_factory=dict)
+    made_by: tuple[str, Result] | None = None
     next_number: int = 1
     updates: int = 0
     tokens: int = 0
     last_request: float = field(default_factory=time.time)
-    begun: int = 0
     incomplete: Exception | None = None
     has_gradients: bool = False
     redone: tuple[float, int] | None = None
     resumed_at: str | None = None
     lost: tuple[int, int, str] | None = None
     is_ending: bool = False
-    is_made: threading.Event = field(default_factory=threading.Event)
-    _early: dict[int, _Request] = field(default_factory=dict)
-    _early_since: float = 0.0  # when the newest of them came, by time.monotonic
+    _waiting: dict[int, _Request] = field(default_factory=dict)
+    _newest: float = 0.0  # when the newest of them came, by time.monotonic
     _by_number: OrderedDict[int, tuple[RequestKind, Result]] = field(default_factory=OrderedDict)
-    _queue: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _is_closed: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition)
     _is_busy: bool = False
+    _is_stopped: bool = False
+    _at_end: Callable[[], None] | None = None
     _thread: threading.Thread | None = None
 
     def submit(self, number: int, kind: RequestKind, do: Callable[[GroupCalls], Answer], size: int = 0) -> Result:
         """Accepts a request; one with a known number is a repetition, and is not done again.
 
         Args:
-            number: the number of the request in the run, from 1; it waits for the requests before it.
+            number: the number of the request in the run; it waits for the requests before it.
             do: performs the request with the run's calls.
             size: bytes of its body.
 
@@ -108,31 +91,41 @@ class TrainingRun:
             ResourceError: there is no room for it. An idle run accepts its next request in any case, since the requests
                 that fill the room may be waiting for it.
         """
-        with self._lock:
+        with self._changed:
             self.last_request = time.time()
             if (known := self._by_number.get(number)) is not None:
                 require_same_kind("seq_id", number, known[0], kind)
                 return known[1]
-            if self._is_closed:
-                raise StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
+            if self._is_stopped:
+                raise self._has_ended()
             if self.resumed_at is not None and kind not in _PARALLEL and number >= self.next_number:
                 self._skip_lost(number)
             if not self.next_number <= number < self.next_number + _GAP:
                 problem = f"seq_id={number}, and the next one to be done is {self.next_number}"
                 raise StateError(problem, field="seq_id", hint="number requests 1, 2, 3, ..")
-            is_idle = not self._is_busy and self._queue.empty()
-            result = self.results.new(self.owner, size, is_needed=is_idle and number == self.next_number)
+            is_needed = not self._is_busy and number == self.next_number
+            result = self.results.new(self.owner, size, is_needed=is_needed, model_id=self.id)
             self._by_number[number] = kind, result
-            self._early[number] = _Request(number, kind, do, result)
-            self._early_since = time.monotonic()
-            self._queue_ready()
+            self._waiting[number] = _Request(number, kind, do, result)
+            self._newest = time.monotonic()
             while len(self._by_number) > _REMEMBERED and next(iter(self._by_number)) < self.next_number:
                 self._by_number.popitem(last=False)
+            self._wake()
         return result
+
+    @property
+    def waiting(self) -> int:
+        """Returns the number of requests that were accepted and not begun."""
+        return len(self._waiting)
+
+    @property
+    def begun(self) -> int:
+        """Returns the number of the request that was begun last."""
+        return self.next_number - 1
 
     def resume(self, progress: Progress) -> None:
         """Continues after a checkpoint that was just loaded."""
-        self.next_number, self.begun = progress.next_number, progress.next_number - 1
+        self.next_number = progress.next_number
         self.updates, self.tokens = progress.updates, progress.tokens
         self.redone = time.time(), progress.next_number
         if progress.has_gradients:
@@ -142,36 +135,58 @@ class TrainingRun:
         """Returns whether the request that saved it was lost with an earlier start, so that it may be repeated."""
         return self.redone is not None and saved.time < self.redone[0] and saved.request >= self.redone[1]
 
-    def save(self, name: str | None = None, *, overwrite: bool = False) -> None:
-        """Writes a checkpoint with the run's progress up to the request that was begun last.
-
-        Args:
-            name: writes it under this name, besides those by step.
-
-        Raises:
-            CheckpointError: the name is taken, or it cannot be written.
-        """
-        has_gradients = self.has_gradients or self.incomplete is not None
-        progress = Progress(self.id, self.begun + 1, self.updates, self.tokens, has_gradients)
-        self.calls.save(self.updates, asdict(progress), name, overwrite)
-
     def refuse_behind_lost(self, after_s: float) -> None:
         """Fails requests that wait too long for lost ones; it is to be called every few seconds.
 
         A client sends the parts of a forward_backward at the same time, so that a part may overtake earlier ones. The
         earlier ones can only be missing for good after a start that resumed from a checkpoint.
         """
-        with self._lock:
-            if self.resumed_at is not None and self._early and time.monotonic() - self._early_since >= after_s:
-                self._skip_lost(min(self._early))
-                self._queue_ready()
+        with self._changed:
+            if self.resumed_at is not None and time.monotonic() - self._newest >= after_s:
+                missing = self._first_missing()
+                if late := [number for number in self._waiting if number > missing]:
+                    self._skip_lost(min(late))
+                    self._wake()
+
+    def stop(self, at_end: Callable[[], None] | None = None, *, finishes: bool = False) -> None:
+        """Accepts no more requests, and returns at once; the thread ends after the request in progress.
+
+        Args:
+            at_end: is called by the thread at its end.
+            finishes: performs waiting requests first, unless earlier ones are missing; otherwise they fail.
+        """
+        with self._changed:
+            if not self._is_stopped:
+                self._is_stopped, self._at_end = True, at_end
+                if not finishes:
+                    self._fail_waiting()
+                self._wake()
+
+    def join(self) -> None:
+        """Waits until a stopped run performs no request any more."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"run {self.id}", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _first_missing(self) -> int:
+        number = self.next_number
+        while number in self._waiting:
+            number += 1
+        return number
 
     def _skip_lost(self, number: int) -> None:
         """Continues with the request of this number; those that are missing before it were lost."""
-        if number > self.next_number and self.resumed_at is not None:
-            self.lost = (self.next_number, min(self._early, default=number) - 1, self.resumed_at)
-            for early in [waiting for waiting in self._early if waiting < number]:
-                self._early.pop(early).result.fail(self._of_lost(self.lost))
+        missing = self._first_missing()
+        if number > missing and self.resumed_at is not None:
+            last = min([number, *(waiting for waiting in self._waiting if waiting > missing)]) - 1
+            self.lost = missing, last, self.resumed_at
+            for early in [waiting for waiting in self._waiting if waiting < number]:
+                self._waiting.pop(early).result.fail(self._of_lost(self.lost))
             self.next_number = number
         self.resumed_at = None
 
@@ -184,54 +199,40 @@ class TrainingRun:
             hint=f"load {path} into it, or create a training client from that, and go on from there",
         )
 
-    def _queue_ready(self) -> None:
-        while (ready := self._early.pop(self.next_number, None)) is not None:
+    def _has_ended(self) -> StateError:
+        return StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
+
+    def _fail_waiting(self) -> None:
+        for request in self._waiting.values():
+            request.result.fail(self._has_ended())
+        self._waiting.clear()
+
+    def _next(self) -> _Request | None:
+        """Waits for the next request; returns None at the end of a stopped run."""
+        with self._changed:
+            self._is_busy = False
+            while (request := self._waiting.pop(self.next_number, None)) is None:
+                if self._is_stopped:
+                    self._fail_waiting()  # an earlier request never came
+                    return None
+                self._changed.wait()
             self.next_number += 1
-            self._queue.put(ready)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"run {self.id}", daemon=True)
-            self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Returns the number of requests that were accepted and not begun."""
-        return self._queue.qsize() + len(self._early)
-
-    def close(self, *, finishes: bool = False) -> None:
-        """Accepts no more requests, and returns when none is being done.
-
-        Args:
-            finishes: performs waiting requests first, unless earlier ones are missing; otherwise they fail.
-        """
-        with self._lock:
-            self._is_closed = True
-            left = list(self._early.values())
-            self._early = {}
-            while not finishes and not self._queue.empty():
-                if (request := self._queue.get()) is not None:
-                    left.append(request)
-        gone = StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
-        for request in left:
-            request.result.fail(gone)
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join()
+            self._is_busy = True
+            return request
 
     def _work(self) -> None:
-        while (request := self._queue.get()) is not None:
-            self._is_busy = True
+        while (request := self._next()) is not None:
             try:
-                request.result.set(self._done(request))
-            except SlimeError as error:
+                request.result.set(self._answer(request))
+            except Exception as error:
+                if not isinstance(error, SlimeError):  # a bug of ours: the client gets it, and the run goes on
+                    print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
                 request.result.fail(error)
-            except Exception as error:  # a bug of ours: the client gets it, and the run goes on
-                print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
-                request.result.fail(error)
-            self._is_busy = False
             del request  # its body may be large, and the next request may come much later
+        if self._at_end is not None:
+            self._at_end()
 
-    def _done(self, request: _Request) -> Answer:
-        self.begun = request.number
+    def _answer(self, request: _Request) -> Answer:
         if self.lost is not None and request.kind != "load":
             raise self._of_lost(self.lost)
         if request.kind == "optim_step" and self.incomplete is not None:
