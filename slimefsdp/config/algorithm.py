@@ -17,6 +17,7 @@ from slimefsdp.algorithms.registry import (
     TOKEN_ESTIMATORS,
 )
 from slimefsdp.config.base import LARGEST, PathOrIdSetting, PositiveInt, Settings, broken_rule, function_name
+from slimefsdp.config.conditions import broken_condition
 from slimefsdp.config.messages import RECIPES, BrokenRule
 from slimefsdp.config.sections import PlacedSettings
 from slimefsdp.errors import short_text
@@ -198,6 +199,12 @@ class AlgorithmSettings(Settings):
         if not isinstance(given, dict) or tree.get("algorithm") != "dpo":
             return tree
         return {**tree, "loss": {**DPO_LOSS, **{name: value for name, value in given.items() if value is not None}}}
+
+    @model_validator(mode="after")
+    def check_conditions(self) -> Self:
+        if broken := broken_condition(self):
+            raise broken
+        return self
 
     @model_validator(mode="after")
     def check_dpo_loss(self) -> Self:

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError, model_validator
 from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
 from slimefsdp.config.base import kinds_of
-from slimefsdp.config.conditions import broken_condition
 from slimefsdp.config.messages import BrokenRule, Kinds, config_error
 from slimefsdp.config.sections import (
     AdamWSettings,
@@ -105,12 +104,6 @@ class TrainerConfig(AlgorithmSettings):
     def effective(self, field: str) -> Any:
         """Extends `AlgorithmSettings.effective`: the rank of adapters may be that of the folder at lora.path."""
         return self.lora.rank or self.lora.path if field == "lora.rank" else super().effective(field)
-
-    @model_validator(mode="after")
-    def check_conditions(self) -> Self:
-        if broken := broken_condition(self):
-            raise broken
-        return self
 
     @model_validator(mode="after")
     def check_lora_support(self) -> Self:
