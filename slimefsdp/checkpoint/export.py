@@ -105,7 +105,7 @@ def _planned_files(
         raise CheckpointError("there is no tensor to write", field="specs", hint="pass the model's full tensors")
     if len(files) == 1:
         return {SINGLE_FILE: files[0]}
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": held for i, held in enumerate(files, start=1)}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": file_specs for i, file_specs in enumerate(files, 1)}
 
 
 def _in_hub_names(tensors: Named, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:

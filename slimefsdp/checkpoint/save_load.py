@@ -356,7 +356,7 @@ class BackgroundSave:
             raise PeerFailed(
                 f"the save in the background did not end: {error}",
                 field="checkpoint.async_save",
-                hint="look at what ended another rank or held its disk up, then start the group again",
+                hint="look at what ended another rank or delayed its disk, then start the group again",
             ) from error
 
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:

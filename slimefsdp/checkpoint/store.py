@@ -9,7 +9,7 @@ Layout under the store's root (one writing run per root, one save at a time):
     .tmp_step_00000012/       being written, or left by a writer that died; never read
     .replaced_step_00000012/  the earlier save of a step while the new one takes its place; read if the step is gone
     latest                    the name of the folder that was committed last
-    .lock                     held by the run that writes here
+    .lock                     locked by the run that writes here
 
 `commit` lists all files with their checksums in manifest.json. The manifest of a checkpoint also lists the manifests of
 its parts: a checkpoint is whole if and only if this one manifest holds.
@@ -105,7 +105,7 @@ class CheckpointStore:
         temporary = self.temporary_path(step)
         self.lock()
         with io_reported(temporary, "save"):
-            # which may be new, as run.dir is, and the folders of a name or an adapter
+            # the parents may be new folders, too: run.dir, and those of a name or an adapter
             below = 2 * (self.root.parent.name == NAMED) + 2 * (_ADAPTERS in self.root.parts[-5:])
             for parent in self.root.parents[: 2 + below]:
                 sync(parent)

@@ -188,5 +188,5 @@ def peer_failed(error: BaseException) -> PeerFailed:
     return PeerFailed(
         f"another rank is gone, or did not come in time: {reason}",
         field="cluster.call_timeout_s" if re.search("time(d )?out", reason, re.IGNORECASE) else "process_group",
-        hint="look at what ended that rank or held it up",
+        hint="look at what ended or delayed that rank",
     )

@@ -159,7 +159,7 @@ def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
     answers = (getattr(error, "response", None) for error in (refusal, refusal.__cause__))
     status = next((answer.status_code for answer in answers if answer is not None), None)
     if isinstance(refusal, errors.GatedRepoError):
-        problem = f"this {what} is gated, and whoever asks has no access to it (status {status})"
+        problem = f"this {what} is gated, and you have no access to it (status {status})"
         return problem, f"ask for access on its page of the hub, and {log_in}"
     if isinstance(refusal, errors.RepositoryNotFoundError):
         problem = f"neither is there such a path here, nor a {what} of this name on the hub"

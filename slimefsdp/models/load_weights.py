@@ -157,7 +157,10 @@ class _Share:
         if not self.is_second_head:
             own.copy_(values)
             self.check(own)
-        elif not all(torch.equal(a.to(b.device, b.dtype), b) for a, b in _side_by_side(values, own)):
+            return
+        most = _BUFFER_BYTES // _ALIGNMENT  # pieces that are small enough to be converted
+        pieces = zip(values.split(most), own.split(most), strict=True)
+        if not all(torch.equal(stored.to(tied.device, tied.dtype), tied) for stored, tied in pieces):
             raise _wrong_tensor(
                 self.name,
                 "differs from the embedding, but config.json says tie_word_embeddings=true",
@@ -168,11 +171,6 @@ class _Share:
         # minimum and maximum propagate NaN without extra memory; isfinite would allocate a tensor
         if not all(torch.isfinite(bound) for bound in values.aminmax()):
             raise _wrong_tensor(self.name, "holds NaN or infinity", "use a checkpoint with finite weights")
-
-
-def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields corresponding pieces of equally long tensors, small enough to be copied."""
-    return zip(*(tensor.split(_BUFFER_BYTES // _ALIGNMENT) for tensor in tensors), strict=True)
 
 
 def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
@@ -197,7 +195,6 @@ def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
 
 
 def _read_shares(files: OpenTensors, shares: Sequence[_Share]) -> None:
-    """Reads this rank's shares."""
     for share in shares:
         if not len(share.values):
             continue
@@ -251,11 +248,11 @@ def _receive_shares(
         except Exception as error:
             errors.append(error)
 
-    def report() -> None:
+    def raise_own_error() -> None:
         if errors:
             raise errors[0]
 
-    run_together(report, group)
+    run_together(raise_own_error, group)
 
 
 def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Piece]]:

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
+from slimefsdp.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    architecture_of,
+    check_files,
+    check_identity,
+    differences,
+    read_manifest,
+    write_manifest,
+)
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.files import MAX_DEPTH, MAX_JSON_BYTES, json_bytes, record_of
-from tests.support.refusals import refused
+from tests.support.refusals import names, refused
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
 
@@ -113,3 +122,38 @@ def test_what_is_nested_too_deep_is_refused_when_it_is_written() -> None:
     for depth in (MAX_DEPTH + 2, 100_000):
         with refused(CheckpointError, "loop_state", MAX_DEPTH):
             json_bytes(nested(depth), "loop_state")
+
+
+# ---------------------------------------------------------------------- whether a checkpoint fits a run
+
+FILE = Path("run/step_00000001/manifest.json")
+OWN = {"model_type": "qwen3", "config.json": {"hidden_size": 32, "rope": {"theta": 1e4}}, "optim.name": "adamw"}
+
+
+def test_equal_identities_pass() -> None:
+    check_identity(OWN, OWN, FILE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "saved", "own"),
+    [
+        ({"optim.name": "sgd"}, "optim.name", "sgd", "adamw"),
+        ({"config.json": {"hidden_size": 64, "rope": {"theta": 1e4}}}, "hidden_size", 64, 32),
+        ({"config.json": {"hidden_size": 32, "rope": {"theta": 5}}}, "theta", 5, 10000.0),
+        ({"config.json": {"hidden_size": 32}}, "rope", FILE, {"theta": 1e4}),
+        ({"more": 1}, "more", 1, FILE),
+    ],
+)
+def test_the_first_difference_is_named_with_both_values_and_the_file(changes, field, saved, own) -> None:
+    with refused(CheckpointError, field, field, saved, own, FILE):
+        check_identity(OWN | changes, OWN, FILE)
+
+
+def test_keys_that_change_no_number_are_no_part_of_an_architecture() -> None:
+    config = {"hidden_size": 32, "transformers_version": "5.0", "_name_or_path": "x", "torch_dtype": "float32"}
+    assert architecture_of(config) == {"hidden_size": 32}
+
+
+def test_a_difference_names_the_setting_and_both_values_and_only_what_both_sides_have_is_compared() -> None:
+    (difference,) = differences({"lr": 1, "gone": 2, "same": 3}, {"lr": 4, "new": 5, "same": 3})
+    assert all(names(difference, value) for value in ("lr", 4, 1))

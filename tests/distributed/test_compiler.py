@@ -10,12 +10,6 @@ from slimefsdp.distributed import fsdp
 from slimefsdp.distributed.fsdp import require_compiler
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
-from tests.support.tiny_models import TinyFolder
-
-
-@pytest.fixture(scope="module")
-def folder(tiny_folder: TinyFolder) -> Path:
-    return tiny_folder()
 
 
 @pytest.fixture
