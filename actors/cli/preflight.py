@@ -150,11 +150,11 @@ def check_before_launch(
     return run
 
 
-def check_start(config: RunConfig, *, engines: int) -> RunConfig:
+def check_start(config: RunConfig, *, engines: int | None) -> RunConfig:
     """Checks what every command needs that starts ranks: models, packages, servers, cores and GPUs of this machine.
 
     Args:
-        engines: GPUs that engines need for themselves.
+        engines: GPUs that engines need for themselves; None: no engines are started.
 
     Returns:
         The settings, with folders of this machine for models of the hub.
@@ -166,9 +166,10 @@ def check_start(config: RunConfig, *, engines: int) -> RunConfig:
     config = with_model_folders(config)
     check_models(config)
     try_models(config)
-    check_servers(config)
+    if engines is not None:
+        check_servers(config)
     check_machine(config)
-    check_gpus(config, engines=engines)
+    check_gpus(config, engines=engines or 0)
     return config
 
 

@@ -58,7 +58,7 @@ def replay_command(path: Path, overrides: Sequence[str], batch_file: Path, expor
         SlimeError: what is wrong with the settings, the machine or the batch; or how the step failed.
     """
     with reporting():
-        config = check_start(load_config(path, overrides), engines=0)
+        config = check_start(load_config(path, overrides), engines=None)
     if not batch_file.exists():
         raise BatchError(f"{batch_file} does not exist", field="--batch", hint="name a file of RolloutBatch.save")
     if export is not None:
