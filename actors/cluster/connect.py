@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
 import warnings
@@ -304,14 +305,16 @@ def _keeping_sigterm() -> Iterator[None]:
     would otherwise end the ranks during the step that the driver wants to finish.
     """
     utils: Any = importlib.import_module("ray._private.utils")
-    install = utils.set_sigterm_handler
+    install, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
     utils.set_sigterm_handler = lambda handler: None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         utils.set_sigterm_handler = install
+        if threading.current_thread() is threading.main_thread():  # Ray's C++ part has replaced it below Python
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def start_progress() -> str:
