@@ -339,11 +339,7 @@ class Runs:
         return None
 
     def _save_under_a_name(self, run: TrainingRun, checkpoint: Checkpoint) -> str:
-        """Saves the checkpoint that a run was resumed from under a name, unless it has one; returns its path.
-
-        Raises:
-            CheckpointError, ResourceError: it cannot be written.
-        """
+        """Saves the checkpoint that a run was resumed from under a name, unless it has one; returns its path."""
         name = checkpoint.name
         if name is None:
             name = f"update-{run.updates}-request-{run.begun}"
@@ -352,11 +348,7 @@ class Runs:
         return self._record(saved) if self._catalogue.find(saved.path) is None else saved.path
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
-        """Records a run, so that the next start continues it.
-
-        Args:
-            is_finished: whether its checkpoint covers all of its requests.
-        """
+        """Records a run for the next start; `is_finished`: its checkpoint covers all of its requests."""
         session = self._state.sessions.get(run.session)
         sdk_version = "" if session is None else session.sdk_version
         self._catalogue.runs.keep(
