@@ -1,5 +1,7 @@
-"""The driver's loop: generate, reward, train, update weights, evaluate, save. Lost ranks and engines are
-replaced inside the groups it launches."""
+"""Runs `slimefsdp train` on the driver: generate, reward, train, update weights, evaluate, save.
+
+The groups that it launches replace lost ranks and engines by themselves.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,18 @@ def train(
     prompts: Prompts | None = None,
     launch: Callable[[RunConfig], Group] | None = None,
 ) -> str:
-    """Runs what the settings describe, from start or checkpoint to the last step; returns a closing line to quote.
+    """Runs all steps, from the start or a checkpoint, and returns a summary of the run in one line.
 
-    Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, samples/, settings.yaml, and checkpoints/ with
-    batches/ where they are asked for.
+    docs/checkpoints.md lists what it leaves in `run.dir`.
 
     Args:
-        interrupts: who may ask for an end before the last step.
-        prompts: the records, their lengths checked; None: they are read and checked here.
-        launch: makes the group of ranks; None: Ray does.
+        interrupts: tells whether the run shall end before the last step.
+        prompts: the records, with their lengths checked; None: they are read and checked here.
+        launch: starts the ranks; None: Ray does.
 
     Raises:
-        Interrupted: somebody did; a checkpoint of the last step that was made is in `run.dir`.
-        SlimeError: any typed error; worker processes are ended before it travels on.
+        Interrupted: the run was asked to end; `run.dir` has a checkpoint of the last completed step.
+        SlimeError: any typed error; all processes have been ended.
     """
     interrupts = interrupts or Interrupts()
     check_ready_to_train(config)
@@ -73,7 +74,7 @@ def train(
         warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
     config = with_steps_left(config, prompts)
     assert config.run.steps is not None
-    if launch is None:  # without checkpoints there is nothing to go on from after a loss
+    if launch is None:  # a supervisor needs checkpoints to replace lost ranks
         launch = (WorkerGroup if config.checkpoint.interval_steps is None else SupervisedGroup).launch
     with ExitStack() as stack:
         run = Run(config, interrupts, prompts, launch, stack)
@@ -83,11 +84,11 @@ def train(
 
 
 class Run:
-    """A run and what it has open: folder, groups of ranks, engines, logs.
+    """Holds what a run has open: its folder, groups of ranks, engines and logs.
 
     Args:
-        launch: makes the group of ranks.
-        stack: closes all of it, in the order that ends processes before what they write into.
+        launch: starts the ranks.
+        stack: closes all of it; processes end before the files that they write.
     """
 
     def __init__(
@@ -112,14 +113,14 @@ class Run:
         stack.callback(self._group.shutdown)
         launched = self._group.config  # where mesh.dp is a number
         self._folder.write_settings(launched)
-        self._folder.write_skipped([asdict(one) for one in prompts.skipped])
+        self._folder.write_skipped([asdict(record) for record in prompts.skipped])
         self._loop: RolloutLoop | SftLoop
         if not config.has_rollouts:
             self._loop = (SftLoop if config.algorithm == "sft" else DpoLoop)(launched, self._group, prompts)
         else:
             assert not isinstance(self._group, TorchrunGroup)
-            beside = self._group if config.rollout.placement == "colocated" else None
-            engines = EnginePool.launch(launched, beside, restarts=self._keeps)
+            host = self._group if config.rollout.placement == "colocated" else None
+            engines = EnginePool.launch(launched, host, restarts=self._keeps)
             stack.callback(engines.shutdown)
             engines.check_room(prompts.longest)
             engines.check_room(prompts.longest_heldout, evaluates=True)
@@ -133,7 +134,7 @@ class Run:
         )
 
     def begin(self) -> int:
-        """Loads or writes the first checkpoint, sends the first weights, evaluates; returns the step to begin with."""
+        """Loads or writes the first checkpoint, sends the first weights, evaluates; returns how many steps are done."""
         config = self._config
         start = _resume(config, self._group, self._loop.prompts, self._log)
         self._progress = Progress(self._loop.columns, total_steps=self._steps)
@@ -181,7 +182,7 @@ class Run:
             )
 
     def finish(self) -> str:
-        """The last save on disk, the model exported; returns the run in one line."""
+        """Waits for the last checkpoint, exports the model, and returns a summary of the run in one line."""
         run = self._config.run
         assert run.dir is not None
         if self._keeps:
@@ -196,10 +197,10 @@ class Run:
 
 
 class RolloutLoop:
-    """Runs a step: sample from the engines, reward, train policy and critic, send the policy's weights back.
+    """Runs reinforcement learning: samples, rewards, trains policy and critic, and sends the weights to the engines.
 
-    With rollout.placement=colocated the engines get the weights when they have their turn, before they sample; outside
-    of `step` and `before_training` they sleep.
+    With rollout.placement=colocated the engines take the weights when their turn begins, before they sample; outside of
+    `step` and `before_training` they sleep.
     """
 
     def __init__(
@@ -217,15 +218,15 @@ class RolloutLoop:
         self._collector = Collector(config, engines, recorded, prompts, rewards)
         self._evaluator = Evaluator(config, self._collector)
         self._are_colocated = config.rollout.placement == "colocated"
-        self._version = -1  # of the engines' weights; of the policy's, which they will have, where they are colocated
-        self._engines_are_behind = True
-        self._has_said_so = False  # that a step had nothing to learn from
+        self._version = -1  # of the engines' weights; where they are colocated, of the policy's
+        self._engines_are_outdated = True
+        self._has_warned = False  # that a step had nothing to learn from
         self._ahead: AheadCollector | None = None  # once the first step has begun
-        self._prompts_behind: dict[str, Any] | None = None  # of the batch that was trained on last
+        self._trained_prompts: dict[str, Any] | None = None  # state of the prompts after the batch trained on last
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The columns of the progress lines, with one for each held-out set."""
+        """Returns the columns of the progress lines, with one for each held-out set."""
         return with_held_out(GRPO_COLUMNS, self._evaluator.columns())
 
     @property
@@ -233,26 +234,26 @@ class RolloutLoop:
         return self._collector.prompts
 
     def prompts_state(self) -> dict[str, Any]:
-        """Returns where the prompts stand behind what was trained on: the stream itself may be further."""
-        return self.prompts.state() if self._prompts_behind is None else self._prompts_behind
+        """Returns the state of the prompts after the last batch trained on; the stream itself may be further."""
+        return self.prompts.state() if self._trained_prompts is None else self._trained_prompts
 
     def settle(self) -> None:
-        """Has the batch that was drawn beside the last step recorded, for a run that goes on after this one."""
+        """Records the batch that was drawn during the last step, for a run that resumes this one."""
         if self._ahead is not None:
             self._ahead.settle(_CLOSE_S)
 
     def close(self) -> None:
-        """Ends what is collected for steps to come, and the engines with it."""
+        """Stops collecting batches ahead, and ends the engines that it uses."""
         if self._ahead is not None:
             self._engines.shutdown()
             self._ahead.close(_CLOSE_S)
 
     def before_training(self, *, evaluates: bool) -> Metrics:
-        """First weights to the engines; held-out metrics of the policy as it is, if asked for."""
+        """Sends the first weights to the engines, and returns held-out metrics of this policy if `evaluates`."""
         self.rest_critic()
         with stage("sending the first weights to the engines"):
             self._update_engines()
-        if self._config.rollout.engine != "embedded":  # whose code is the trainer's
+        if self._config.rollout.engine != "embedded":  # embedded engines run the trainer's code
             with stage("comparing log-probs of engines and trainer", is_short=True):
                 self._engines.check_log_probs(self._group, self._collector.first_prompts(_CHECKED_PROMPTS))
         metrics: Metrics = {}
@@ -279,15 +280,15 @@ class RolloutLoop:
         if batch is not None:
             metrics |= self._staleness(batch)
             metrics |= self._trained(step, batch, seconds)
-        self._say_if_nothing_differs(step, batch, metrics)
-        self._engines_are_behind |= metrics["updates"] > 0
+        self._warn_if_nothing_is_learned(step, batch, metrics)
+        self._engines_are_outdated |= metrics["updates"] > 0
         interval = self._config.evaluation.interval_steps
         is_last = step + 1 == self._config.run.steps
         evaluates = interval is not None and (is_last or _is_due(step + 1, interval))
         if self._are_colocated:
             self._version += int(metrics["updates"])
-        # a run that is resumed begins with engines of the checkpoint's weights, so one that goes on does, too
-        elif self._engines_are_behind and (
+        # a resumed run starts its engines with the checkpoint's weights, so this run updates them at each checkpoint
+        elif self._engines_are_outdated and (
             evaluates
             or _is_due(step + 1, self._config.rollout.sync_interval_steps)
             or _is_due(step + 1, self._config.checkpoint.interval_steps)
@@ -302,21 +303,17 @@ class RolloutLoop:
             metrics |= self._evaluated(step + 1, seconds)
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
 
-    def _say_if_nothing_differs(self, step: int, batch: RolloutBatch | None, metrics: Metrics) -> None:
-        """Says once that a step has nothing to learn from; later steps show it in the table."""
-        differs = self._config.estimator not in GROUPED or metrics.get("zero_variance_groups") != 1.0
-        if self._has_said_so or (batch is not None and differs):
+    def _warn_if_nothing_is_learned(self, step: int, batch: RolloutBatch | None, metrics: Metrics) -> None:
+        """Warns once that a step has nothing to learn from; the metrics of later steps show it."""
+        rewards_differ = self._config.estimator not in GROUPED or metrics.get("zero_variance_groups") != 1.0
+        if self._has_warned or (batch is not None and rewards_differ):
             return
-        self._has_said_so = True
-        found = "there is nothing to train on" if batch is None else "no prompt has responses with differing rewards"
-        print(
-            f"step {step + 1}: {found}, so the rewards teach nothing in it (said once)",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._has_warned = True
+        reason = "there is nothing to train on" if batch is None else "no prompt has responses with differing rewards"
+        print(f"step {step + 1}: {reason}, so the rewards teach nothing in it (said once)", file=sys.stderr, flush=True)
 
     def _evaluated(self, done: int, seconds: Metrics) -> Metrics:
-        """Held-out metrics after so many steps, in a turn of the engines where they are colocated."""
+        """Returns held-out metrics after `done` steps; colocated engines get a turn for it."""
         if self._are_colocated:
             self._engines.take_turn(seconds)
         with timed(seconds, "evaluate"):
@@ -327,12 +324,12 @@ class RolloutLoop:
         return metrics
 
     def _show_example(self) -> None:
-        """Prints a line of the evaluation that was just made."""
+        """Prints an example of the last evaluation."""
         if self._evaluator.example:
             print(self._evaluator.example, flush=True)
 
     def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
-        """The batch of a step: drawn now, or by a thread that is ahead as far as rollout.max_staleness allows."""
+        """Returns the batch of a step. With rollout.max_staleness a thread has drawn it ahead."""
         settings = self._config.rollout
         if not settings.max_staleness:
             return self._collector.collect(step, self._version, seconds)
@@ -342,11 +339,11 @@ class RolloutLoop:
                 self._collector, first_step=step, steps=self._config.run.steps, max_staleness=settings.max_staleness
             )
         with timed(seconds, "wait"):
-            found = self._ahead.next()
-        assert found.step == step
-        seconds |= found.seconds
-        self._prompts_behind = found.prompts
-        return found.batch, found.metrics
+            collected = self._ahead.next()
+        assert collected.step == step
+        seconds |= collected.seconds
+        self._trained_prompts = collected.prompts
+        return collected.batch, collected.metrics
 
     def _staleness(self, batch: RolloutBatch) -> Metrics:
         """Returns the age, in updates, of the weights that drew the tokens."""
@@ -357,7 +354,7 @@ class RolloutLoop:
         return {"rollout/staleness": float(ages.mean()), "rollout/staleness_max": float(ages.max())}
 
     def _trained(self, step: int, batch: RolloutBatch, seconds: Metrics) -> Metrics:
-        """The metrics of what a step trains: the policy, and under PPO the critic, which may be alone at first."""
+        """Trains the policy, and under PPO the critic, which is alone in the first steps; returns their metrics."""
         group, critic, settings = self._group, self._group.critic, self._config.critic
         if critic is None:
             with timed(seconds, "train"):
@@ -372,13 +369,13 @@ class RolloutLoop:
         if is_policy_trained:
             with timed(seconds, "train"):
                 metrics |= group.train_step(batch)
-        # after the policy, whose KL coefficient may move; the values of the batch are those before either was trained
+        # after the policy, whose step may change the KL coefficient; the batch has the values from before both
         gae_lambda = None if is_policy_trained else 1.0
         coefficient = metrics.get("kl_coefficient") if self._config.has_kl_in_reward else None
         with timed(seconds, "critic"):
-            found = critic.train_step(batch, gae_lambda=gae_lambda, kl_coefficient=coefficient)
+            of_critic = critic.train_step(batch, gae_lambda=gae_lambda, kl_coefficient=coefficient)
             self.rest_critic()
-        return metrics | {f"critic/{name}": value for name, value in found.items()}
+        return metrics | {f"critic/{name}": value for name, value in of_critic.items()}
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds the log-probs of policy and reference before the step, from which both roles take the KL."""
@@ -393,43 +390,43 @@ class RolloutLoop:
         on_update = self._config.rollout.on_update
         with self._collector.engines_at_rest() if on_update == "wait" else nullcontext():
             self._version = self._engines.update_from(self._group, aborts=on_update == "abort")
-        self._engines_are_behind = False
+        self._engines_are_outdated = False
 
     def rest_critic(self) -> None:
-        """Frees the device of a critic beside the policy until it is needed again."""
+        """Puts a colocated critic to sleep, if critic.offload asks for it."""
         settings = self._config.critic
         if self._group.critic is not None and (settings.placement, settings.offload) == ("colocated", "sleep"):
             self._group.critic.sleep()
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
-        """The run in one line."""
+        """Returns a summary of the run in one line."""
         config = self._config
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
-        what = self._evaluator.summary(rows)
+        result = self._evaluator.summary(rows)
         rewards = [reward for row in rows if (reward := row.get("rollout/reward")) is not None] or [0.0]
-        what = what or f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}"
+        result = result or f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (
-            f"{config.algorithm_title} on {config.ranks} FSDP2 rank{'s' * (config.ranks != 1)}: {what} "
+            f"{config.algorithm_title} on {config.ranks} FSDP2 rank{'s' * (config.ranks != 1)}: {result} "
             f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / CURVES}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
 
 
 def _wandb_arguments(config: RunConfig) -> dict[str, Any] | None:
-    """Returns how a wandb run of these settings is begun; None where none is asked for."""
+    """Returns the arguments of `wandb.init`; None if the settings name no project."""
     run = config.run
     if run.wandb_project is None:
         return None
     assert run.dir is not None
-    # wandb itself reads WANDB_RUN_GROUP, but a name that it is given goes before WANDB_NAME
+    # wandb reads WANDB_RUN_GROUP itself; WANDB_NAME it ignores when it is given a name
     name = os.environ.get("WANDB_NAME") or run.dir.resolve().name
     return {"project": run.wandb_project, "name": name, "config": config.model_dump(mode="json")}
 
 
 def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: MetricsLog) -> int:
-    """The step to begin with: 0, or where the newest checkpoint stands."""
+    """Loads the newest checkpoint if the run resumes; returns how many steps are done."""
     if not config.checkpoint.resume:
         return 0
     with stage("loading the checkpoint"):
@@ -447,15 +444,15 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
             field="run.steps",
             hint="raise run.steps, or begin another run",
         )
-    found = group.restored()
-    assert found is not None
-    for reason in found.skipped:
+    restored = group.restored()
+    assert restored is not None
+    for reason in restored.skipped:
         print(f"checkpoint passed over: {reason}", file=sys.stderr)
-    for difference in found.differences:
+    for difference in restored.differences:
         print(f"resuming: {difference}", file=sys.stderr)
-    print(f"resuming at step {step} of {config.run.steps}, from {found.path}", file=sys.stderr)
+    print(f"resuming at step {step} of {config.run.steps}, from {restored.path}", file=sys.stderr)
     prompts.restore(state["prompts"], allow_changed=config.data.allow_changed)
-    log.truncate_after(step if step else -1)  # a run that begins again at 0 evaluates again, too
+    log.truncate_after(step if step else -1)  # a run that starts at step 0 evaluates again
     return step
 
 
@@ -465,7 +462,7 @@ class ProfiledTables:
     def __init__(self, config: RunConfig) -> None:
         folder = Path(str(config.run.dir)) / "profile"
         self._folders = [folder, folder / "critic"] if config.profile.updates else []
-        self._shown = self._tables()  # of earlier starts
+        self._shown = self._tables()  # tables of earlier starts
 
     def show_new(self) -> None:
         """Prints the tables that were written since the last call."""
@@ -491,7 +488,7 @@ def _memory_metrics(group: Group) -> Metrics:
 
 
 def _save(step: int, group: Group, loop: RolloutLoop | SftLoop, folder: RunFolder) -> None:
-    """Writes a checkpoint for `_resume`; what the engines draw follows from run.seed, the step and the weights."""
+    """Writes a checkpoint for `_resume`. Samples need no state: they follow from run.seed, the step and the weights."""
     group.save(step, {"step": step, "prompts": loop.prompts_state()})
     if isinstance(loop, RolloutLoop):
         loop.rest_critic()

@@ -235,7 +235,7 @@ class CallLog:
 
 
 class _UnnamedFile:
-    """A file without a name, which is gone with this object or with the process."""
+    """A temporary file without a name; its disk space is freed when this object or the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

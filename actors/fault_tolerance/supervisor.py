@@ -1,9 +1,9 @@
-"""A worker group that outlives its ranks: calls are recorded, and what is lost starts anew and catches up.
+"""A worker group that survives the loss of ranks: it logs calls, replaces lost ranks, and repeats the calls on them.
 
 The call log holds every call that changes the state of a rank since a checkpoint, with its arguments as the ranks got
 them; the newest batches are in Ray's object store, older ones on the disk of `run.dir`. When ranks are lost, all
 processes of the job are ended and started again in the same places, the newest checkpoint that verifies is loaded, the
-calls behind it are made again, and the caller gets the result it waits for.
+calls since that checkpoint are made again, and the caller gets the result it waits for.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SupervisedGroup(JobGroup):
         return self._job.group(self.role).places
 
     def before_relaunch(self, action: Callable[[], None]) -> None:
-        """Runs an action whenever ranks were lost, before others start: to clear what else is on their devices."""
+        """Registers an action that runs after each loss of ranks, before new ones start, to clear their devices."""
         self._job.before_relaunch.append(action)
 
     def shutdown(self) -> None:
@@ -383,7 +383,7 @@ class Supervisor:
         return beginnings[None].step if None in beginnings else None, repeated, tuple(differences)
 
     def _restored_beginning(self, adapter: str | None) -> Call | None:
-        """Loads the newest checkpoint of the job, or of an adapter, that is whole and of a save in the log.
+        """Loads the newest checkpoint, of the job or of an adapter, that verifies and whose save is in the call log.
 
         Returns:
             Its save. Without one, the call that created the adapter; or None for the job, which is as launched.
@@ -421,7 +421,7 @@ class Supervisor:
         return created
 
     def _replayed_result(self, name: str, running: Any) -> Any:
-        """Waits for a repeated call; raises the loss of ranks behind a SyncError, where there is one."""
+        """Waits for a repeated call; a SyncError that lost ranks caused is raised as that loss."""
         try:
             return running.result()
         except SyncError as error:

@@ -44,7 +44,11 @@ class SampleCosts:
         return int(self.tokens_each(samples, np.array([len(samples)]))[0])
 
     def tokens_each(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Returns the tokens of every pack, int64 [packs]; arguments as for `works`."""
+        """Returns the tokens of every pack, int64 [packs].
+
+        Args:
+            samples, sizes: as for `works`.
+        """
         own = self.lengths[samples]
         if self.shared is not None:
             samples, shared = self.shared.among_each(samples, sizes)

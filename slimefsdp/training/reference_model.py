@@ -176,7 +176,10 @@ class ColocatedReference:
         self.follows = True
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Collective: returns the weights that a checkpoint saves, on the device; none unless `follows`."""
+        """Collective: returns the weights that a checkpoint saves, on the device.
+
+        They are none while the reference still has the weights of its folder, which `follows` tells.
+        """
         return self._awake_weights() if self.follows else []
 
     def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
