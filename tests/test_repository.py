@@ -46,15 +46,14 @@ ROOMS = {
         *("training", "calls", "trainer", "replay"),
     ),
     "actors": (
-        *("startup", "cluster", "signals", "run_dir", "model_folders"),
+        *("startup", "side_process", "cluster", "signals", "run_dir", "model_folders"),
         *(
             "workers",
             "fault_tolerance",
             "torchrun",
             "engines",
             "rollout",
-            "sft",
-            "dpo",
+            "supervised_loops",
             "loop",
             "service",
             "cli",

@@ -326,6 +326,8 @@ WAITS_WITHOUT = {
     "slimefsdp/estimate/calibrate.py: results.get()": "all who could put something there have ended",
     "actors/engines/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/engines/child_server.py: server.wait()": "it was killed",
+    "actors/rollout/collect.py: self._allowed.acquire()": "for a step, or the end of the run",
+    "actors/rollout/collect.py: self._ready.get()": "for a thread that puts its batch there, or its error",
     "actors/engines/sampling_thread.py: self._thread.join()": "it ends after the token that it draws",
     "actors/engines/served_sampling.py: self._changed.wait()": "in a timeout",
     "actors/service/app.py: result.fetched.wait()": "in a timeout",
