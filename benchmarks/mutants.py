@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("new", type=Path)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for the tests of one mutant")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for the tests of one mutant")
     parser.add_argument("--both", action="store_true", help="ask OLD about the mutants that NEW kills, too")
     parser.add_argument("--out", type=Path, help="writes the record after each mutant")
     args = parser.parse_args()
