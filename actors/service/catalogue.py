@@ -210,7 +210,7 @@ class Records(Generic[RecordT]):
 
 
 class Catalogue:
-    """What was saved in a run.dir, also by earlier starts of the service, and what the next start continues.
+    """Knows what was saved in a run.dir, by this and earlier starts of the service, and what the next start continues.
 
     `runs` and `samplers` are the records of those that had not ended when the service ended, for whatever reason.
     """
