@@ -136,6 +136,21 @@ def test_reinforce_pp_and_gae_are_whitened_and_the_others_are_not():
     }
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "maxrl", "pass_at_k"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-30, 3e38, 0.0])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_equal_rewards_of_a_group_give_exactly_zero(name, reward, size):
+    # the samples of another group lie in between: the zeros must not depend on them
+    other = reward + 1 if reward < 1 else 0.0
+    scores = np.array([reward, other, reward, reward, *[reward] * (size - 2)])
+    group_ids, tokens = np.array([5, 1, 5, 1, *[5] * (size - 2)]), np.repeat(np.arange(size + 2), range(1, size + 3))
+    inputs = AdvantageInputs(scores, np.zeros(tokens.size), np.ones(tokens.size, bool), tokens, group_ids)
+    for epsilon in (1e-6, 0.0):
+        actual = computed(name, inputs, AdvantageOptions(epsilon=epsilon))
+        assert (actual[group_ids[tokens] == 5] == 0.0).all()
+        assert (actual[group_ids[tokens] == 1] != 0.0).any()
+
+
 def outcome_batch(scores, group_ids):
     tokens = np.arange(len(scores))
     scores = np.array(scores, dtype=np.float64)
