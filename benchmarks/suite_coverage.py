@@ -1,12 +1,12 @@
-"""How much of the product the tests reach: line coverage, and which typed errors they raise about which fields.
+"""How much of the product the tests reach: lines, branches, and which typed errors they raise about which fields.
 
     python benchmarks/suite_coverage.py run --out NEW.json [-- ARGUMENTS FOR PYTEST]
     python benchmarks/suite_coverage.py compare OLD.json NEW.json [--out FILE]
 
 `run` needs the package `coverage` and the current folder to be a checkout with its tests. Every Python process that the
 tests start is counted (ranks, Ray's workers, the command line), but for those that are killed. It exits with pytest's
-status. `compare` exits with 1 where the newer suite covers a smaller share of lines, or never raises an error class
-about a field that the older one raised it about.
+status. `compare` exits with 1 where the newer suite covers a smaller share of lines or branches, or never raises an
+error class about a field that the older one raised it about.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PACKAGES = ("slimefsdp", "actors")
 # its counts
 COVERAGE = """\
 [run]
+branch = true
 source = {packages}
 data_file = {folder}/.coverage
 parallel = true
@@ -92,27 +93,32 @@ def run(out: Path, pytest_arguments: list[str]) -> int:
 
 
 def write_result(out: Path, report: Path, errors: Path, pytest_arguments: list[str], status: int) -> None:
-    """Writes lines per file out of coverage's JSON report, and the sorted pairs of error class and field.
+    """Writes lines and branches per file out of coverage's JSON report, and the sorted pairs of error class and field.
 
     Args:
         errors: the folder in which every process noted its own.
     """
     files = {name: file["summary"] for name, file in sorted(json.loads(report.read_text())["files"].items())}
     lines = {name: [summary["covered_lines"], summary["num_statements"]] for name, summary in files.items()}
-    covered, statements = (sum(counts[i] for counts in lines.values()) for i in (0, 1))
+    branches = {name: [summary["covered_branches"], summary["num_branches"]] for name, summary in files.items()}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     result = {
-        "what": "lines of the product that the tests ran [covered, statements], and typed errors that they raised",
+        "what": "lines and branches of the product that the tests ran [covered, all], and typed errors raised",
         **environment(threads=int(os.environ.get("OMP_NUM_THREADS", "1"))),
         "commit": commit,
         "pytest": pytest_arguments,
         "exit_status": status,
-        "share": covered / statements,
+        "share": _share(_sum(lines)),
+        "share_of_branches": _share(_sum(branches)),
         "lines": lines,
+        "branches": branches,
         "errors": sorted({plain_pair(line) for file in errors.iterdir() for line in file.read_text().splitlines()}),
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{covered:,} of {statements:,} lines covered: {covered / statements:.2%}; {len(result['errors'])} errors")
+    print(
+        f"covered: {_share(_sum(lines)):.2%} of lines, {_share(_sum(branches)):.2%} of branches; "
+        f"{len(result['errors'])} errors"
+    )
 
 
 def plain_pair(line: str) -> str:
@@ -120,6 +126,10 @@ def plain_pair(line: str) -> str:
     name, _, field = line.partition("\t")
     field = re.sub(r"\S*/\S+", "PATH", re.sub(r"\d+", "N", field))
     return f"{name} {field}"
+
+
+def _sum(counts: dict[str, list[int]]) -> list[int]:
+    return [sum(pair[i] for pair in counts.values()) for i in (0, 1)]
 
 
 def _share(counts: list[int]) -> float:
@@ -133,7 +143,8 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {
         "commits": [old["commit"], new["commit"]],
         "share": [old["share"], new["share"]],
-        "statements": [sum(counts[1] for counts in result["lines"].values()) for result in (old, new)],
+        "share_of_branches": [old["share_of_branches"], new["share_of_branches"]],
+        "statements": [_sum(result["lines"])[1] for result in (old, new)],
         "errors": [len(old["errors"]), len(new["errors"])],
         "errors_lost": sorted(lost),
         "files_covered_less": {
@@ -142,7 +153,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
             if _share(new["lines"][name]) < _share(old["lines"][name])
         },
         "exit_status": [old["exit_status"], new["exit_status"]],
-        "is_worse": new["share"] < old["share"] or bool(lost),
+        "is_worse": bool(lost) or any(new[share] < old[share] for share in ("share", "share_of_branches")),
     }
 
 
