@@ -8,8 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from actors.cli.arguments import examples, one_of, path
 from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.io.files import require_free_folder
 from slimefsdp.models.hf_folder import check_architecture, read_model_folder
@@ -17,13 +20,27 @@ from slimefsdp.models.hf_folder import check_architecture, read_model_folder
 if TYPE_CHECKING:
     from slimefsdp.io.safetensors_file import TensorSpec
 
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_Source = Annotated[Path, typer.Argument(parser=path, metavar="SRC", help="Folder to read.")]
+_Target = Annotated[
+    Path, typer.Argument(parser=path, metavar="DST", help="New folder, which appears whole or not at all.")
+]
+_Dtype = Annotated[
+    str | None,
+    typer.Option(
+        parser=one_of(_DTYPES), metavar="|".join(_DTYPES), help="Of the tensors written. Default: each its own."
+    ),
+]
+_LIKE = "Folder with config.json and the tokenizer; weights are not looked at."
 
-def hf_to_dcp_command(source: Path, target: Path) -> int:
-    """Converts a Hugging Face folder to torch.distributed.checkpoint.
+commands = typer.Typer(
+    help="Convert models between Hugging Face, torch.distributed.checkpoint and checkpoint folders, offline.",
+)
 
-    Raises:
-        SlimeError: what is wrong with the folders; nothing is left at DST. The other conversions raise it, too.
-    """
+
+@commands.command(name="hf-to-dcp", epilog=examples("slimefsdp convert hf-to-dcp model dcp"))
+def hf_to_dcp(source: _Source, target: _Target) -> int:
+    """Write a Hugging Face folder as torch.distributed.checkpoint."""
     _require_folders(source, target)
     folder = read_model_folder(source, field="SRC")
     check_architecture(folder, field="SRC")
@@ -32,8 +49,14 @@ def hf_to_dcp_command(source: Path, target: Path) -> int:
     return _print_result(target, hugging_face_to_dcp(folder, target, _note))
 
 
-def dcp_to_hf_command(source: Path, target: Path, like: Path, dtype: str | None) -> int:
-    """Converts a torch.distributed.checkpoint folder to a Hugging Face folder with the config.json of `like`."""
+@commands.command(name="dcp-to-hf", epilog=examples("slimefsdp convert dcp-to-hf dcp model --like Qwen3-0.6B"))
+def dcp_to_hf(
+    source: _Source,
+    target: _Target,
+    like: Annotated[Path, typer.Option(parser=path, metavar="FOLDER", help=_LIKE)],
+    dtype: _Dtype = None,
+) -> int:
+    """Write a torch.distributed.checkpoint folder as a Hugging Face folder."""
     _require_folders(source, target)
     like_folder = read_model_folder(like, field="--like", with_weights=False)
     check_architecture(like_folder, field="--like")
@@ -48,8 +71,18 @@ def dcp_to_hf_command(source: Path, target: Path, like: Path, dtype: str | None)
     return _print_result(target, dcp_to_hugging_face(source, target, like_folder, dtype=dtype, note=_note), dtype)
 
 
-def checkpoint_to_hf_command(source: Path, target: Path, like: Path | None, dtype: str | None) -> int:
-    """Converts a run's checkpoint to a Hugging Face folder, or its adapters to a PEFT folder."""
+@commands.command(name="checkpoint-to-hf", epilog=examples("slimefsdp convert checkpoint-to-hf runs/first model"))
+def checkpoint_to_hf(
+    source: Annotated[
+        Path, typer.Argument(parser=path, metavar="SRC", help="Folder of a step, or run.dir: its newest whole one.")
+    ],
+    target: _Target,
+    like: Annotated[
+        Path | None, typer.Option(parser=path, metavar="FOLDER", help=f"{_LIKE} Default: the run's model.path.")
+    ] = None,
+    dtype: _Dtype = None,
+) -> int:
+    """Write a run's checkpoint as a Hugging Face folder, or its adapters as a PEFT folder."""
     _require_folders(source, target)
     if like is not None:
         check_architecture(read_model_folder(like, field="--like", with_weights=False), field="--like")

@@ -6,25 +6,30 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from actors.cluster.connect import disconnect, join
+import typer
+
+from actors.cli.arguments import Address, AllowWithoutToken, AsJson, examples
 from slimefsdp.errors import SlimeError
 from slimefsdp.rpc import require_name
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # help and shell completion are quick without ray
     from actors.workers.named_group import GroupStatus
 
+commands = typer.Typer(help="List or stop the named groups of a Ray cluster.")
 
-def list_command(name: str | None, address: str, *, allow_without_token: bool, as_json: bool) -> int:
-    """Prints the named groups of a cluster, their progress, and the programs that are attached.
 
-    Args:
-        name: of one group; None: all of them.
+@commands.command(name="list", epilog=examples("slimefsdp groups list --address 10.0.0.1:6379"))
+def list_groups(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Of one group. Default: all of them.")] = None,
+    as_json: AsJson = False,
+    address: Address = "auto",
+    allow_without_token: AllowWithoutToken = False,
+) -> int:
+    """Say what named groups there are, how far they are, and who is attached."""
+    from actors.cluster.connect import disconnect, join
 
-    Raises:
-        ResourceError: the cluster does not answer. StateError, WorkerDied: the group that is named does not.
-    """
     if name is not None:
         require_name(name, "a group")
     join(address, allow_without_token=allow_without_token)
@@ -68,15 +73,21 @@ def _lines(status: GroupStatus) -> Iterator[str]:
     yield f"  readers  {', '.join(status.readers) or 'none'}"
 
 
-def stop_command(name: str, address: str, *, allow_without_token: bool, force: bool) -> int:
-    """Ends a named group and its processes.
+@commands.command(name="stop", epilog=examples("slimefsdp groups stop policy --address 10.0.0.1:6379"))
+def stop_group(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the group.")],
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also while a program writes to it, and at once; a save in the background is lost."
+        ),
+    ] = False,
+    address: Address = "auto",
+    allow_without_token: AllowWithoutToken = False,
+) -> int:
+    """End a named group and its processes."""
+    from actors.cluster.connect import disconnect, join
 
-    Args:
-        force: end it at once, also while a program writes to it.
-
-    Raises:
-        ResourceError: the cluster does not answer. StateError: there is no such group, or a program writes to it.
-    """
     require_name(name, "a group")
     join(address, allow_without_token=allow_without_token)
     try:

@@ -10,28 +10,24 @@ import errno
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import slimefsdp
-from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable, short_repr
+from actors.cli import convert, groups
+from actors.cli.arguments import AsJson, Config, Overrides, examples, one_of, path, path_as_written
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable
 from slimefsdp.estimate.hardware import DEVICES
-from slimefsdp.io.user_files import NoPath, path_of
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST = 1000  # characters that are printed of one text
 # the base of all errors of the parser, which typer has no public name for
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, subcommand_metavar="COMMAND")
-groups = typer.Typer(help="List or stop the named groups of a Ray cluster.")
-convert = typer.Typer(
-    help="Convert models between Hugging Face, torch.distributed.checkpoint and checkpoint folders, offline.",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,44 +110,6 @@ def _as_config_error(error: Exception) -> ConfigError:
     return ConfigError(error.format_message(), field=field, hint=hint)  # type: ignore[attr-defined]
 
 
-def path(text: str) -> Path:
-    """Returns the path that a word of the command line names, with `~` and `$VAR` expanded."""
-    try:
-        return path_of(text)
-    except NoPath as error:
-        raise typer.BadParameter(f"{short_repr(text)} {error.rule}; {error.hint}") from None
-
-
-def path_as_written(text: str) -> str:
-    """Returns the word itself after `path` has accepted it: an id on the hub must not become a path."""
-    path(text)
-    return text
-
-
-def one_of(choices: Collection[str]) -> Callable[[str], str]:
-    """Returns a parser of words that accepts only these."""
-
-    def choice(text: str) -> str:
-        if text not in choices:
-            raise typer.BadParameter(f"{short_repr(text)} is not one of {', '.join(choices)}")
-        return text
-
-    return choice
-
-
-Config = Annotated[Path, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.NAME=VALUE", help="Settings on top of those of the file.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Address = Annotated[str, typer.Option(help="Address of the Ray cluster, as in cluster.address.")]
-AllowWithoutToken = Annotated[bool, typer.Option("--allow-without-token", help="As cluster.allow_without_token.")]
-
-
-def _examples(*lines: str) -> str:
-    return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)])
-
-
 def _print_version(is_asked: bool) -> None:
     if is_asked:
         print(f"slimefsdp {slimefsdp.__version__}")
@@ -168,7 +126,7 @@ def _root(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "slimefsdp train configs/sort_digits_grpo.yaml",
         "slimefsdp train run.yaml optim.lr=1e-6 mesh.dp=2 --dry-run",
     )
@@ -186,7 +144,7 @@ def train(
     return (dry_run_command if dry_run else train_command)(config, overrides or ())
 
 
-@app.command(epilog=_examples("slimefsdp serve configs/serve.yaml service.port=8000 lora.rank=32"))
+@app.command(epilog=examples("slimefsdp serve configs/serve.yaml service.port=8000 lora.rank=32"))
 def serve(config: Config, overrides: Overrides = None) -> int:
     """Serve the Tinker API over HTTP, for clients that train and sample."""
     from actors.cli.serve import serve_command
@@ -196,7 +154,7 @@ def serve(config: Config, overrides: Overrides = None) -> int:
 
 @app.command(
     name="eval",
-    epilog=_examples(
+    epilog=examples(
         "slimefsdp eval runs/first/model --config run.yaml",
         "slimefsdp eval Qwen/Qwen3-0.6B data.heldout=held.jsonl rollout.reward=rewards.py:score --output results",
     ),
@@ -223,7 +181,7 @@ def evaluate(
     return eval_command(model, overrides or (), config, output, as_json=as_json)
 
 
-@app.command(epilog=_examples("slimefsdp check", "slimefsdp check run.yaml loss.policy=gspo"))
+@app.command(epilog=examples("slimefsdp check", "slimefsdp check run.yaml loss.policy=gspo"))
 def check(
     config: Annotated[Path | None, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")] = None,
     overrides: Overrides = None,
@@ -236,7 +194,7 @@ def check(
 
 
 @app.command(
-    epilog=_examples(
+    epilog=examples(
         "slimefsdp plan run.yaml --ranks 8 --device H100",
         "slimefsdp plan run.yaml --calibrate rates.json",
         "slimefsdp plan run.yaml batch.cost_model=rates.json",
@@ -292,7 +250,7 @@ def plan(
 
 
 @app.command(
-    epilog=_examples("slimefsdp replay run.yaml --batch runs/first/batches/step_00000005/batch.safetensors mesh.dp=2")
+    epilog=examples("slimefsdp replay run.yaml --batch runs/first/batches/step_00000005/batch.safetensors mesh.dp=2")
 )
 def replay(
     config: Config,
@@ -309,7 +267,7 @@ def replay(
     return replay_command(config, overrides or (), batch, export)
 
 
-@app.command(epilog=_examples("slimefsdp curves runs/first"))
+@app.command(epilog=examples("slimefsdp curves runs/first"))
 def curves(
     run_dir: Annotated[
         Path, typer.Argument(parser=path, metavar="RUN_DIR", help="run.dir of a run, at work or ended.")
@@ -339,90 +297,8 @@ def curves(
     return 0
 
 
-@groups.command(name="list", epilog=_examples("slimefsdp groups list --address 10.0.0.1:6379"))
-def list_groups(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Of one group. Default: all of them.")] = None,
-    as_json: AsJson = False,
-    address: Address = "auto",
-    allow_without_token: AllowWithoutToken = False,
-) -> int:
-    """Say what named groups there are, how far they are, and who is attached."""
-    from actors.cli.groups import list_command
-
-    return list_command(name, address, allow_without_token=allow_without_token, as_json=as_json)
-
-
-@groups.command(name="stop", epilog=_examples("slimefsdp groups stop policy --address 10.0.0.1:6379"))
-def stop_group(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the group.")],
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force", help="Also while a program writes to it, and at once; a save in the background is lost."
-        ),
-    ] = False,
-    address: Address = "auto",
-    allow_without_token: AllowWithoutToken = False,
-) -> int:
-    """End a named group and its processes."""
-    from actors.cli.groups import stop_command
-
-    return stop_command(name, address, allow_without_token=allow_without_token, force=force)
-
-
-_Source = Annotated[Path, typer.Argument(parser=path, metavar="SRC", help="Folder to read.")]
-_Target = Annotated[
-    Path, typer.Argument(parser=path, metavar="DST", help="New folder, which appears whole or not at all.")
-]
-_Dtype = Annotated[
-    str | None,
-    typer.Option(
-        parser=one_of(_DTYPES), metavar="|".join(_DTYPES), help="Of the tensors written. Default: each its own."
-    ),
-]
-_LIKE = "Folder with config.json and the tokenizer; weights are not looked at."
-
-
-@convert.command(name="hf-to-dcp", epilog=_examples("slimefsdp convert hf-to-dcp model dcp"))
-def hf_to_dcp(source: _Source, target: _Target) -> int:
-    """Write a Hugging Face folder as torch.distributed.checkpoint."""
-    from actors.cli.convert import hf_to_dcp_command
-
-    return hf_to_dcp_command(source, target)
-
-
-@convert.command(name="dcp-to-hf", epilog=_examples("slimefsdp convert dcp-to-hf dcp model --like Qwen3-0.6B"))
-def dcp_to_hf(
-    source: _Source,
-    target: _Target,
-    like: Annotated[Path, typer.Option(parser=path, metavar="FOLDER", help=_LIKE)],
-    dtype: _Dtype = None,
-) -> int:
-    """Write a torch.distributed.checkpoint folder as a Hugging Face folder."""
-    from actors.cli.convert import dcp_to_hf_command
-
-    return dcp_to_hf_command(source, target, like, dtype)
-
-
-@convert.command(name="checkpoint-to-hf", epilog=_examples("slimefsdp convert checkpoint-to-hf runs/first model"))
-def checkpoint_to_hf(
-    source: Annotated[
-        Path, typer.Argument(parser=path, metavar="SRC", help="Folder of a step, or run.dir: its newest whole one.")
-    ],
-    target: _Target,
-    like: Annotated[
-        Path | None, typer.Option(parser=path, metavar="FOLDER", help=f"{_LIKE} Default: the run's model.path.")
-    ] = None,
-    dtype: _Dtype = None,
-) -> int:
-    """Write a run's checkpoint as a Hugging Face folder, or its adapters as a PEFT folder."""
-    from actors.cli.convert import checkpoint_to_hf_command
-
-    return checkpoint_to_hf_command(source, target, like, dtype)
-
-
-app.add_typer(groups, name="groups", subcommand_metavar="COMMAND")
-app.add_typer(convert, name="convert", subcommand_metavar="KIND")
+app.add_typer(groups.commands, name="groups", subcommand_metavar="COMMAND")
+app.add_typer(convert.commands, name="convert", subcommand_metavar="KIND")
 
 if __name__ == "__main__":
     sys.exit(main())

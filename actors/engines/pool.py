@@ -14,7 +14,7 @@ import numpy as np
 
 from actors.engines.processes import EngineProcesses
 from actors.engines.protocol import Request, Sample, VersionSpan
-from actors.engines.requests import EngineRequests, is_complete
+from actors.engines.requests import is_complete
 from actors.engines.updates import EngineUpdates
 from actors.fault_tolerance.recovery import Restarts
 from actors.fault_tolerance.supervisor import SupervisedGroup
@@ -53,7 +53,7 @@ class SampledResponse:
         )  # fmt: skip
 
 
-class EnginePool(EngineRequests, EndsWithBlock):
+class EnginePool(EngineUpdates, EndsWithBlock):
     """The driver's handle on the rollout engines of a run; `with` ends them.
 
     With rollout.placement=colocated the engines sleep unless they have a turn. It begins with `update_from` or
@@ -69,9 +69,7 @@ class EnginePool(EngineRequests, EndsWithBlock):
 
     def __init__(self, config: RunConfig, beside: Any = None, *, restarts: bool = False) -> None:
         processes = EngineProcesses(config, beside)
-        limit = Restarts(config.cluster.max_restarts, "engines") if restarts else None
-        self._updates = EngineUpdates(processes, limit)
-        super().__init__(processes, self._updates.replace_lost)
+        super().__init__(processes, Restarts(config.cluster.max_restarts, "engines") if restarts else None)
 
     def __repr__(self) -> str:
         rollout = self._config.rollout
@@ -113,50 +111,6 @@ class EnginePool(EngineRequests, EndsWithBlock):
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""
         self._processes.end()
-
-    # ------------------------------------------------------------------ weights
-
-    def update_from(self, group: Any, *, aborts: bool = False) -> int:
-        """Takes the weights of a trainer group; returns their version. With colocated engines their turn begins.
-
-        Args:
-            aborts: abort what is being sampled and draw it again with the new weights; otherwise it continues with
-                them.
-
-        Raises:
-            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
-                weights; this one does not sample until it has been sent weights.
-        """
-        return self._updates.update_from(group, self.abort if aborts else None)
-
-    def take_turn(self, seconds: dict[str, float]) -> None:
-        """Wakes colocated engines with the group's weights, and puts the group to sleep; nothing if they are awake.
-
-        Args:
-            seconds: the time of sending weights is added to `sync`, and the rest to `turn`.
-
-        Raises:
-            As `update_from`.
-        """
-        self._updates.take_turn(seconds)
-
-    def sleep(self) -> None:
-        """Has colocated engines free their devices; they lose their weights. Idempotent.
-
-        An engine that is lost, or does not answer, is ended: the next update finds it gone.
-
-        Raises:
-            SyncError: an engine refused.
-        """
-        self._updates.sleep()
-
-    def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
-        """Puts colocated engines to sleep, and may wake the trainer; raises as `sleep`, and what the group raises.
-
-        Args:
-            seconds: as `take_turn`.
-        """
-        self._updates.end_turn(seconds, wakes_trainer=wakes_trainer)
 
     # ------------------------------------------------------------------ checks before a run
 
@@ -258,15 +212,15 @@ class EnginePool(EngineRequests, EndsWithBlock):
     ) -> tuple[int, list[SampledResponse]]:
         """Samples as `generate` does, for requests."""
         while True:
-            updates = self._updates.count
+            updates = self._updates
             try:
                 drawn = self._drawn(requests, each, may_mix=may_mix)
             except StateError:
-                if self._updates.restarts is None or not self._updates.came_since(updates):
+                if self._restarts is None or not self._updated_since(updates):
                     raise
                 continue  # other weights came during the call
-            if self._updates.restarts is not None:
-                self._updates.restarts.progress()
+            if self._restarts is not None:
+                self._restarts.progress()
             return drawn
 
     def _drawn(

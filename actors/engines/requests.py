@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -26,17 +26,16 @@ _LOOK_S = 1.0  # interval of checking for engines that hang, while others hand s
 
 
 class EngineRequests:
-    """Encodes prompts, asks engines for samples, and takes these as they end.
+    """Encodes prompts, asks engines for samples, and takes these as they end."""
 
-    Args:
-        replace_lost: is called with the index, the handle and the loss of an engine that was lost while it was asked;
-            it puts another one in its place, or raises.
-    """
-
-    def __init__(self, processes: EngineProcesses, replace_lost: Callable[[int, Any, SlimeError], None]) -> None:
-        self._processes, self._replace_lost = processes, replace_lost
+    def __init__(self, processes: EngineProcesses) -> None:
+        self._processes = processes
         self._config = processes.config
         self._aborts = 0  # number of calls of `abort`
+
+    def _replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
+        """Puts another engine in the place of one that was lost while it was asked, or raises the loss."""
+        raise NotImplementedError
 
     @property
     def max_tokens(self) -> int | None:

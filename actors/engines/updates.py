@@ -4,44 +4,50 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from actors.engines.processes import ColocatedRanks, EngineProcesses
+from actors.engines.requests import EngineRequests
 from actors.fault_tolerance.recovery import LOST, Restarts
 from slimefsdp.errors import SlimeError, StateError, SyncError
 from slimefsdp.results import FailedReceiver, SyncReport
 
 
-class EngineUpdates:
-    """Knows which weights the engines have, and sends new ones; its public methods are those of `EnginePool`.
+class EngineUpdates(EngineRequests):
+    """Knows which weights the engines have, and sends new ones.
 
     Args:
         restarts: the budget for replacing engines; None: lost engines are not replaced.
     """
 
     def __init__(self, processes: EngineProcesses, restarts: Restarts | None) -> None:
-        self.restarts = restarts
-        self._processes = processes
+        super().__init__(processes)
+        self._restarts = restarts
         self._group: Any = None  # the trainer group that sends the weights
         self._version: int | None = None  # of the engines' weights
         self._replacing = threading.RLock()  # one thread may update while another samples
         self._updating = threading.RLock()
         self._sending_s = 0.0  # time spent on sending weights to colocated engines, over all turns
-        self.count = 0  # changes when an update begins, and when it has ended
+        self._updates = 0  # changes when an update begins, and when it has ended
 
-    def came_since(self, count: int) -> bool:
-        """Returns whether an update came since `count` was this; waits for the end of one that is going on."""
+    def _updated_since(self, updates: int) -> bool:
+        """Returns whether `_updates` has changed; waits for the end of an update that is going on."""
         with self._updating:  # an engine that failed in an update has no weights until it ends
-            return self.count != count
+            return self._updates != updates
 
-    def update_from(self, group: Any, abort: Callable[[], None] | None = None) -> int:
-        """Sends the group's weights, as `EnginePool.update_from` does.
+    def update_from(self, group: Any, *, aborts: bool = False) -> int:
+        """Takes the weights of a trainer group; returns their version. With colocated engines their turn begins.
 
         Args:
-            abort: ends what is being sampled before the update; None: it continues.
+            aborts: abort what is being sampled and draw it again with the new weights; otherwise it continues with
+                them.
+
+        Raises:
+            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
+                weights; this one does not sample until it has been sent weights.
         """
         self._processes.require_running("update_from")
         if not hasattr(group, "update_weights"):
@@ -49,19 +55,19 @@ class EngineUpdates:
             raise StateError(problem, field="group", hint="give a WorkerGroup or a SupervisedGroup")
         self._group = group
         with self._updating:
-            self.count += 1
+            self._updates += 1
             if self._processes.colocated is not None:
                 self._processes.colocated.keep_parameters_only()
-            if abort is not None:
+            if aborts:
                 self._processes.may_ask.clear()
             try:
-                if abort is not None:
+                if aborts:
                     with suppress(*LOST):  # the update will find the loss
-                        abort()
+                        self.abort()
                 self._version = self._update(group, range(len(self._processes.engines)))
             finally:
                 self._processes.may_ask.set()
-            self.count += 1
+            self._updates += 1
         return self._version
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
@@ -69,7 +75,7 @@ class EngineUpdates:
 
         If engines are restarted, those that fail are replaced, and the weights are sent to the new ones alone.
         """
-        if self.restarts is None:
+        if self._restarts is None:
             report = self._delivered(group, indices)
             for failure in report.failed:
                 raise failure.error
@@ -100,7 +106,7 @@ class EngineUpdates:
                     if self._processes.engines[failure.receiver] is engines[failure.receiver]:
                         self._replace([failure.receiver], failure.error)
 
-    def replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
+    def _replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
         """Replaces a lost engine, unless another thread has replaced it already, and sends the new one the weights.
 
         If the policy has newer weights than the engines, all engines get these; with rollout.max_staleness, only the
@@ -109,7 +115,7 @@ class EngineUpdates:
         Raises:
             SlimeError: the error, if engines are not restarted or the budget is spent.
         """
-        if self.restarts is None or self._group is None:
+        if self._restarts is None or self._group is None:
             raise error
         with self._replacing:
             if self._processes.engines[index] is engine:
@@ -119,8 +125,8 @@ class EngineUpdates:
             self.update_from(self._group)
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:
-        assert self.restarts is not None
-        self.restarts.start_another(error, lambda: self._processes.restart(indices), tuple(indices))
+        assert self._restarts is not None
+        self._restarts.start_another(error, lambda: self._processes.restart(indices), tuple(indices))
 
     def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
         """Sends weights to these engines, which may be asleep; returns a report whose failures have their indices."""
@@ -139,6 +145,14 @@ class EngineUpdates:
     # ------------------------------------------------------------------ turns with the trainer
 
     def take_turn(self, seconds: dict[str, float]) -> None:
+        """Wakes colocated engines with the group's weights, and puts the group to sleep; nothing if they are awake.
+
+        Args:
+            seconds: the time of sending weights is added to `sync`, and the rest to `turn`.
+
+        Raises:
+            As `update_from`.
+        """
         ranks = self._colocated_ranks("take_turn")
         if not self._processes.are_asleep:
             return
@@ -149,6 +163,13 @@ class EngineUpdates:
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began - sending_s
 
     def sleep(self) -> None:
+        """Has colocated engines free their devices; they lose their weights. Idempotent.
+
+        An engine that is lost, or does not answer, is ended: the next update finds it gone.
+
+        Raises:
+            SyncError: an engine refused.
+        """
         if self._processes.is_ended:  # a supervisor puts engines to sleep before it starts ranks
             return
         self._colocated_ranks("sleep")
@@ -157,6 +178,11 @@ class EngineUpdates:
             self._processes.are_asleep = True
 
     def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
+        """Puts colocated engines to sleep, and may wake the trainer; raises as `sleep`, and what the group raises.
+
+        Args:
+            seconds: as `take_turn`.
+        """
         ranks = self._colocated_ranks("end_turn")
         began = time.perf_counter()
         self.sleep()

@@ -305,24 +305,6 @@ class CodeHost:
         return task is not None and task.cancelling() > 0
 
 
-class CallsHere:
-    """Runs calls in this process once all of them were added; has the methods of `PendingCalls`."""
-
-    def __init__(self, host: CodeHost) -> None:
-        self._host = host
-        self.calls: list[EpisodeCall] = []
-
-    def add(self, call: EpisodeCall) -> None:
-        self.calls.append(call)
-
-    def finish(self) -> list[Answer | SlimeError]:
-        """Runs the calls and returns their outcomes in their order."""
-        outcomes: list[Answer | SlimeError] = []
-        while len(outcomes) < len(self.calls):
-            outcomes += self._host.run(self.calls[len(outcomes) :])
-        return outcomes
-
-
 def _run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Runs a coroutine that awaits nothing, without an event loop."""
     try:

@@ -23,7 +23,6 @@ from actors.rollout.environment import is_async
 from actors.rollout.user_code import (
     TURN_S,
     Answer,
-    CallsHere,
     CodeHost,
     EpisodeCall,
     EpisodeKey,
@@ -59,15 +58,23 @@ class UserCodeWorker:
         self._host.forget(number)
 
 
+@dataclass(slots=True, eq=False)
+class _Queued:
+    """A call to run, and its outcome once there is one."""
+
+    call: EpisodeCall
+    outcome: Answer | SlimeError | None = None
+    is_alone: bool = False  # it is run without others, since a process was lost with it and others
+
+
 @dataclass(slots=True)
 class _Worker:
     """The driver's record of one process."""
 
-    index: int
     actor: Any
     ref: Any  # the process's start or its running calls; None if it is idle
-    indices: list[int] = field(default_factory=list)  # the indices of the calls that it runs
-    pending: Any = None  # the `PendingCalls` that these indices belong to
+    waiting: deque[_Queued] = field(default_factory=deque)  # calls that only this process is to run
+    running: list[_Queued] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
 
@@ -88,10 +95,11 @@ class UserCodeWorkers:
         self._calls_at_once = self.code.concurrency if is_async(environment) else None
         self._more_s = self.code.close_s(environment) + TURN_S + _LATE_S
         self._kept_by: dict[EpisodeKey, Any] = {}  # the process that answered last in an episode, and has its state
-        self._lock = threading.Lock()  # guards `_workers` and `_kept_by`
+        self._waiting: deque[_Queued] = deque()  # calls that any process can run
+        self._lock = threading.Lock()  # guards all of these
         count = 0 if in_driver else self.code.workers
         self._host = None if count else CodeHost(self.code)
-        self._workers = [_Worker(index, *self._started()) for index in range(count)]
+        self._workers = [_Worker(*self._started()) for _ in range(count)]
 
     @classmethod
     def launch(cls, config: RunConfig) -> UserCodeWorkers:
@@ -112,8 +120,8 @@ class UserCodeWorkers:
             raise
         return workers
 
-    def pending(self) -> PendingCalls | CallsHere:
-        """Returns an object to which calls are added one by one; the first run while others are still being added.
+    def pending(self) -> PendingCalls:
+        """Returns an object to which calls are added one by one; processes run the first while others are being added.
 
         A process that ends or does not return in time is replaced. The calls that it was running are then run one by
         one, so that the error names the call at fault.
@@ -121,16 +129,20 @@ class UserCodeWorkers:
         Raises:
             ResourceError: (by the methods of the object) a replacement did not come up, or Ray is gone.
         """
-        return PendingCalls(self) if self._host is None else CallsHere(self._host)
+        return PendingCalls(self)
 
     def forget(self, number: int) -> None:
-        """Has the processes close the environments that remain of one call of the driver."""
+        """Drops what waits of one call of the driver, and has the processes close the environments that remain."""
+        with self._lock:  # other episodes may be running on another thread
+            for waiting in (self._waiting, *(worker.waiting for worker in self._workers)):
+                kept = [queued for queued in waiting if queued.call.key[0] != number]
+                waiting.clear()
+                waiting.extend(kept)
+            self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
         if self.code.is_reward:
             return
         if self._host is not None:
             self._host.forget(number)
-        with self._lock:  # other episodes may be running on another thread
-            self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
         with suppress(Exception):  # if Ray is gone, the next wait for an answer reports it
             for worker in self._workers:
                 worker.actor.forget.remote(number)
@@ -140,29 +152,107 @@ class UserCodeWorkers:
         end_processes([worker.actor for worker in self._workers])
         self._workers = []
 
-    def _home(self, call: EpisodeCall) -> int | None:
-        """Returns the index of the process that has the episode; None: any process can run the call."""
+    # ------------------------------------------------------------------ running calls
+
+    def queue(self, call: EpisodeCall) -> _Queued:
+        """Queues a call, and starts it if its process is idle; this process runs its own calls in `advance` alone."""
+        self._require_running()
+        queued = _Queued(call)
+        with self._lock:
+            self._queue_of(call).append(queued)
+        if self._host is None:
+            self.advance(0.0)
+        return queued
+
+    def advance(self, wait_s: float) -> None:
+        """Starts calls, and collects outcomes, waiting up to `wait_s` seconds for one; they may be of other threads."""
+        self._require_running()
+        if self._host is not None:
+            with self._lock:
+                waiting = list(self._waiting)
+                for queued, outcome in zip(waiting, self._host.run([one.call for one in waiting]), strict=False):
+                    queued.outcome = outcome
+                    self._waiting.popleft()
+            return
+        require_cluster()
+        with self._lock:
+            for worker in self._workers:
+                if worker.ref is None and (worker.waiting or self._waiting):
+                    worker.running, worker.began = self._next(worker), time.monotonic()
+                    worker.ref = worker.actor.run.remote([queued.call for queued in worker.running])
+            busy = [worker.ref for worker in self._workers if worker.ref is not None]
+        done = ray.wait(busy, num_returns=1, timeout=wait_s)[0] if busy else []
+        with self._lock:
+            for worker in self._workers:
+                if worker.ref is not None and worker.ref in done:
+                    self._take(worker)
+            for worker in self._workers:
+                if worker.ref is None or time.monotonic() - worker.began <= self._allowed_s(worker):
+                    continue
+                if not worker.running:
+                    raise self._did_not_come_up(f"within {self._launch_timeout_s:g} s")
+                self._replace(worker, None)
+
+    def _require_running(self) -> None:
+        if self._host is None and not self._workers:
+            problem = f"the processes that call {self.code.name} were shut down"
+            raise StateError(problem, field="rollout.reward_workers", hint="launch others")
+
+    def _queue_of(self, call: EpisodeCall) -> deque[_Queued]:
+        """Returns the queue of the process that has the episode, or of all; a reward function keeps no state."""
         _, index, number = call.key
-        return None if self.code.is_reward else (index + number) % len(self._workers)
+        if self._host is not None or self.code.is_reward:
+            return self._waiting
+        return self._workers[(index + number) % len(self._workers)].waiting
+
+    def _next(self, worker: _Worker) -> list[_Queued]:
+        """Returns the calls for a process to run; fewer towards the end, so that all processes stay busy."""
+        waiting = worker.waiting or self._waiting
+        share = len(waiting) if waiting is worker.waiting else -(-len(waiting) // len(self._workers))
+        if self._calls_at_once is not None:
+            share = min(share, self._calls_at_once)
+        elif waiting is self._waiting:
+            share = -(-share // 2)
+        calls = [waiting.popleft()]
+        while len(calls) < share and not calls[0].is_alone and not waiting[0].is_alone:
+            calls.append(waiting.popleft())
+        return calls
+
+    def _take(self, worker: _Worker) -> None:
+        """Collects what a process returned; replaces the process if it ended instead."""
+        try:
+            outcomes = ray.get(worker.ref, timeout=_GET_S)
+        except RayError as error:
+            require_cluster()
+            if not worker.running:
+                raise self._did_not_come_up(f"({_reason_of(error)})") from error
+            is_of_memory = isinstance(error, OutOfMemoryError)  # another process may have used the memory
+            ended = "lost its process, which Ray ended for want of memory on its machine,"
+            self._replace(worker, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
+            return
+        running, worker.ref, worker.running = worker.running, None, []
+        if running:  # otherwise it has started
+            for queued, outcome in zip(running, outcomes, strict=False):
+                queued.outcome = outcome
+                if not self.code.is_reward:
+                    self._kept_by[queued.call.key] = worker.actor
+            self._give_back(running[len(outcomes) :])
+
+    def _give_back(self, calls: Sequence[_Queued]) -> None:
+        for queued in reversed(calls):
+            self._queue_of(queued.call).appendleft(queued)
 
     def _allowed_s(self, worker: _Worker) -> float:
         """Returns the seconds within which a process has to start, or to answer its calls."""
-        if not worker.indices:
+        if not worker.running:
             return self._launch_timeout_s
-        runs = max(self._most_runs(worker, worker.pending.calls[index]) for index in worker.indices)
+        runs = max(self._most_runs(worker, queued.call) for queued in worker.running)
         return self.code.timeout_s * runs + self._more_s
 
     def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
         """Returns how often the code runs for one call: once, or to make the object, its prompt and each turn again."""
         is_one = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
         return 1 if is_one else call.turn + 2
-
-    def _lost(self, call: EpisodeCall, reason: str | None) -> SlimeError:
-        """Returns the outcome of a call whose process was lost; `how` says how it ended, None if it hung."""
-        if reason is None:
-            return self.code.overdue(call, call.turn, "" if self.code.is_reward else ", or its close(),")
-        hint = f"{self.code.correct_it}, or look at the memory of its node"
-        return self.code.failure(f"{self.code.name} {reason}", call, call.turn, hint)
 
     def _started(self) -> tuple[Any, Any]:
         """Starts a process; returns its actor, and a reference that becomes ready once the process has started."""
@@ -171,10 +261,28 @@ class UserCodeWorkers:
         actor: Any = ray.remote(UserCodeWorker).options(**options).remote(self.code, sys.path)
         return actor, actor.__ray_ready__.remote()
 
-    def _replace(self, worker: _Worker) -> None:
+    def _replace(self, worker: _Worker, reason: str | None) -> None:
+        """Replaces a lost process. Its only call fails; if it had several, they are run again one by one.
+
+        Args:
+            reason: how the process ended; None: it did not return in time.
+        """
         end_processes([worker.actor])
+        lost, worker.running = worker.running, []
         worker.actor, worker.ref = self._started()
-        worker.indices, worker.began = [], time.monotonic()
+        worker.began = time.monotonic()
+        if len(lost) > 1:
+            for queued in lost:
+                queued.is_alone = True
+            self._give_back(lost)
+            return
+        (queued,), code = lost, self.code
+        if reason is None:
+            what = "" if code.is_reward else ", or its close(),"
+            queued.outcome = code.overdue(queued.call, queued.call.turn, what)
+        else:
+            hint = f"{code.correct_it}, or look at the memory of its node"
+            queued.outcome = code.failure(f"{code.name} {reason}", queued.call, queued.call.turn, hint)
 
     def _wait_until_up(self, worker: _Worker) -> None:
         deadline = worker.began + self._launch_timeout_s
@@ -198,122 +306,23 @@ class UserCodeWorkers:
 
 
 class PendingCalls:
-    """Calls for the processes to run; several objects may be in use at once, on different threads."""
+    """Calls whose outcomes are wanted together; several objects may be in use at once, on different threads."""
 
     def __init__(self, workers: UserCodeWorkers) -> None:
-        self._all = workers
+        self._workers = workers
         self.calls: list[EpisodeCall] = []
-        # indices of the calls that no process runs yet: by process, and those for any process
-        self._of_worker: dict[int, deque[int]] = {worker.index: deque() for worker in workers._workers}
-        self._of_any: deque[int] = deque()
-        self._alone: set[int] = set()  # calls that are run one by one, since a process was lost with them
-        self._outcomes: dict[int, Answer | SlimeError] = {}
-        self._is_complete = False
+        self._queued: list[_Queued] = []
 
     def add(self, call: EpisodeCall) -> None:
         """Adds a call to run; does not wait for it."""
-        self._require_workers()
-        self._queue_of(call).append(len(self.calls))
+        self._queued.append(self._workers.queue(call))
         self.calls.append(call)
-        self._advance(0.0)
 
     def finish(self) -> list[Answer | SlimeError]:
         """Waits for all calls and returns their outcomes in the order in which the calls were added."""
-        self._is_complete = True
-        while len(self._outcomes) < len(self.calls):
-            self._require_workers()
-            self._advance(SLICE_S)
-        return [self._outcomes[index] for index in range(len(self.calls))]
-
-    def _require_workers(self) -> None:
-        if not self._all._workers:
-            problem = f"the processes that call {self._all.code.name} were shut down"
-            raise StateError(problem, field="rollout.reward_workers", hint="launch others")
-
-    def _queue_of(self, call: EpisodeCall) -> deque[int]:
-        home = self._all._home(call)
-        return self._of_any if home is None else self._of_worker[home]
-
-    def _advance(self, wait_s: float) -> None:
-        """Collects outcomes of processes, waiting up to `wait_s` seconds for one, and starts more calls.
-
-        Outcomes of other `PendingCalls` are stored in these; another thread may be waiting for them.
-        """
-        require_cluster()
-        workers = self._all._workers
-        with self._all._lock:
-            for worker in workers:
-                if worker.ref is None and (self._of_worker[worker.index] or self._of_any):
-                    worker.indices, worker.began, worker.pending = self._next_indices(worker), time.monotonic(), self
-                    worker.ref = worker.actor.run.remote([self.calls[index] for index in worker.indices])
-            busy = [worker.ref for worker in workers if worker.ref is not None]
-        done = ray.wait(busy, num_returns=1, timeout=wait_s)[0] if busy else []
-        with self._all._lock:
-            for worker in workers:
-                if worker.ref is not None and worker.ref in done:
-                    self._take(worker)
-            for worker in workers:
-                if worker.ref is None or time.monotonic() - worker.began <= self._all._allowed_s(worker):
-                    continue
-                if not worker.indices:
-                    raise self._all._did_not_come_up(f"within {self._all._launch_timeout_s:g} s")
-                indices = worker.indices
-                self._all._replace(worker)
-                worker.pending._are_lost(indices, None)
-
-    def _take(self, worker: _Worker) -> None:
-        """Collects what a process returned; replaces the process if it ended instead."""
-        ref, indices = worker.ref, worker.indices
-        worker.ref, worker.indices = None, []
-        try:
-            outcomes = ray.get(ref, timeout=_GET_S)
-        except RayError as error:
-            require_cluster()
-            if not indices:
-                raise self._all._did_not_come_up(f"({_reason_of(error)})") from error
-            self._all._replace(worker)
-            is_of_memory = isinstance(error, OutOfMemoryError)  # another process may have used the memory
-            ended = "lost its process, which Ray ended for want of memory on its machine,"
-            worker.pending._are_lost(indices, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
-            return
-        if indices:
-            for index, outcome in zip(indices, outcomes, strict=False):
-                worker.pending._outcomes[index] = outcome
-                if not self._all.code.is_reward:
-                    self._all._kept_by[worker.pending.calls[index].key] = worker.actor
-            worker.pending._give_back(indices[len(outcomes) :])
-
-    def _give_back(self, indices: Sequence[int]) -> None:
-        for index in reversed(indices):
-            self._queue_of(self.calls[index]).appendleft(index)
-
-    def _next_indices(self, worker: _Worker) -> list[int]:
-        """Returns the calls for a process to run; fewer towards the end, so that all processes stay busy."""
-        own, shared = self._of_worker[worker.index], self._of_any
-        queue = own or shared
-        if queue[0] in self._alone:
-            return [queue.popleft()]
-        share = len(own) or -(-len(shared) // len(self._all._workers))
-        if self._all._calls_at_once is not None:
-            share = min(share, self._all._calls_at_once)
-        elif self._is_complete and queue is shared:
-            share = -(-share // 2)
-        indices = [queue.popleft()]
-        while len(indices) < share and queue[0] not in self._alone:
-            indices.append(queue.popleft())
-        return indices
-
-    def _are_lost(self, indices: list[int], reason: str | None) -> None:
-        """Handles calls that a process did not return; if there are several, they are run again one by one.
-
-        Args:
-            how: how the process ended; None: it did not return in time.
-        """
-        if len(indices) > 1:
-            self._give_back(indices)
-            self._alone.update(indices)
-            return
-        self._outcomes[indices[0]] = self._all._lost(self.calls[indices[0]], reason)
+        while any(queued.outcome is None for queued in self._queued):
+            self._workers.advance(SLICE_S)
+        return [queued.outcome for queued in self._queued if queued.outcome is not None]
 
 
 def _reason_of(error: RayError) -> str:

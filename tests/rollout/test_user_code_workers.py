@@ -356,8 +356,8 @@ def test_a_process_that_the_machine_had_no_memory_for_is_not_told_as_the_functio
     monkeypatch.setattr(user_code_workers, "ray", Ray())
     pending = workers.pending()
     pending.add(calls_of("")[0])
-    while not pending._outcomes:  # the test itself has a time limit
-        pending._advance(0.1)
+    while pending._queued[0].outcome is None:  # the test itself has a time limit
+        workers.advance(0.1)
     monkeypatch.undo()
     (outcome,) = pending.finish()
     assert isinstance(outcome, BatchError) and "want of memory on its machine" in outcome.message
@@ -376,10 +376,11 @@ def test_two_threads_have_their_responses_scored_at_once(launch: Any) -> None:
 
 @pytest.mark.default_tier  # what it starts are processes without torch
 def test_what_is_added_is_scored_before_the_last_one_is_there(launch: Any) -> None:
-    scoring = launch.reward("length").pending()
+    workers = launch.reward("length")
+    scoring = workers.pending()
     asked = calls_of("x", "xx", "xxx")
     scoring.add(asked[0])
-    assert wait_until(lambda: scoring._advance(0.01) or 0 in scoring._outcomes)
+    assert wait_until(lambda: workers.advance(0.01) or scoring._queued[0].outcome is not None)
     for call in asked[1:]:
         scoring.add(call)
     assert [int(outcome["reward"]) for outcome in scores_of(scoring.finish())] == [1, 2, 3]
