@@ -134,18 +134,6 @@ def test_an_activity_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
         assert progress.snapshot().usual_gap_s == 2, "without what went on inside"
 
 
-def test_an_activity_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:
-    progress = progress_after((0, IDLE))
-    try:
-        with progress.during("outer"):
-            with progress.during("inner"):
-                assert progress.snapshot().activity == "inner"
-            assert progress.snapshot().activity == "outer"
-            raise ValueError
-    except ValueError:
-        assert progress.snapshot().activity == IDLE
-
-
 def test_the_place_is_that_of_the_thread_that_entered_the_activity() -> None:
     progress, entered, released = Progress(), threading.Event(), threading.Event()
 

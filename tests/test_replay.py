@@ -87,9 +87,6 @@ def test_metrics_and_weights_are_the_trainers_to_the_last_bit(recorded: Path, ra
 @pytest.mark.parametrize(
     ("arguments", "status", "code", "value"),
     [
-        (["nothing.yaml", "--batch", "batch.safetensors"], 2, "config", "nothing.yaml"),
-        (["config.yaml", "--batch", "batch.safetensors", "optim.lrr=1"], 2, "config", "optim.lr"),
-        (["config.yaml", "--batch", "nothing.safetensors"], 3, "batch", "nothing.safetensors"),
         (["config.yaml", "--batch", "config.yaml"], 3, "batch", "config.yaml"),
         (["config.yaml", "--batch", "batch.safetensors", "model.path=nowhere"], 4, "model", "'nowhere'"),
         (["config.yaml", "--batch", "batch.safetensors", "mesh.dp=2"], 2, "config", "mesh.dp=2"),

@@ -199,6 +199,7 @@ def test_what_is_wrong_is_answered_by_a_typed_error_that_names_it(
 @pytest.mark.parametrize("line", ["train nowhere.yaml", "check nowhere.yaml", "convert hf-to-dcp nowhere out"])
 def test_debug_is_taken_by_every_command(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SlimeError) as caught:
-        main([*split(line), "--debug"])
-    assert caught.value.field != "--debug"
+    for words in ([*split(line), "--debug"], ["--debug", *split(line)]):
+        with pytest.raises(SlimeError) as caught:
+            main(words)
+        assert caught.value.field != "--debug"

@@ -17,7 +17,6 @@ import yaml
 from actors.cli import check
 from actors.cli.check import REGISTRY
 from actors.cli.main import main
-from actors.cluster.capacity import RANKS_PER_CORE
 from actors.rollout.rewards import exact_match
 from slimefsdp.algorithms import registry
 from slimefsdp.config import RunConfig
@@ -136,13 +135,3 @@ def test_where_nothing_runs_all_is_printed_and_the_status_says_so(
         printed, error = checked(capsys, *arguments, status=6)
         assert said in error and "grpo" in printed
     assert len(json.loads(printed)["environment"]["problems"]) == 1
-
-
-def test_machines_are_told_what_they_can_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(check.os, "cpu_count", lambda: 6)
-    monkeypatch.setattr(check, "_torchs_devices", lambda: ([("H1", 80 * 10**9)] * 3, ["gloo", "nccl"]))
-    printed, _ = checked(capsys)
-    assert "6 CPU cores" in printed and "H1, 80.0 GB" in printed
-    assert "on CUDA 3 ranks" in printed and f"on the CPU {6 * RANKS_PER_CORE} ranks and engines" in printed

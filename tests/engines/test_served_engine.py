@@ -61,11 +61,6 @@ def test_a_server_that_cannot_be_started_is_refused_with_its_log(kind: Kind, mak
 # ---------------------------------------------------------------------- sampling
 
 
-def test_without_committed_weights_nothing_is_sampled(kind: Kind, server: Any, make_config: Any) -> None:
-    with refused(StateError, "update_weights"):
-        drawn(kind.engine(kind.config(make_config, server.url), 0), Request(PROMPT, 1, params()))
-
-
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
 def test_log_probs_are_of_the_weights_sent_at_the_temperature(
     engine: Any, sender: WeightSender, temperature: float
@@ -230,16 +225,6 @@ def test_aborted_samples_end_as_they_are(kind: Kind, engine: Any, sender: Weight
     assert {sample.finish_reason for sample in samples.values()} == {"abort"}
     assert all(0 < len(sample.tokens) == len(sample.log_probs) < 60 for sample in samples.values())
     assert {sample.finish_reason for sample in drawn(engine, Request(PROMPT, 1, params())).values()} != {"abort"}
-
-
-def test_calls_run_beside_each_other(kind: Kind, engine: Any, sender: WeightSender, server: Any) -> None:
-    server.faults = kind.faults(token_s=0.05)
-    with ThreadPoolExecutor(2) as side:
-        long = side.submit(drawn, engine, Request(PROMPT, 1, params(40, end_token_ids=frozenset())))
-        assert wait_until(lambda: server.running == 1)
-        short = side.submit(drawn, engine, Request(PROMPT, 2, params(2)))
-        assert len(short.result(timeout=PATIENCE_S)) == 2 and not long.done()
-        assert len(long.result(timeout=PATIENCE_S)[0, 0].tokens) == 40
 
 
 # ---------------------------------------------------------------------- weights
@@ -434,17 +419,6 @@ def test_another_engine_at_the_same_server_joins_and_takes_over(
 
 
 # ---------------------------------------------------------------------- its life
-
-
-def test_an_engine_that_slept_has_no_weights_until_it_is_sent_some(engine: Any, sender: WeightSender) -> None:
-    engine.sleep()
-    with refused(StateError, "update_weights"):
-        drawn(engine, Request(PROMPT, 1, params()))
-    engine.wake_up()
-    with refused(StateError, "update_weights"):
-        drawn(engine, Request(PROMPT, 1, params()))
-    sender.send(engine, 1)
-    assert drawn(engine, Request(PROMPT, 1, params()))
 
 
 def test_an_engine_takes_its_cache_when_the_weights_are_there(engine: Any, sender: WeightSender, server: Any) -> None:

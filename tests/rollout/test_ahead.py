@@ -13,14 +13,13 @@ import pytest
 import ray
 
 from actors.engines.pool import EnginePool
-from actors.loop import RolloutLoop, train
+from actors.loop import train
 from actors.rollout.collect import AheadCollector
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.monitoring.metrics_log import read_metrics
-from tests.support.runs import bits
 from tests.support.waiting import PATIENCE_S, wait_until
 
 PROMPTS = ["sort 31", "sort 2718", "sort 90210", "sort 5"]
@@ -148,31 +147,6 @@ def run(cluster: None, make_config: Any, example: Path, tmp_path: Path) -> Calla
         return found
 
     return made
-
-
-def rows_of(config: RunConfig) -> list[dict[str, str]]:
-    assert config.run.dir is not None
-    return [
-        bits({key: value for key, value in row.items() if key != "seconds/wait"})
-        for row in read_metrics(config.run.dir)
-    ]
-
-
-def test_a_thread_that_is_never_ahead_gives_the_bits_of_a_run_without_one(
-    run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train(run("plain"))
-
-    def collected(self: RolloutLoop, step: int, seconds: dict[str, float]) -> Any:
-        if self._ahead is None:
-            self._ahead = AheadCollector(self._collector, first_step=step, steps=5, max_staleness=0)
-        found = self._ahead.next()
-        return found.batch, found.metrics
-
-    monkeypatch.setattr(RolloutLoop, "_collected", collected)
-    train(run("threaded"))
-    plain, threaded = rows_of(run("plain")), rows_of(run("threaded"))
-    assert len(plain) == 5 and plain == threaded
 
 
 @pytest.mark.parametrize(("staleness", "on_update"), [(1, "wait"), (2, "continue"), (2, "abort")])

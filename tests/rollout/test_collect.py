@@ -266,6 +266,7 @@ def test_where_every_group_is_dropped_there_is_no_batch_and_nothing_is_recorded(
         ({"rollout": {"filter": "mixed_groups", "max_rounds": 9}}, {"max_rounds": 8}),
         ({"rollout": {"overlong_buffer_tokens": 4, "mask_truncated": True}}, {"overlong_buffer_tokens": 3}),
         ({"advantage": {"estimator": "remax"}}, {"filter": "mixed_groups"}),
+        ({}, {"curriculum": [{"from_step": 1, "max_new_tokens": 5}]}),
     ],
 )
 def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(

@@ -17,7 +17,6 @@ from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.config.rollout import LengthLimits
 from tests.support.drawing import DrawsAtOnce
 
 LONGEST, PROMPTS_PER_STEP, VERSION = 8, 3, 1
@@ -98,15 +97,6 @@ def words(prompts: Sequence[str]) -> list[int]:
     return [len(prompt.split()) for prompt in prompts]
 
 
-@pytest.mark.parametrize(
-    ("step", "limits"),
-    [(1, (1, 2, 3)), (2, (1, 2, 3)), (3, (2, 4, 5)), (4, (2, 4, 5)), (5, (3, None, LONGEST)), (99, (3, None, LONGEST))],
-)
-def test_a_stage_begins_with_its_step_and_ends_with_the_next_stage(make: Any, step: int, limits: Any) -> None:
-    assert make().rollout.limits_at(step) == LengthLimits(*limits)
-    assert make(rollout={"curriculum": []}).rollout.limits_at(step) == LengthLimits(1, None, LONGEST)
-
-
 def test_a_step_draws_prompts_and_responses_of_its_stage_and_an_evaluation_is_as_ever(make: Any) -> None:
     engines: Any = Engines()
     one = collector(make(), engines)
@@ -138,16 +128,3 @@ def test_a_resumed_run_draws_what_one_without_a_break_would_have_drawn(make: Any
         for step in range(broken, 7):
             after.collect(step, VERSION, {})
         assert first.calls + then.calls == straight.calls
-
-
-def test_a_recorded_batch_of_another_curriculum_is_passed_over(make: Any, tmp_path: Path) -> None:
-    recorded = RecordedBatches(tmp_path / "batches")
-    batch, _ = collector(make(), Engines(), recorded).collect(0, VERSION, {})
-    resume = {"checkpoint": {"resume": True}}
-    engines: Any = Engines()
-    again, _ = collector(make(**resume), engines, recorded).collect(0, VERSION, {})
-    assert batch is not None and again is not None and again.same_as(batch) and not engines.calls
-    other = make(**resume, rollout={"curriculum": [{**STAGES[0], "max_new_tokens": 2}, *STAGES[1:]]})
-    with pytest.warns(UserWarning, match=r"step 0\b"):
-        collector(other, engines, recorded).collect(0, VERSION, {})
-    assert [most for _, most, _ in engines.calls] == [2]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from actors.engines.pool import SampledResponse
 from actors.engines.protocol import Request
@@ -33,8 +32,7 @@ class Talks(Environment):
         self.turn += 1
         if self.turn == self.turns:
             return StepResult(reward=1.0, done=True, scores={"finished": finished})
-        reward = 2e38 if self.says == "much" else 0.25
-        return StepResult(self.says or f"{self.turn}{response}", reward=reward, scores={"finished": finished})
+        return StepResult(self.says or f"{self.turn}{response}", reward=0.25, scores={"finished": finished})
 
 
 class Engines:
@@ -138,18 +136,6 @@ def test_the_context_of_each_turn_is_what_was_sampled_and_said_before(folder: An
         assert sample.versions[-1].end == sample.response_length and {span.version for span in sample.versions} == {0}
     assert ends == {True, False}, "turns that ended and turns that were cut"
     assert len(contexts) == 2 * len(found)
-
-
-@pytest.mark.parametrize("says", ["x", [65, 66]])
-def test_token_ids_follow_as_they_are_and_texts_close_the_turn(folder: Any, says: Any) -> None:
-    for sample, _ in played(runner(Engines(), folder, {"says": says})).values():
-        start = len(sample.tokens) - sample.response_length
-        holes = [place for place, is_drawn in enumerate(sample.loss_mask) if not is_drawn]
-        tokens = [sample.tokens[start + place] for place in holes]
-        if isinstance(says, list):
-            assert tokens == says * 2
-        else:
-            assert [token for token in tokens if token != END] == [ord("x"), START] * 2
 
 
 def test_an_episode_ends_where_its_turns_or_its_tokens_do(folder: Any) -> None:

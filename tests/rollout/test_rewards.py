@@ -60,39 +60,15 @@ def test_a_reward_may_be_a_number_alone(user_module, returned):
 @pytest.mark.parametrize(
     "result",
     [
-        *(
-            "'1.0'",
-            "[1.0]",
-            "float('nan')",
-            "{'score': 1.0}",
-            "None",
-            "{'reward': float('nan')}",
-            "{'reward': '1'}",
-            "{'reward': 1, 'n': None}",
-        ),
-        *("{'reward': 10**400}", "{'reward': 10**6000}", "[10**6000]", "{'reward': b'1'}", "{'reward': 1j}"),
-        *(
-            "{'reward': numpy.array([1.0])}",
-            "{'reward': numpy.ones(3)}",
-            "{'reward': 1, 3: 2}",
-            "{'reward': -numpy.inf}",
-        ),
+        "'1.0'", "[10**6000]", "float('nan')", "{'score': 1.0}", "None", "{'reward': '1'}", "{'reward': 1, 'n': None}",
+        "{'reward': 10**400}", "{'reward': numpy.ones(3)}", "{'reward': 1, 3: 2}", "{'reward': -numpy.inf}",
     ],
-)
+)  # fmt: skip
 def test_a_result_that_breaks_the_contract_is_refused_with_the_record_it_was_returned_for(user_module, result):
     name = user_module(f"import numpy\ndef f(record, response, finished):\n    return {result}\n")
     error = outcome_of(f"{name}:f")
     assert type(error) is BatchError and error.field == "rollout.reward" and error.hint
     assert f"{name}:f" in error.message and "train.jsonl:0" in error.message and len(error.message) < 1000
-
-
-@pytest.mark.parametrize(("line", "kind"), [("1 / 0", ZeroDivisionError), ("import sys; sys.exit(3)", SystemExit)])
-def test_what_a_reward_raises_is_an_error_about_the_record_with_it_as_its_cause(user_module, line, kind):
-    name = user_module(f"def f(record, response, finished):\n    {line}\n")
-    error = outcome_of(f"{name}:f")
-    assert isinstance(error, BatchError) and error.field == "rollout.reward" and isinstance(error.__cause__, kind)
-    for word in (f"{name}:f", "train.jsonl:0", f"{name}.py:2", kind.__name__):
-        assert word in error.message
 
 
 def test_exact_match_wants_the_whole_answer_and_an_end():

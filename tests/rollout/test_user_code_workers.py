@@ -205,33 +205,29 @@ def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(l
     assert isinstance(second, SlimeError) and "did not answer as it had before in turn 1" in second.message
 
 
-@pytest.mark.parametrize(
-    ("told", "fault"),
-    [
-        ("tuple", "which is no StepResult"), ("none", "no observation, though it is not done, in turn"),
-        ("nan", "'reward': nan, which is not finite"),
-        ("text reward", "'reward': '1', which is a str and not a number"),
-        ("maybe", "neither True nor False"), ("giant", f"{MOST_CHARACTERS:,}"),
-        ("number", "is a int"), ("messages", "index 0"), ("reserved", "something else"),
-        ("keys", "no JSON"),
-    ],
-)  # fmt: skip
-def test_what_an_environment_must_not_return_is_named(launch: Any, told: str, fault: str) -> None:
-    (outcome,) = Played(launch.environment(), 1).say(told)
-    assert isinstance(outcome, BatchError) and fault in outcome.message and "in turn 1 of episode 0" in outcome.message
-    assert outcome.hint
+def test_what_an_environment_must_not_return_is_named(launch: Any) -> None:
+    faults = {
+        "tuple": "which is no StepResult", "none": "no observation, though it is not done, in turn",
+        "nan": "'reward': nan, which is not finite",
+        "text reward": "'reward': '1', which is a str and not a number",
+        "maybe": "neither True nor False", "giant": f"{MOST_CHARACTERS:,}",
+        "number": "is a int", "messages": "index 0", "reserved": "something else", "keys": "no JSON",
+    }  # fmt: skip
+    outcomes = Played(launch.environment(), len(faults)).say(*faults)
+    for outcome, fault in zip(outcomes, faults.values(), strict=True):
+        assert isinstance(outcome, BatchError) and outcome.hint
+        assert fault in outcome.message and "in turn 1 of episode 0" in outcome.message
 
 
-@pytest.mark.parametrize(
-    ("begins", "fault"),
-    [
+def test_what_an_episode_must_not_begin_with_is_named(launch: Any) -> None:
+    workers = launch.environment()
+    faults: list[tuple[Any, str]] = [
         ([], "empty"), ("", "empty"), (7, "is a int"), ({"messages": "a"}, "messages and tools"),
         ({"messages": "a", "tools": []}, "text beside tools"), ({"messages": [], "tools": [1]}, "JSON objects"),
-    ],
-)  # fmt: skip
-def test_what_an_episode_must_not_begin_with_is_named(launch: Any, begins: Any, fault: str) -> None:
-    (outcome,) = Played(launch.environment(), 1, begins=begins).outcomes
-    assert isinstance(outcome, BatchError) and fault in outcome.message and "at the beginning" in outcome.message
+    ]  # fmt: skip
+    for call, (begins, fault) in enumerate(faults):
+        (outcome,) = Played(workers, 1, call=call, begins=begins).outcomes
+        assert isinstance(outcome, BatchError) and fault in outcome.message and "at the beginning" in outcome.message
 
 
 def test_a_coroutine_has_its_time_and_costs_its_own_episode(launch: Any) -> None:

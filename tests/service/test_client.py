@@ -92,24 +92,6 @@ def test_a_run_that_is_saved_and_resumed_goes_on_bit_for_bit_and_others_do_not_m
     other.close("success").result()
 
 
-def test_an_update_by_a_policy_loss_lowers_it(served: Served, client: Any) -> None:
-    training = served.training_client(client)
-    rng, tokens = np.random.default_rng(3), [tokens_of(seed) for seed in range(3)]
-    current = log_probs_of(training.forward([datum(one) for one in tokens], "cross_entropy").result())
-    data = [
-        datum(
-            one,
-            logprobs=(now + rng.normal(0, 0.2, now.size)).clip(max=0).astype(np.float32).tolist(),
-            advantages=rng.normal(size=now.size).astype(np.float32).tolist(),
-        )
-        for one, now in zip(tokens, current, strict=True)
-    ]
-    config = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}
-    before = training.forward_backward(data, "ppo", loss_fn_config=config).result().metrics["loss:sum"]
-    training.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8)).result()
-    assert training.forward(data, "ppo", loss_fn_config=config).result().metrics["loss:sum"] < before
-
-
 def test_a_teachers_likeliest_tokens_are_targets_of_which_a_student_learns(served: Served, client: Any) -> None:
     teacher = served.training_client(client)
     prompt = types.ModelInput.from_ints(tokens_of(0))

@@ -67,16 +67,6 @@ def test_settings_that_say_what_requests_say_are_refused_before_anything_starts(
     check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, service=open_to_all, rollout=VLLM)))
 
 
-def test_a_key_that_is_named_and_not_set_is_an_error(
-    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("A_KEY", raising=False)
-    file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump(service_tree(untied, tmp_path, service={"api_key_env": "A_KEY"})))
-    assert main(["serve", str(file)]) == ConfigError.exit_code
-    assert "export A_KEY=tml-.." in capsys.readouterr().err
-
-
 def test_a_second_server_in_the_same_folder_is_refused_before_it_starts_anything(
     untied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import transformers
 
@@ -24,7 +23,6 @@ from actors.engines import dialect, vllm
 from actors.engines.child_server import ChildServer
 from actors.engines.protocol import Request, Sample, TensorInfo
 from actors.engines.served import ServedEngine
-from actors.workers.watchdog import remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, StateError, SyncError, WorkerDied
 from slimefsdp.models.hf_folder import read_model_folder
@@ -320,33 +318,6 @@ def test_after_sleep_weights_are_sent_again(tied: Trained) -> None:
 # ---------------------------------------------------------------------- servers of no use
 
 
-def test_a_server_of_another_dtype_or_model_is_refused(tied: Trained, untied: Trained, make_config: Any) -> None:
-    urls = {"rollout": {"engine_urls": [tied.engine._client.url]}}
-    config = settings(make_config, precision={"compute_dtype": "bfloat16"}, **copy.deepcopy(urls))
-    with refused(EngineError, "rollout.engine_urls", "float32", "bfloat16"):
-        ServedEngine(config, 0).info()
-    with refused(EngineError, "rollout.engine_urls", "qwen3", "llama"):
-        ServedEngine(settings(make_config, untied.engine.config.model.path, **urls), 0).info()
-
-
-def test_a_server_of_another_release_is_refused(
-    tied: Trained, make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm, "SUPPORTED", "0.31")
-    urls = {"rollout": {"engine_urls": [tied.engine._client.url]}}
-    with refused(EngineError, "rollout.engine_urls", "0.32", "0.31"):
-        ServedEngine(settings(make_config, **urls), 0).info()
-
-
-def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) -> None:
-    engine = ServedEngine(settings(make_config, rollout={"engine_args": ["--logprobs-mode=raw_logprobs"]}), 0)
-    try:
-        with refused(EngineError, "rollout.engine_args", "raw_logprobs", "processed_logprobs"):
-            engine.info()
-    finally:
-        engine.stop()
-
-
 def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) -> None:
     config = settings(make_config)
     folder, port = read_model_folder(config.model.path), dialect.free_port()
@@ -364,38 +335,7 @@ def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) 
         child.end()
 
 
-def test_a_server_that_ends_while_it_starts_is_an_error_with_its_last_words(make_config: Any) -> None:
-    engine = ServedEngine(settings(make_config, rollout={"engine_args": ["--no-such-argument"]}), 0)
-    with refused(EngineError, "rollout.engine_python", "--no-such-argument") as caught:
-        engine.info()
-    assert str(engine._client.child.log) in str(caught.value.hint) if engine._client.child else False
-    engine.stop()
-
-
 # ---------------------------------------------------------------------- as an actor, and servers that die
-
-
-def test_an_engine_is_a_ray_actor(cluster: None, tied: Trained, make_config: Any) -> None:
-    config = settings(make_config, rollout={"engine_urls": [tied.engine._client.url]})
-    actor = remote_class(ServedEngine).remote(config, 0)
-    info = ray.get(actor.info.remote(), timeout=PATIENCE_S)
-    assert info == tied.info
-    (prompt,) = ray.get(actor.encode.remote(["sort 31942"]), timeout=PATIENCE_S)
-
-    class Here:
-        """The actor, called as an object of this process is."""
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args: ray.get(getattr(actor, name).remote(*args), timeout=PATIENCE_S)
-
-    tied.sender.join(Here())
-    tied.sender.send(Here(), 70)
-    asked = [Request(prompt, 3, SamplingParams(8, seed=(1,)))]
-    stream = actor.generate.options(num_returns="streaming", concurrency_group="generate").remote(asked)
-    samples = [sample for part in stream for sample in ray.get(part, timeout=PATIENCE_S)]
-    assert len(samples) == 3 and greatest_difference(tied.model, [prompt], samples, 1.0) < CLOSE
-    ray.kill(actor)
-    tied.send(71)  # in the same group, which is the server's
 
 
 def test_a_server_that_is_killed_is_named_and_a_new_engine_works(

@@ -21,17 +21,14 @@ import ray
 import torch
 import transformers
 
-from actors.engines import vllm
-from actors.engines.child_server import ChildServer
 from actors.engines.pool import EnginePool
-from actors.engines.served import ServedEngine
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import EngineError, SyncError
+from slimefsdp.errors import SyncError
 from slimefsdp.models.hf_folder import read_model_folder
 from tests.support.refusals import refused
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S
 
 PYTHON = os.environ.get("SLIMEFSDP_VLLM_PYTHON")
 pytestmark = [
@@ -229,33 +226,6 @@ def test_samples_go_on_across_an_update_of_the_adapter(
                 assert apart[: new.start].max() > CLOSE, "the update changed nothing, so that this shows nothing"
             return
         pytest.fail("no update came while samples were drawn")
-
-
-def test_a_server_without_room_for_the_adapter_is_refused_by_the_argument_that_it_lacks(
-    make_config: Any, tmp_path: Path
-) -> None:
-    started = settings(make_config, tmp_path / "run", lora={"rank": 8}, rollout={})
-    folder = read_model_folder(started.model.path)
-    dialect = vllm.VllmDialect(started, folder)
-    port = dialect.free_port()
-    command = [str(PYTHON), *dialect.arguments(), "--port", str(port)]
-    logs = dialect.log_folder(started)
-    environment = dialect.environment(logs)
-    for change, rank, named in (
-        ({}, 9, ["--enable-lora --max-lora-rank 16"]),
-        ({vllm.RUNTIME_LORA: "0"}, 8, [f"{vllm.RUNTIME_LORA}=1"]),
-    ):
-        child = ChildServer(command, {**environment, **change}, logs / "log", logs)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            config = settings(make_config, tmp_path / "run", lora={"rank": rank}, rollout={"engine_urls": [url]})
-            engine = ServedEngine(config, 0)
-            assert wait_until(lambda: child.status() is not None or engine._client.answers(5.0), PATIENCE_S)  # noqa: B023
-            with refused(EngineError, "rollout.engine_urls", *named):
-                engine.info()
-            engine.stop()
-        finally:
-            child.end()
 
 
 def test_an_adapter_that_vllm_has_no_place_for_ends_the_update_and_not_the_server(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reasoning_gym
-from reasoning_gym_tasks import answer_in, distinct_problems, main, scored, solved, well_formed
+from reasoning_gym_tasks import answer_in, distinct_problems, main, scored, solved
 
 from actors.rollout.records import read_records
 from actors.rollout.rewards import load_reward
@@ -65,46 +64,25 @@ def test_what_is_read_from_the_file_is_scored_as_what_was_drawn(name: str, tmp_p
         assert reward(one, str(one["answer"]), True)["answer_only"] == 1.0
 
 
-def test_the_command_takes_settings_of_the_data_set_and_a_last_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [f"{key}={value}" for key, value in ONE_DIGIT.items()]
-    words = ["chain_sum", str(tmp_path / "d"), *settings]
-    assert main([*words, "--train", "50", "--heldout", "30", "--seed", "3", "--instruction", "Only the number."]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'd'}: 50 problems to train on, 30 to hold out; no question twice\n"
-    train = [json.loads(line) for line in (tmp_path / "d/train.jsonl").read_text().splitlines()]
-    assert (
-        train
-        == distinct_problems("chain_sum", ONE_DIGIT, train=50, heldout=30, seed=3, instruction="Only the number.")[0]
-    )
-    assert all(one["prompt"] == f"{one['question']}\nOnly the number." for one in train)
-
-
 # ---------------------------------------------------------------------- answers and rewards
 
 
 @pytest.mark.parametrize(
     ("response", "true_answer", "answer"),
     [
-        ("4 - 1 = 3.", "3", "3"),
         ("The answer is -4", "-4", "-4"),
         ("It is 12, since 3 x 4", "12", "4"),  # the last number, right or wrong
         ("1,200.5 apples.", "1200.5", "1,200.5"),
-        ("0 - 5 = \N{MINUS SIGN}5", "-5", "-5"),  # as some models write it
         ("3 + 2 = \N{MINUS SIGN}5", "5", "-5"),
         ("x = \N{EN DASH}5", "-5", "-5"),
         ("10-5", "-5", "5"),  # whose minus is between two numbers
-        ("(3)-5", "5", "5"),
-        ("1,2,5", "5", "5"),
         ("1,234,567,", "1234567", "1,234,567"),
         ("I do not know.", "3", ""),
         ("First 7, no: <answer> 8 </answer> or 9", "7", "8"),
         ("<answer>1</answer><answer>2\n3</answer>", "2\n3", "2\n3"),
         ("Thinking.\n\n**Yes.**", "Yes", "Yes"),
-        ("Ann is a hero.", "Ann is a hero.", "Ann is a hero."),
         ("Here:\n1 2\n\n3 4", "1 2\n\n3 4", "1 2\n\n3 4"),
         ("left, right.", None, "left, right"),
-        ("", "Yes", ""),
     ],
 )
 def test_the_part_of_a_response_that_is_scored(response: str, true_answer: str | None, answer: str) -> None:
@@ -128,15 +106,3 @@ def test_rewards_of_right_wrong_cut_and_wordy_responses() -> None:
         assert cut == {**wanted, "reward": 0.0, "answer_only": 0.0}, response
     # reasoning_gym gives a part for an answer that holds the true one
     assert scored(one, "13", True)["reward"] == 0.5 and scored(one, "13", False)["reward"] == 0.0
-
-
-def test_the_control_rewards_form_and_reports_what_was_right() -> None:
-    one = record("4 - 1 =", "3")
-    for response, finished, reward, right in (
-        ("It is 3", True, 1.0, 1.0),
-        ("It is 7", True, 1.0, 0.0),
-        ("It is 3", False, 0.0, 0.0),
-        ("It is three", True, 0.0, 0.0),
-    ):
-        scores = well_formed(one, response, finished)
-        assert (scores["reward"], scores["solved"]) == (reward, right), response
