@@ -79,10 +79,3 @@ def test_what_is_demonstrated_is_what_the_environment_says(written: Any) -> None
         len(tokenizer.encode(call["content"]))
         < load_config(ROOT / "configs/calculator_grpo.yaml").rollout.max_new_tokens
     )
-
-
-def test_the_presets_read_what_the_script_writes(written: Any) -> None:
-    sft, grpo = (load_config(ROOT / f"configs/calculator_{name}.yaml") for name in ("sft", "grpo"))
-    named = [sft.model.path, sft.data.train, grpo.data.train, grpo.data.heldout]
-    assert all((written[0] / Path(str(path)).relative_to("data/calculator")).exists() for path in named)
-    assert str(sft.run.export_dir) == str(grpo.model.path)

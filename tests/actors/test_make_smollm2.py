@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import rotate_half
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_smollm2.py"
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
@@ -116,27 +115,6 @@ def test_the_model_is_the_one_that_the_file_was_made_of(folder: Path, model: Lla
     assert torch.equal(written(tokens).logits, model(tokens).logits)  # rotary base, eps and head count are right too
     assert (written.config.bos_token_id, written.config.eos_token_id, written.config.pad_token_id) == (1, 2, 2)
     assert written.generation_config.eos_token_id == 2
-
-
-def test_scores_of_rotated_queries_and_keys_are_the_same_in_either_order_of_rows(make: ModuleType) -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(5, HIDDEN, generator=generator, dtype=torch.float64)
-    weights = torch.randn(2, HEAD_DIM, HIDDEN, generator=generator, dtype=torch.float64)  # q and k of llama.cpp, a head
-    angles = torch.arange(5.0)[:, None].double() / 10.0 ** torch.arange(HEAD_DIM // 2)  # [positions, pairs]
-
-    def neighbours(weight: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex((hidden @ weight.T).view(5, HEAD_DIM // 2, 2))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
-
-    def halves(weight: torch.Tensor) -> torch.Tensor:
-        x, twice = hidden @ weight.T, torch.cat([angles, angles], dim=1)
-        return x * twice.cos() + rotate_half(x) * twice.sin()
-
-    wanted = neighbours(weights[0]) @ neighbours(weights[1]).T
-    q, k = (make.rotated_in_halves(weight, 1) for weight in weights)
-    torch.testing.assert_close(halves(q) @ halves(k).T, wanted)
-    # and without the new order they are others
-    assert not torch.allclose(halves(weights[0]) @ halves(weights[1]).T, wanted, atol=0.1)
 
 
 def test_every_digit_is_a_token_whatever_the_merges_say(folder: Path) -> None:

@@ -6,10 +6,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from actors.rollout.records import read_records
-from actors.rollout.rewards import sorted_digits
 from slimefsdp.config.data import DataSettings
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_sort_digits.py"
@@ -81,12 +79,3 @@ def test_pairs_prefer_the_right_answer_to_a_wrong_one_and_hold_out_the_prompts_t
             assert len(pair["chosen"]) == len(pair["rejected"])
     assert prompts["heldout_pairs"] == [record["prompt"] for record in read(folder, "heldout")]
     assert len(prompts["pairs"]) == written["pairs.jsonl"] and not {*prompts["pairs"]} & {*prompts["heldout_pairs"]}
-
-
-def test_a_right_response_decodes_to_the_full_reward(example):
-    folder, _ = example
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    for record in read(folder, "heldout")[:20]:
-        tokens = [*tokenizer.encode(record["answer"], add_special_tokens=False), tokenizer.eos_token_id]
-        response = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        assert sorted_digits(record, response, True) == {"reward": 1.0, "exact": 1.0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from actors import loop
 from actors.loop import train
 from actors.run_dir import RecordedBatches, settings_text
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, SlimeError
 from slimefsdp.results import LoadReport
@@ -204,14 +202,6 @@ def test_what_is_damaged_is_passed_over_and_sampled_anew_to_the_same_losses(
     assert len(warned) == 2 and "step 3" in warned[0] and "step_00000004" in warned[1], warned
     assert [bits(row) for row in rows_of(runs.config("damaged"))] == [bits(row) for row in straight]
     assert runs.model("damaged") == runs.model("straight")
-
-
-def test_the_settings_of_the_script_that_shows_it_are_accepted() -> None:
-    script = (ROOT / "scripts" / "resume_elsewhere.sh").read_text().replace("$run", "runs/x")
-    overrides = re.findall(r"\b[a-z]+\.[a-z_]+=[\w./]+", script)
-    config = load_config(ROOT / "configs" / "sort_digits_grpo.yaml", overrides)
-    assert config.checkpoint.resume and config.mesh.cp == 2 and len(overrides) == 9
-    check_ready_to_train(config)
 
 
 @pytest.mark.parametrize(

@@ -115,22 +115,6 @@ def test_a_second_run_is_refused_before_ray_is_loaded_until_the_first_is_killed(
     assert "ray is loaded" in start().stderr, "nothing is in the way any more"
 
 
-def test_a_folder_without_a_checkpoint_cannot_be_resumed(
-    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from actors.cli.main import main
-
-    overrides = [
-        f"model.path={example / 'model'}",
-        f"data.train={example / 'sft.jsonl'}",
-        f"run.dir={tmp_path / 'run'}",
-    ]
-    overrides += [f"run.export_dir={tmp_path / 'export'}", "checkpoint.resume=true"]
-    assert main(["train", str(ROOT / "configs/sort_digits_sft.yaml"), *overrides]) == 2
-    told = capsys.readouterr().err
-    assert "  field: run.dir\n" in told and str(tmp_path / "run") in told
-
-
 def test_the_lock_ends_with_the_block(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as folder, RunFolder(tmp_path / "other"):
         folder.batches.write(0, small_batch(), NOTES)

@@ -92,16 +92,6 @@ def read_all(folder: Path, full: dict[str, torch.Tensor], world_size: int) -> No
             assert same_bits(wanted[name].local, share(tensor, rank, world_size).local), (name, rank)
 
 
-@pytest.mark.parametrize("readers", [1, 2, 3, 5])
-@pytest.mark.parametrize("writers", [1, 2, 3, 4])
-def test_every_dtype_comes_back_bit_for_bit_on_another_number_of_ranks(tmp_path, writers, readers):
-    full = {f"{dtype}.{rows}": random_bits((rows, 3), dtype, rows) for dtype in DTYPES for rows in (1, 2, 7, 13)}
-    full |= {f"scalar.{dtype}": random_bits((), dtype, 5) for dtype in DTYPES}
-    full |= {"no_rows": torch.zeros(0, 4), "no_columns": torch.zeros(4, 0)}
-    write_all(tmp_path, full, writers)
-    read_all(tmp_path, full, readers)
-
-
 @examples(60)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=4),

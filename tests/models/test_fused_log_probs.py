@@ -47,25 +47,6 @@ def test_values_and_gradients_equal_log_softmax_in_float64(kwargs):
         assert worst(got_grad, want_grad) < 1e-12
 
 
-@pytest.mark.parametrize("kwargs", SETTINGS)
-@pytest.mark.parametrize("entropy_grad", [False, True])
-def test_gradcheck_by_finite_differences(kwargs, entropy_grad):
-    hidden, weight, targets, _ = random_case(5, 3, 7)
-
-    def outputs(hidden, weight):
-        log_probs, entropy = token_log_probs(
-            HeadInputs(hidden, weight, kwargs.get("softcap")),
-            targets,
-            with_entropy=True,
-            entropy_grad=entropy_grad,
-            chunk_bytes=chunk_bytes_for(2, 7),
-            temperature=kwargs.get("temperature", 1.0),
-        )
-        return (log_probs, entropy) if entropy_grad else log_probs
-
-    assert torch.autograd.gradcheck(outputs, (hidden, weight))
-
-
 def test_entropy_carries_no_graph_unless_asked():
     hidden, weight, targets, _ = random_case(6, 4, 11)
     log_probs, entropy = token_log_probs(HeadInputs(hidden, weight), targets, with_entropy=True)

@@ -147,10 +147,6 @@ def test_a_folder_without_config_is_refused(tmp_path: Path):
     refusal(tmp_path, tmp_path, "config.json")
 
 
-def test_a_folder_without_weights_is_refused(folder: Path):
-    refusal(folder, folder, ".safetensors")
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])
 def test_pickle_checkpoints_are_refused_with_the_way_to_convert_them(folder: Path, name: str):
     (folder / name).write_bytes(pickle.dumps({}))

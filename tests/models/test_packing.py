@@ -193,12 +193,6 @@ def test_float32_log_probs_and_gradients_of_a_recomputed_pack_shared_by_cp_ranks
     assert found["log_probs"] <= 1e-5 and found["gradients"] <= 1e-4 and found["buffers"] == 0, found
 
 
-def test_the_final_soft_cap_of_gemma_is_applied(tiny_folder: TinyFolder, ranks: RankPool) -> None:
-    path = tiny_folder("gemma3_text", final_logit_softcapping=2.0, dtype=torch.float64)
-    (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 0.7)
-    assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12, found
-
-
 @pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3"])
 def test_scaled_rotary_frequencies_equal_plain_ones(tiny_folder: TinyFolder, ranks: RankPool, rope_type: str) -> None:
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
