@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO
 
 HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # when a long stage gets a further line in a log file; then every minute
@@ -35,41 +35,23 @@ class Reporter:
     @contextmanager
     def stage(self, what: str, progress: Callable[[], str], *, is_short: bool) -> Iterator[None]:
         """Reports a stage, and repeatedly its progress or duration while the block runs."""
-        over, began = threading.Event(), time.monotonic()
-
-        def report() -> None:
-            pauses = itertools.repeat(REFRESH_S) if self._is_live else _pauses()
-            while not over.wait(next(pauses)):
-                self._say(what, progress() or f"for {time.monotonic() - began:.0f} s")
-
+        began, pauses = time.monotonic(), itertools.repeat(REFRESH_S) if self._is_live else _pauses()
         if self._is_live or not is_short:
             self._say(what, "")
-        thread = threading.Thread(target=report, name="startup", daemon=True)
-        thread.start()
         try:
-            yield
+            with _repeated(lambda: self._say(what, progress() or f"for {time.monotonic() - began:.0f} s"), pauses):
+                yield
         finally:
-            over.set()
-            thread.join(timeout=5)
             if self._is_live:
                 print(file=self._stream, flush=True)
 
-    @contextmanager
-    def waiting(self, what: str, progress: Callable[[], str]) -> Iterator[None]:
-        """Reports progress now and then while the block runs, on separate lines between those of the table."""
-        over = threading.Event()
+    def waiting(self, what: str, progress: Callable[[], str]) -> AbstractContextManager[None]:
+        """Reports progress now and then while a block runs, on separate lines between those of the table."""
 
         def report() -> None:
-            while not over.wait(WAITING_S):
-                print(f"[{time.monotonic() - self._began:4.0f} s] {what}: {progress()}", file=self._stream, flush=True)
+            print(f"[{time.monotonic() - self._began:4.0f} s] {what}: {progress()}", file=self._stream, flush=True)
 
-        thread = threading.Thread(target=report, name="waiting", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join(timeout=5)
+        return _repeated(report, itertools.repeat(WAITING_S))
 
     def _say(self, what: str, progress: str) -> None:
         line = f"[{time.monotonic() - self._began:4.0f} s] {what}{f': {progress}' if progress else ''}"
@@ -77,6 +59,24 @@ class Reporter:
             print(f"\r\x1b[K{line}", end="", file=self._stream, flush=True)
         else:
             print(line, file=self._stream, flush=True)
+
+
+@contextmanager
+def _repeated(report: Callable[[], None], pauses: Iterator[float]) -> Iterator[None]:
+    """Calls a function in a thread after each of these pauses, in seconds, while the block runs."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(next(pauses)):
+            report()
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=5)
 
 
 def _pauses() -> Iterator[float]:

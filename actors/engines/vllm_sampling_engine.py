@@ -10,7 +10,6 @@ another engine, and with it another server.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import time
 import uuid
@@ -46,6 +45,7 @@ from slimefsdp.errors import (
     byte_text,
     portable,
 )
+from slimefsdp.io.files import link_or_copy
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats, checked_prompt
 
@@ -262,7 +262,7 @@ class VllmSamplingEngine(Watched):
         """Loads a copy of a folder; the server may read it again, if it has dropped the adapter to make room."""
         self._base.check(folder)
         try:
-            shutil.copytree(folder, version.folder, copy_function=_linked)
+            shutil.copytree(folder, version.folder, copy_function=link_or_copy)
         except OSError as error:
             raise ModelError(f"{folder} cannot be read: {error}", field="folder", hint="save it again") from error
         self._tell_of(version)
@@ -368,11 +368,3 @@ class VllmSamplingEngine(Watched):
             )  # fmt: skip
         self._drawn += sum(len(sample.tokens) for sample in samples)
         return SampleAnswer(samples, log_probs, top)
-
-
-def _linked(source: str, target: str) -> None:
-    """Makes a hard link to a file, which is never written again, or a copy where the disk has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

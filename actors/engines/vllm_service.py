@@ -17,7 +17,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, PeftFolder, read_peft_folder
+from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.sampling.params import SampledTokens, SampleRequest, SamplingParams, TopTokens
 
 if TYPE_CHECKING:  # the process that starts an engine needs no torch
@@ -205,24 +205,13 @@ class Base:
             ModelError: the folder is malformed, of another model or base, of a larger rank, or has adapters of a module
                 that has none here.
         """
+        from slimefsdp.models.lora import check_base_weights
+
         try:
             folder = read_peft_folder(path)
-            surplus = [name for name in folder.targets if name not in self.targets]
-            if folder.rank > self.rank or surplus:
-                has = f"an adapter of {surplus[0]}" if surplus else f"rank {folder.rank}"
-                raise ModelError(
-                    f"{path} has {has}, and the service has room for lora.rank={self.rank} of lora.targets",
-                    hint="raise lora.rank, or choose the module in lora.targets",
-                )
+            folder.check_room(self.rank, self.targets)
             folder.check_base({f"{name}.weight": shape for name, shape in self.targets.items()}, self.path)
-            recorded = folder.metadata.get(BASE_DIGEST)
-            same_dtype = folder.metadata.get(BASE_DTYPE) == str(self.dtype).removeprefix("torch.")
-            if recorded is not None and same_dtype and recorded != self.digest:
-                raise ModelError(
-                    f"the adapters of {path} were trained with weights {recorded}, and the model at {self.path} has "
-                    f"weights {self.digest}",
-                    hint="name the model that they were trained on as model.path",
-                )
+            check_base_weights(folder, self.dtype, lambda: self.digest, self.path)
         except ModelError as error:
             error.field = "folder"
             raise

@@ -6,7 +6,6 @@ Runs are named by their ids. A rank of 0 stands for all weights, as in the clien
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import shutil
 import threading
@@ -22,7 +21,7 @@ from actors.workers.group_calls import GroupCalls
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ConfigError, StateError
-from slimefsdp.io.files import disk_reported, remove
+from slimefsdp.io.files import disk_reported, link_or_copy, remove
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 
@@ -308,16 +307,9 @@ def _copied(source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(part, ignore_errors=True)
         try:
-            shutil.copytree(source, part, copy_function=_linked, ignore=shutil.ignore_patterns(".lock"))
+            shutil.copytree(source, part, copy_function=link_or_copy, ignore=shutil.ignore_patterns(".lock"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{source.name} is not there any more", field="path", hint="load another") from error
         except shutil.Error as error:  # has the errors of all files; the first one is enough
             raise OSError(error.args[0][0][2]) from error
         part.replace(target)
-
-
-def _linked(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the file system has no hard links
-        shutil.copy2(source, target)

@@ -116,16 +116,17 @@ def device_bytes(device: str) -> int | None:
     return round(_STATED[device][0] * 1e9) or None
 
 
-def write_calibration(path: Path, rates: Rates, details: Mapping[str, Any], *, field: str = "--calibrate") -> None:
+def write_calibration(path: Path, rates: Rates, details: Mapping[str, Any]) -> None:
     """Writes rates and details of their measurement to a file for `read_calibration`.
 
     Raises:
-        ConfigError: the file cannot be written; names `field`.
+        ConfigError: the file cannot be written.
     """
     try:
         path.write_text(json.dumps({"rates": asdict(rates), **details}, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field=field, hint="name another file") from None
+        problem = f"cannot write {path}: {error.strerror}"
+        raise ConfigError(problem, field="--calibrate", hint="name another file") from None
 
 
 def read_calibration(path: Path, *, field: str) -> Rates:

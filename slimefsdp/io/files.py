@@ -49,6 +49,14 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(path.name, size, digest.hexdigest())
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Makes a hard link to a file that is never written again, or a copy if the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 @contextmanager
 def io_reported(path: Path, call: str) -> Iterator[None]:
     """Turns an OSError inside the block into a CheckpointError that names the file."""

@@ -81,7 +81,7 @@ class ModelFolder:
         return self.config.get("n_positions", 1024) if self.model_type == "gpt2" else None  # transformers' default
 
 
-def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
+def check_tokenizer(path: Path) -> None:
     """Checks that a folder has the files of a tokenizer; without them transformers would make an empty one.
 
     Raises:
@@ -91,7 +91,7 @@ def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
         wanted = ", nor ".join(" with ".join(names) for names in _TOKENIZERS)
         raise ModelError(
             f"{path} has no tokenizer: neither {wanted}",
-            field=field,
+            field="model.path",
             hint="copy the tokenizer's files of the same model into the folder",
         )
 

@@ -377,7 +377,8 @@ def read_adapters(
             raised on every rank.
     """
     fill_matrices(folder, adapted_matrices(model), mesh.group, device=mesh.device, read_by=read_by)
-    check_base_weights(folder, model, lambda: base_digest(model, mesh.shard_group), base)
+    dtype = model.named_weights()[0][1].dtype
+    check_base_weights(folder, dtype, lambda: base_digest(model, mesh.shard_group), base)
 
 
 def fill_matrices(
@@ -416,23 +417,23 @@ def fill_matrices(
         raise
 
 
-def check_base_weights(folder: PeftFolder, model: DecoderModel, digest: Callable[[], str], base: Path) -> None:
+def check_base_weights(folder: PeftFolder, dtype: torch.dtype, digest: Callable[[], str], base: Path) -> None:
     """Checks that a folder's adapters were trained on the model's base weights, if the folder records these.
 
     Args:
+        dtype: of the base weights.
         digest: computes the model's `base_digest`; called only if the folder has one to compare with.
         base: the model's folder, for errors.
 
     Raises:
         ModelError: the adapters were trained on other base weights.
     """
-    dtype = str(model.named_weights()[0][1].dtype).removeprefix("torch.")
-    recorded = folder.metadata.get(BASE_DIGEST)
-    if recorded is None or folder.metadata.get(BASE_DTYPE) != dtype:  # the bits of other dtypes cannot be compared
+    name, recorded = str(dtype).removeprefix("torch."), folder.metadata.get(BASE_DIGEST)
+    if recorded is None or folder.metadata.get(BASE_DTYPE) != name:  # the bits of other dtypes cannot be compared
         return
     if (digest_of_model := digest()) != recorded:
         raise ModelError(
-            f"the adapters of {folder.path} were trained on base weights {recorded} (in {dtype}), and the model at "
+            f"the adapters of {folder.path} were trained on base weights {recorded} (in {name}), and the model at "
             f"{base} has weights {digest_of_model}",
             field=FIELD,
             hint=_OTHER_MODEL,

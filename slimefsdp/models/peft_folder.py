@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,23 @@ class PeftFolder:
             if found := re.match(rf"{expression}\.(?P<layer>\d+)\.", module):
                 return int(found["layer"]) in ([layers] if isinstance(layers, int) else layers)
         return False
+
+    def check_room(self, rank: int, targets: Collection[str]) -> None:
+        """Checks that adapters of this rank or a smaller one are those of some of these modules and stacks of experts.
+
+        Raises:
+            ModelError: the folder's rank is larger, or it has an adapter of something else.
+        """
+        if self.rank > rank:
+            raise ModelError(
+                f"the adapters of {self.path} have rank {self.rank}, and there is room for lora.rank={rank}",
+                hint=f"set lora.rank={self.rank}, or train adapters of a smaller rank",
+            )
+        if surplus := [name for name in self.targets if name not in targets]:
+            raise ModelError(
+                f"{self.path} has an adapter of {surplus[0]}, which lora.targets does not choose",
+                hint="choose it in lora.targets",
+            )
 
     def check_base(self, shapes: Mapping[str, Sequence[int]], base: Path) -> None:
         """Checks that a model has the linear modules of these adapters; `check_is_of` also checks experts.

@@ -74,19 +74,9 @@ class AdapterVersions:
     @torch.no_grad()
     def _read(self, path: Path) -> AdapterVersion:
         folder = read_peft_folder(path)
-        if folder.rank > self._rank:
-            raise ModelError(
-                f"the adapters of {path} have rank {folder.rank}, and there is room for lora.rank={self._rank}",
-                hint=f"set lora.rank={folder.rank}, or train adapters of a smaller rank",
-            )
-        known = {matrix.name for matrix in self._matrices}
-        if surplus := [name for name in folder.targets if name not in known]:
-            raise ModelError(
-                f"{path} has an adapter of {surplus[0]}, which lora.targets does not choose",
-                hint="choose it in lora.targets",
-            )
+        folder.check_room(self._rank, {matrix.name for matrix in self._matrices})
         check_is_of(folder, self._policy, self._base)
-        check_base_weights(folder, self._policy, self._base_digest, self._base)
+        check_base_weights(folder, self._dtype, self._base_digest, self._base)
         tensors = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
         # read at the folder's own rank, into contiguous tensors, and copied into tensors with room for the largest rank
         read: list[AdaptedMatrix] = []
