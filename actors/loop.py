@@ -190,7 +190,7 @@ class Run:
             self._folder.forget_old_batches()
         self._interrupts.done()
         if run.export_dir is not None:
-            self._group.export_hf(run.export_dir, None if run.export_dtype == "auto" else run.export_dtype)
+            self._group.export_hf(run.export_dir, self._config.precision.compute_dtype)
             if self._config.lora.rank is not None:
                 self._group.export_adapter(run.export_dir / "adapter")
         return self._loop.summary(read_metrics(run.dir))
@@ -393,9 +393,8 @@ class RolloutLoop:
         self._engines_are_outdated = False
 
     def rest_critic(self) -> None:
-        """Puts a colocated critic to sleep, if critic.offload asks for it."""
-        settings = self._config.critic
-        if self._group.critic is not None and (settings.placement, settings.offload) == ("colocated", "sleep"):
+        """Puts a colocated critic to sleep."""
+        if self._group.critic is not None and self._config.critic.is_colocated:
             self._group.critic.sleep()
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:

@@ -121,7 +121,6 @@ MEMORY = [
       for model, tokens in (("small", 512), ("small", 2048), ("wide", 512), ("large vocabulary", 1024), ("llama", 1024))
       for kind in ("none", "full", "selective")),
     Case("large vocabulary, untied", 1024),
-    Case("small", 2048, 1, {CHECKPOINTING: "full", "model.checkpoint_every_n_layers": 2}),
     Case("small", 2048, 1, {"optim.name": "sgd"}),
     Case("wide", 512, 1, {"model.frozen": ["*.mlp.*"]}),
     Case("wide", 1024, 1, {"loss.kl_coefficient": 0.1}),

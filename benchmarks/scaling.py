@@ -1,4 +1,4 @@
-"""Sharding levels on 1, 2, 4 and 8 ranks, and what offload, recomputation and prefetch cost and save.
+"""Sharding levels on 1, 2, 4 and 8 ranks, and what offload and recomputation cost and save.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
     python benchmarks/scaling.py --table     # prints the tables of benchmarks/results/scaling.json
@@ -53,10 +53,8 @@ SAMPLES, LENGTH, PACK_TOKENS = 16, 128, 128
 TRADE_OFFS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "fsdp.cpu_offload": {"fsdp": {"cpu_offload": True}},
-    "fsdp.prefetch_layers=1": {"fsdp": {"prefetch_layers": 1}},
     "activation_checkpointing=full": {"model": {"activation_checkpointing": "full"}},
     "activation_checkpointing=selective": {"model": {"activation_checkpointing": "selective"}},
-    "full, every 2nd layer": {"model": {"activation_checkpointing": "full", "checkpoint_every_n_layers": 2}},
 }
 TRADE_OFF_RANKS = 2
 

@@ -94,7 +94,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
             self._adapters = make_adapters(
                 config, model, mesh, self.updater, self._state.checkpoints, self._state.kl_coefficient
             )
-        if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
+        if role == "actor" and config.needs_reference and config.reference.is_colocated:
             reference.load()
 
     @property

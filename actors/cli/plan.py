@@ -463,8 +463,7 @@ def _longest_context(setup: TrainingSetup, device: Device, most_tokens: int) -> 
 
 
 def _stored(setup: TrainingSetup) -> str:
-    text = f"recompute {setup.recompute}" + (f"/{setup.recompute_every}" if setup.recompute_every > 1 else "")
-    return text + (", states on the host" if setup.cpu_offload else "")
+    return f"recompute {setup.recompute}" + (", states on the host" if setup.cpu_offload else "")
 
 
 def _terms(memory: Memory) -> list[str]:

@@ -45,10 +45,10 @@ def train_as_rank(config: RunConfig) -> int:
             field="algorithm",
             hint="run `slimefsdp train` without torchrun, which starts the ranks itself; or set algorithm=sft or dpo",
         )
-    if config.reference.placement == "group":
+    if not config.reference.is_colocated:
         raise ConfigError(
-            "reference.placement=group is a group of processes of its own, which torchrun did not start",
-            field="reference.placement",
+            f"reference.dp={config.reference.dp} is a group of processes of its own, which torchrun did not start",
+            field="reference.dp",
             hint="remove it, or run `slimefsdp train` without torchrun",
         )
     config = config.with_ranks(ranks)

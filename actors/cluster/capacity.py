@@ -40,8 +40,8 @@ def gpus_of_engines(config: RunConfig) -> int:
 
 
 def _group_ranks_beside_the_actor(config: RunConfig) -> int:
-    reference = config.ranks_of("ref") if config.reference.placement == "group" else 0
-    critic = config.ranks_of("critic") if config.critic.placement == "group" else 0
+    reference = config.ranks_of("ref") if not config.reference.is_colocated else 0
+    critic = config.ranks_of("critic") if not config.critic.is_colocated else 0
     return reference + critic
 
 

@@ -56,7 +56,7 @@ class ColocatedRanks:
     def keep_parameters_only(self) -> None:
         """Frees all that is not needed to send weights; idempotent."""
         critic = self.group.critic
-        if critic is not None and self.group.config.critic.placement == "colocated":
+        if critic is not None and self.group.config.critic.is_colocated:
             critic.sleep()
         self.group.sleep(("optimizer", "reference"))
 

@@ -128,7 +128,7 @@ class JobGroup(EndsWithBlock, GroupCalls):
 
     @property
     def reference_group(self) -> Self | None:
-        """Returns the reference group's handle, of an actor with reference.placement=group."""
+        """Returns the reference group's handle, of an actor with reference.dp."""
         return self._other("ref")
 
     def _other(self, role: Role) -> Self | None:

@@ -53,7 +53,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     ) -> None:
         self.config = config
         self.role: Role = role
-        self.reference_group: WorkerGroup | None = None  # of an actor, with reference.placement=group
+        self.reference_group: WorkerGroup | None = None  # of an actor, with reference.dp
         self.critic: WorkerGroup | None = None  # of an actor, with algorithm=ppo
         self._workers = list(workers)
         self._watchdog = watchdog
@@ -78,7 +78,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     ) -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
-        An actor group launches its reference group too, with `reference.placement: group`, and under `algorithm: ppo`
+        An actor group launches its reference group too, with `reference.dp`, and under `algorithm: ppo`
         its critic. With `mesh.dp: auto` the group takes what the cluster has; its `config` has the number.
 
         Args:
@@ -116,9 +116,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     attach = staticmethod(NamedGroup.attach)
 
     def _launch_others(self, config: RunConfig, places: PlacementGroups, sharding: Mapping[Role, str]) -> None:
-        if config.reference.placement == "group":
+        if not config.reference.is_colocated:
             self._refer_to(self.launch(config, "ref", places=places, sharding=sharding))
-        if config.algorithm == "ppo" and config.critic.placement == "colocated":
+        if config.algorithm == "ppo" and config.critic.is_colocated:
             self.critic = self._colocated_critic(config, sharding.get("critic"))
         elif config.algorithm == "ppo":
             self.critic = self.launch(config, "critic", places=places, sharding=sharding)

@@ -53,7 +53,6 @@ MODES: dict[str, dict[str, Any]] = {
     "recompute_selective": {"model": {"activation_checkpointing": "selective"}},
     "recompute_offload": {"model": {"activation_checkpointing": "offload"}},
     "cpu_offload": {"fsdp": {"cpu_offload": True}},
-    "prefetch": {"fsdp": {"prefetch_layers": 1}},
     "optimizer": {"fsdp": {"sharding": "optimizer"}},
     "replicate": {"fsdp": {"sharding": "replicate"}},
 }

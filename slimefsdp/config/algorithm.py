@@ -161,7 +161,6 @@ class CriticSettings(PlacedSettings):
         description="its folder, or id: a causal LM, whose value head starts at 0, or a token classifier of one label; "
         "null: model.path",
     )
-    offload: Literal["sleep", "none"] = Field("sleep", description="where it is while the policy trains or samples")
     lr: float | None = Field(None, gt=0, le=LARGEST, description="peak learning rate; null: optim.lr")
     clip: float | None = Field(
         0.2,

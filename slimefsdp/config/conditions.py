@@ -47,13 +47,8 @@ ONLY_WITH: dict[str, Condition] = {
         "correction.method": ("importance", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis")
     },
     "critic": {"algorithm": ("ppo",)},
-    "critic.dp": {"critic.placement": ("group",)},
-    "critic.offload": {"critic.placement": ("colocated",)},
-    "reference.dp": {"reference.placement": ("group",)},
-    "reference.offload": {"reference.placement": ("colocated",)},
+    "reference.offload": {"reference.dp": (None,)},
     "run.epochs": _FILES,
-    "run.export_dtype": {"run.export_dir": SET},
-    "model.checkpoint_every_n_layers": {"model.activation_checkpointing": ("full", "selective", "offload")},
     "lora.alpha": _LORA,
     "lora.targets": _LORA,
     "lora.sync": _LORA,
@@ -113,9 +108,9 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         "set reference.offload=sleep, or another loss.kl_estimator",
     ),
     (
-        {"loss.kl_estimator": ("full",), "reference.placement": ("group",)},
+        {"loss.kl_estimator": ("full",), "reference.dp": SET},
         "full reads the hidden states of the reference, which are in other processes",
-        "set reference.placement=colocated, or choose k3",
+        "remove reference.dp, or choose k3",
     ),
     (
         {"loss.kl_estimator": ("full", "k1_unbiased", "k3_unbiased"), "loss.kl_in": ("reward",)},
@@ -213,7 +208,8 @@ def _shown(setting: str, value: Any) -> str:
 
 def _condition(setting: str, values: tuple[Any, ...]) -> str:
     sign = " other than " if isinstance(values, But) else "="
-    return f"{setting}{sign}{' or '.join(map(str, values))}" if values else setting
+    shown = ("null" if value is None else str(value) for value in values)
+    return f"{setting}{sign}{' or '.join(shown)}" if values else setting
 
 
 def _unread(field: str, value: Any, other: str, values: tuple[Any, ...], found: Any) -> BrokenRule:

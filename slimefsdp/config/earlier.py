@@ -16,6 +16,8 @@ STORED = "# Every setting of this run."
 RENAMED: dict[str, str | None] = {
     "cluster.hang_timeout_s": None,  # ten times cluster.ping_timeout_s
     "cluster.max_ranks_per_core": None,
+    "critic.offload": None,
+    "critic.placement": "critic.dp",
     "critic.pretrain_steps": "critic.warmup_steps",
     "data.prompt_template": "data.prompt_column",
     "environment.concurrency": "rollout.reward_concurrency",
@@ -26,6 +28,7 @@ RENAMED: dict[str, str | None] = {
     "evaluation.solved_reward": None,
     "fsdp.offload_threads": None,
     "fsdp.pin_memory": None,
+    "fsdp.prefetch_layers": None,
     "fsdp.wrap_layers": "fsdp.wrap",
     "fsdp.wrap_min_parameters": "fsdp.wrap",
     "lora.resident_adapters": None,
@@ -36,6 +39,7 @@ RENAMED: dict[str, str | None] = {
     "loss.kl_unbiased": "loss.kl_estimator=k3_unbiased",
     "loss.sapo_temperature_negative": None,
     "loss.sapo_temperature_positive": None,
+    "model.checkpoint_every_n_layers": None,
     "model.offload_activations": "model.activation_checkpointing=offload",
     "optim.adjust_lr_fn": None,
     "optim.implementation": None,
@@ -49,9 +53,11 @@ RENAMED: dict[str, str | None] = {
     "profile.memory": None,
     "profile.record_shapes": None,
     "profile.with_stack": None,
+    "reference.placement": "reference.dp",
     "rollout.max_failed_steps": None,
     "rollout.overlong_penalty": None,
     "rollout.show_groups": None,
+    "run.export_dtype": None,  # precision.compute_dtype
     "run.wandb_group": None,
     "run.wandb_name": None,
     "service.max_body_bytes": None,
@@ -101,6 +107,11 @@ def _merge_settings(tree: dict[str, Any]) -> None:
         del loss["kl_unbiased"]
     if critic.get("pretrain_steps"):
         critic["pretrain_steps"] += critic.get("warmup_steps") or 0
+    mesh = tree.get("mesh") or {}
+    for name in ("critic", "reference"):
+        section = tree.get(name)
+        if isinstance(section, dict) and section.pop("placement", None) == "group" and section.get("dp") is None:
+            section["dp"] = (mesh.get("dp") or 1) * (mesh.get("dp_replicate") or 1)  # as many as the actor has
 
 
 def hint_of(field: str) -> str:

@@ -80,7 +80,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
         "correction.method": "none",
         "correction.veto_below": None,
         "correction.opsm_threshold": None,
-        "reference.placement": "colocated",
+        "reference.dp": None,
     }
     for field, value in wanted.items():
         found = config.value_of(field)

@@ -84,7 +84,6 @@ _FOREIGN_NAMES = {
     "precision.compute_dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision"),
     "fsdp.sharding": ("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "reshard_after_forward", "zero_stage"),
     "fsdp.wrap": ("fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy", "fsdp_min_num_params"),
-    "fsdp.prefetch_layers": ("fsdp_forward_prefetch", "fsdp_backward_prefetch"),
     "fsdp.cpu_offload": ("fsdp_offload_params", "param_offload", "optimizer_offload"),
     "batch.samples_per_update": ("global_batch_size", "per_device_train_batch_size"),
     "batch.samples_per_update (samples, not prompts)": ("ppo_mini_batch_size",),

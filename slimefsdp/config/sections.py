@@ -62,12 +62,6 @@ def _count_or_auto(value: Any) -> Any:
     return value if value == "auto" else within_ranks(value)
 
 
-def _whole_number_or_auto(value: Any) -> Any:
-    if value != "auto" and (type(value) is not int or value < 0):
-        raise broken_rule("must be a whole number, 0 or more, or auto", "write digits only, without quotes, or auto")
-    return value
-
-
 def _switch_or_name(value: Any) -> Any:
     """Returns the name that true or false stands for."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
@@ -102,11 +96,8 @@ class RunSettings(Settings):
     )
     export_dir: PathSetting | None = Field(
         None,
-        description="write a Hugging Face folder here after the last step; adapters also as a PEFT folder, adapter/ "
-        "inside it",
-    )
-    export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
-        "auto", description="of the tensors in run.export_dir; auto: that of the master weights"
+        description="write a Hugging Face folder here after the last step, in precision.compute_dtype; adapters also "
+        "as a PEFT folder, adapter/ inside it",
     )
     wandb_project: str | None = Field(
         None,
@@ -146,7 +137,6 @@ class ModelSettings(Settings):
         "offload: everything, and the input of a recomputed layer waits in the host's memory until backward "
         "(docs/long_context.md); true is full, false none",
     )
-    checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
 
 
@@ -183,10 +173,14 @@ class LoraSettings(Settings):
 class PlacedSettings(Settings):
     """Says where a reference or a critic runs."""
 
-    placement: Literal["colocated", "group"] = Field(
-        "colocated", description="in the actor's processes, or a worker group of its own"
+    dp: RankCount | None = Field(
+        None, description="data ranks of a worker group of its own; null: it is colocated, in the actor's processes"
     )
-    dp: RankCount | None = Field(None, description="data ranks of its own group; default: the actor's mesh")
+
+    @property
+    def is_colocated(self) -> bool:
+        """Returns whether the model is in the actor's processes."""
+        return self.dp is None
 
 
 class ReferenceSettings(PlacedSettings):
@@ -267,11 +261,6 @@ class FsdpSettings(Settings):
         None,
         description="which modules are FSDP units: those of the named classes; or, given a number, the smallest "
         "modules with at least so many parameters; null: decoder layers and an untied embedding",
-    )
-    prefetch_layers: Annotated[int | Literal["auto"], BeforeValidator(_whole_number_or_auto)] = Field(
-        "auto",
-        description="units gathered ahead of their use, in forward and backward; 0: each is gathered when it is "
-        "needed; auto: FSDP2's own order, which gathers one unit ahead in backward",
     )
     cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
 

@@ -186,17 +186,6 @@ class TrainerConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
-    def check_auto_dp_with_groups(self) -> Self:
-        for name, group in (("reference", self.reference), ("critic", self.critic)):
-            if self.mesh.dp == "auto" and group.placement == "group" and group.dp is None:
-                raise BrokenRule(
-                    "mesh.dp",
-                    f"mesh.dp=auto cannot share the cluster with {name}.placement=group of the same size",
-                    f"set {name}.dp, or mesh.dp",
-                )
-        return self
-
-    @model_validator(mode="after")
     def check_learning_rates(self) -> Self:
         """Refuses rates above 1 but for SGD: AdamW and Muon move each parameter by about the rate in each update."""
         adamw_lr = self.optim.adamw_lr if isinstance(self.optim, MuonSettings) else None
@@ -215,7 +204,7 @@ class TrainerConfig(AlgorithmSettings):
     def reference_is_policy(self) -> bool:
         """Returns whether the colocated reference is the policy with its adapters off, and not a model of its own."""
         reference = self.reference
-        return self.lora.are_trained and reference.placement == "colocated" and reference.path is None
+        return self.lora.are_trained and reference.is_colocated and reference.path is None
 
     @property
     def actor_mesh(self) -> tuple[int, int]:

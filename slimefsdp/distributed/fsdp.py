@@ -44,11 +44,9 @@ class Parallelism:
     reduce_dtype: torch.dtype | None = None  # dtype in which gradients are summed over ranks; None: master_dtype
     keep_parameters: bool = False  # keep parameters gathered from forward to backward; see `gradients_summed_once`
     wrap: Sequence[str] | int | None = None  # see `choose_units`
-    prefetch_layers: int | None = None  # units gathered ahead of their use; None: FSDP's own order
     cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
     pin_memory: bool = False
     recompute: Recompute = "none"
-    recompute_every: int = 1  # recompute the first of every `recompute_every` layers
     compile: bool = False
 
 
@@ -64,14 +62,13 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
     """
     if how.compile:
         compile_layers(policy.decoder_layers())
-    recompute_layers(policy.decoder_layers(), how.recompute, how.recompute_every, pin_memory=how.pin_memory)
+    recompute_layers(policy.decoder_layers(), how.recompute, pin_memory=how.pin_memory)
     precision = MixedPrecisionPolicy(
         param_dtype=None if how.compute_dtype == how.master_dtype else how.compute_dtype,
         reduce_dtype=how.reduce_dtype or how.master_dtype,
     )
     offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
-    units = choose_units(policy, how.wrap)
-    for unit in reversed(units):  # inner units first: an outer unit has the remaining parameters
+    for unit in reversed(choose_units(policy, how.wrap)):  # inner first: an outer unit has the other parameters
         fully_shard(
             unit,
             mesh=mesh.fsdp,
@@ -87,22 +84,7 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
                 module.set_gradient_divide_factor(1.0)
             # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
-    if how.prefetch_layers is not None:
-        _prefetch(policy, units, how.prefetch_layers)
     return policy
-
-
-def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """Makes each unit prefetch the next `depth` units in forward, and the previous ones in backward.
-
-    With a depth of 0 each unit prefetches itself in backward, which does nothing as it is already gathered; an empty
-    list would select FSDP's default order.
-    """
-    order: list[FSDPModule] = [module for module in (root, *units) if isinstance(module, FSDPModule)]
-    for index, unit in enumerate(order):
-        earlier = order[1:index] if index else order[1:]  # backward begins at the root and ends with the first unit
-        unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
-        unit.set_modules_to_backward_prefetch(earlier[::-1][:depth] or [unit])
 
 
 @contextmanager
@@ -245,8 +227,8 @@ _SAVED_BY_SELECTIVE = [
 _EXPERT_PRODUCTS = _aten._grouped_mm.default  # the product of all experts of a layer
 
 
-def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, every: int, *, pin_memory: bool = False) -> None:
-    """Makes the first of every `every` layers recompute activations in backward, in place.
+def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, *, pin_memory: bool = False) -> None:
+    """Makes layers recompute activations in backward, in place.
 
     Args:
         kind: full: recompute everything from the layer's input; selective: store matrix products and attention outputs
@@ -255,7 +237,7 @@ def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, every: int, *
     """
     if kind == "none":
         return
-    for layer in list(layers)[::every]:
+    for layer in layers:
         if kind == "offload":
             layer.forward = _recomputed_from_host(layer.forward, functools.partial(to_host, pin=pin_memory))
         else:

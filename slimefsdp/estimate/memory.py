@@ -233,12 +233,10 @@ def _in_last_layers(setup: TrainingSetup, batch: MicroBatches, before: Memory) -
     head_gradient = round(model.embedding_parameters * sizes.compute * trained)
     down_gradient = round(model.hidden * model.intermediate * sizes.compute * trained)
     other_gradients = unit_gradients - round(model.attention_parameters * sizes.compute * 3 / 4 * trained)
-    # layers may differ in what they save; these include the first that is recomputed
-    for done in range(min(1 + setup.recompute_every, model.layers)):  # number of layers whose backward is complete
+    for done in range(min(2, model.layers)):  # number of layers whose backward is complete
         current = model.layers - 1 - done
         below = kept_activations(setup, current, tokens)
-        is_recomputed = setup.recompute != "none" and current % setup.recompute_every == 0
-        if is_recomputed and not layer.is_stream_kept:
+        if setup.recompute != "none" and not layer.is_stream_kept:
             below += layer.stream * tokens
         # the next layer is being gathered, and the gradients of the previous one are being reduced
         prefetched = 0
@@ -329,8 +327,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
     if critic is not None:
         training = step_memory(critic, replace(batch, rows=0))
         # while the critic trains, it does not count among the waiting models
-        sleeps = colocated.critic_rests_on_host or setup.states_on_host
-        resting_on_host = waiting.on_host - (waiting.critic if sleeps else 0)
+        resting_on_host = waiting.on_host - waiting.critic
         awake = policy.total + (0 if setup.states_on_host else waiting.reference - resting_on_host)
         moment = replace(training, others=awake, host=training.host + policy.host + resting_on_host)
         moments.append(_on_one_memory(setup, moment))
@@ -347,7 +344,7 @@ class _Waiting(NamedTuple):
 
     reference: int
     critic: int
-    on_device: int  # bytes of both on the device while the policy trains
+    on_device: int  # bytes of the reference on the device while the policy trains
 
     @property
     def on_host(self) -> int:
@@ -361,5 +358,5 @@ class _Waiting(NamedTuple):
         reference, critic = at_rest(setup.reference_setup), at_rest(setup.critic_setup)
         colocated = setup.colocated
         shows_reference = setup.full_kl or not colocated.reference_rests_on_host
-        on_device = (reference if shows_reference else 0) + (0 if colocated.critic_rests_on_host else critic)
-        return cls(reference, critic, 0 if setup.states_on_host else on_device)
+        on_device = reference if shows_reference and not setup.states_on_host else 0
+        return cls(reference, critic, on_device)

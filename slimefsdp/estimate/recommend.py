@@ -17,7 +17,7 @@ from slimefsdp.estimate.schedule import Schedule
 from slimefsdp.estimate.setup import SHARDINGS, Recompute, TrainingSetup
 from slimefsdp.estimate.traffic import gathered_parameters, sharding_traffic
 
-_RECOMPUTATIONS: tuple[tuple[Recompute, int], ...] = (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
+_RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_RANKS = 8192  # largest mesh that is considered
 MOST_TOKENS = 2**27  # longest sample that is considered
 # an optimiser reads each gradient, and reads and writes each parameter and each state
@@ -146,14 +146,14 @@ def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selec
     return Recommendation(chosen, tuple(compared), None, f"{problem}; {ways_out}")
 
 
-def _ways_to_train(setup: TrainingSetup, recomputations: tuple[tuple[Recompute, int], ...]) -> Iterator[TrainingSetup]:
+def _ways_to_train(setup: TrainingSetup, recomputations: tuple[Recompute, ...]) -> Iterator[TrainingSetup]:
     """Yields every sharding with each recomputation, with states on the device and, if it is separate, on the host."""
     for sharding in SHARDINGS:
-        for recompute, every in recomputations:
+        for recompute in recomputations:
             if recompute == "full" and setup.recompute == "offload":
                 recompute = "offload"
             for offload in (False,) if setup.on_cpu else (False, True):
-                yield replace(setup, sharding=sharding, recompute=recompute, recompute_every=every, cpu_offload=offload)
+                yield replace(setup, sharding=sharding, recompute=recompute, cpu_offload=offload)
 
 
 def _advice(chosen: Candidate, recommended: Candidate, device: Device) -> str:
@@ -206,7 +206,7 @@ def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: i
 
 def _some_way_fits(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> bool:
     """Returns whether some variation fits; only those that recompute every layer are tried, as they need least."""
-    ways = _ways_to_train(setup, (("full", 1),))
+    ways = _ways_to_train(setup, ("full",))
     return any(fits(peak_memory(way, batch).total, memory_bytes) for way in ways)
 
 
@@ -249,7 +249,7 @@ def longest_contexts(
     """
     ways = [setup]
     for offload in (False,) if setup.on_cpu else (False, True):
-        stored = replace(setup, recompute_every=1, cpu_offload=offload)
+        stored = replace(setup, cpu_offload=offload)
         ways += [replace(stored, recompute="none"), replace(stored, recompute="full")]
         if not setup.on_cpu:
             ways.append(replace(stored, recompute="offload"))

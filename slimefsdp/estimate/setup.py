@@ -74,7 +74,6 @@ class ColocatedModels:
     reference_computes_from_host: bool = False  # reference.offload=fsdp
     reference_takes_policys_place: bool = False  # reference.offload=swap
     critic: ModelSpec | None = None
-    critic_rests_on_host: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class TrainingSetup:
     sharding: Sharding = "full"
     sizes: ByteSizes = field(default_factory=ByteSizes)
     recompute: Recompute = "none"
-    recompute_every: int = 1
     cpu_offload: bool = False
     trained_share: float = 1.0  # trained parameters / all parameters of the model, without adapters
     lora_rank: int | None = None
@@ -146,7 +144,7 @@ class TrainingSetup:
 
     def recomputed_among(self, layers: int) -> int:
         """Returns how many of the first `layers` decoder layers are recomputed in backward."""
-        return 0 if self.recompute == "none" else -(-layers // self.recompute_every)
+        return 0 if self.recompute == "none" else layers
 
     @property
     def recomputed_share(self) -> float:
@@ -157,7 +155,6 @@ class TrainingSetup:
     def storage_settings(self) -> str:
         """Returns the settings for activations and states, as overrides on a command line."""
         text = f"model.activation_checkpointing={self.recompute}"
-        text += f" model.checkpoint_every_n_layers={self.recompute_every}" if self.recompute_every > 1 else ""
         return text + (" fsdp.cpu_offload=true" if self.cpu_offload else "")
 
     @property
@@ -201,8 +198,8 @@ def setup_of(
     precision, optim, lora = config.precision, config.optim, config.lora
     compute = ELEMENT_BYTES[precision.compute_dtype]
     master = max(4, compute)
-    has_reference = config.needs_reference and config.reference.placement == "colocated"
-    has_critic = config.algorithm == "ppo" and config.critic.placement == "colocated"
+    has_reference = config.needs_reference and config.reference.is_colocated
+    has_critic = config.algorithm == "ppo" and config.critic.is_colocated
     trained = model.trained_parameters(config.model.frozen or ()) / model.parameters
     return TrainingSetup(
         model=model,
@@ -219,7 +216,6 @@ def setup_of(
             ],
         ),
         recompute=config.model.activation_checkpointing,
-        recompute_every=config.model.checkpoint_every_n_layers,
         cpu_offload=config.fsdp.cpu_offload,
         trained_share=trained if lora.rank is None else 0.0,
         lora_rank=lora.rank,
@@ -235,7 +231,6 @@ def setup_of(
             reference_computes_from_host=config.reference.offload == "fsdp",
             reference_takes_policys_place=config.reference.offload == "swap",
             critic=critic if has_critic else None,
-            critic_rests_on_host=config.critic.offload == "sleep",
         ),
     )
 

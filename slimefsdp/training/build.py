@@ -92,11 +92,9 @@ def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
         reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
         keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
         wrap=fsdp.wrap,
-        prefetch_layers=None if fsdp.prefetch_layers == "auto" else fsdp.prefetch_layers,
         cpu_offload=fsdp.cpu_offload,
         pin_memory=is_host_memory_pinned(config, device),
         recompute=config.model.activation_checkpointing,
-        recompute_every=config.model.checkpoint_every_n_layers,
         compile=config.model.compile,
     )
 
@@ -377,11 +375,11 @@ def reference_for(
         return PolicyWithoutAdapters(policy, memory_manager)
 
     def load() -> PolicyModel:
-        if config.reference.placement == "group":
+        if not config.reference.is_colocated:
             raise ConfigError(
-                "reference.placement=group, and this Trainer has no such group",
-                field="reference.placement",
-                hint="give ref_log_probs in the batch, use a WorkerGroup, or set reference.placement=colocated",
+                f"reference.dp={config.reference.dp} is a group of its own, and this Trainer has none",
+                field="reference.dp",
+                hint="give ref_log_probs in the batch, use a WorkerGroup, or remove reference.dp",
             )
         folder = folder_for(config, "ref", mesh.group)
         if folder.vocab_size != policy_folder.vocab_size:

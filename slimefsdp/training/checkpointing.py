@@ -395,13 +395,13 @@ def _require_reference_of_launch(info: dict[str, Any], file: Path) -> None:
     Raises:
         CheckpointError: it had been; earlier versions of this program did not save such a reference.
     """
-    saved = info.get("config", {}).get("reference", {})
-    if saved.get("placement") != "group" or saved.get("update_interval_steps") is not None:
+    saved = with_present_names(info.get("config", {})).get("reference", {})
+    if saved.get("dp") is None or saved.get("update_interval_steps") is not None:
         raise CheckpointError(
-            f"{file} has no part of a reference group, and is of reference.placement={saved.get('placement')}, "
+            f"{file} has no part of a reference group, and is of reference.dp={saved.get('dp')}, "
             f"reference.update_interval_steps={saved.get('update_interval_steps')}",
-            field="reference.placement",
-            hint="resume with the placement of the run that wrote it, or start a new run from its exported weights",
+            field="reference.dp",
+            hint="resume with the reference.dp of the run that wrote it, or start a new run from its exported weights",
             call="load",
         )
 

@@ -159,7 +159,7 @@ class ColocatedReference:
             StateError: there is no model yet, or it has another architecture.
         """
         if self.model is None:
-            raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
+            raise StateError("there is no colocated reference", field="reference.dp", hint="set it up first")
         if not policy.is_like(self.model):
             raise StateError(
                 "update_ref() on a reference of another architecture",

@@ -71,7 +71,7 @@ def two_steps(group: WorkerGroup, batch: RolloutBatch) -> tuple[list[dict[str, s
 def test_a_critic_computes_the_same_beside_the_actor_and_in_processes_of_its_own(
     colocated: WorkerGroup, critic: WorkerGroup, first_steps: Any, make_ppo: Any, batch: RolloutBatch
 ) -> None:
-    settings = {"lr": CRITIC_LR, "placement": "group"}
+    settings = {"lr": CRITIC_LR, "dp": 2}
     group = WorkerGroup.launch(make_ppo(batch={"samples_per_update": 6}, critic=settings))
     assert group.critic is not None
     apart, own = two_steps(group, batch), {answer.pid for each in (group, group.critic) for answer in each.health()}
@@ -114,7 +114,7 @@ def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFact
                 "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
                 "reward": "tests.support.runs:variety",
             },
-            reference={} if lora else {"placement": "group", "update_interval_steps": INTERVAL - 1},
+            reference={} if lora else {"dp": 2, "update_interval_steps": INTERVAL - 1},
             checkpoint={"interval_steps": INTERVAL, "keep_last": 2, **sections},
             critic={"lr": 0.01, "warmup_steps": WARMED},
         )  # fmt: skip

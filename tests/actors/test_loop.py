@@ -105,7 +105,7 @@ def test_a_supervised_run_is_extended_as_if_it_had_been_longer(
     def run(name: str, steps: int, *more: str) -> RunConfig:
         folder = tmp_path / name
         overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}", "mesh.dp=1", *more]
-        overrides += [f"run.dir={folder}", f"run.export_dir={folder / f'model_{steps}'}", "run.export_dtype=bfloat16"]
+        overrides += [f"run.dir={folder}", f"run.export_dir={folder / f'model_{steps}'}"]
         overrides += [f"run.steps={steps}", "batch.samples_per_update=4", "checkpoint.interval_steps=2"]
         return load_config(ROOT / "configs" / "sort_digits_sft.yaml", [*overrides])
 
@@ -124,7 +124,7 @@ def test_a_supervised_run_is_extended_as_if_it_had_been_longer(
     assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000005"]
     assert not (folder / "batches").exists(), "its data are batches already"
     exported = [AutoModelForCausalLM.from_pretrained(config.run.export_dir, dtype="auto") for config in configs]
-    assert {parameter.dtype for model in exported for parameter in model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for model in exported for parameter in model.parameters()} == {torch.float32}
     assert load_config(folder / "settings.yaml").run.steps == 5
     assert load_config(folder / "settings.1.yaml").run.steps == 3
 

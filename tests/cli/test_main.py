@@ -142,9 +142,9 @@ def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -
     assert plain["imbalance"]["cp"]["tokens"] <= 1.05 and plain["imbalance"]["cp"]["work"] <= 1.05
     full = found("fsdp.sharding=full")
     assert full["sharding"]["all_gather"] > 1.9 * plain["sharding"]["all_gather"]
-    recomputed = found("model.activation_checkpointing=full", "model.checkpoint_every_n_layers=4")
+    recomputed = found("model.activation_checkpointing=full")
     for name, sent in recomputed["comm"].items():
-        assert sent["forward"] == pytest.approx(1.25 * plain["comm"][name]["forward"])
+        assert sent["forward"] == pytest.approx(2 * plain["comm"][name]["forward"])
     wide = found("precision.compute_dtype=float32", "precision.reduce_dtype=float64", "optim.name=sgd")
     assert wide["sharding"]["reduce_scatter"] == pytest.approx(2 * plain["sharding"]["reduce_scatter"])
     assert wide["memory"]["full"]["optimizer"] * 2 == plain["memory"]["full"]["optimizer"]

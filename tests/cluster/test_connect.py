@@ -300,7 +300,7 @@ def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers()
         (4, {"mesh": {"dp": 4, "device": "cpu"}}, False),
         (4, {"mesh": {"dp": 4}, "cluster": {"address": "10.0.0.1:6379"}}, False),
         (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}}, False),
-        (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}, "reference": {"placement": "group", "dp": 1}}, True),
+        (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}, "reference": {"dp": 1}}, True),
         (4, {"mesh": {"dp": 2}, "rollout": {**SERVERS, "gpus_per_engine": 2}}, False),
         (4, {"mesh": {"dp": 3}, "rollout": {**SERVERS, "gpus_per_engine": 2}}, True),
         (4, {"mesh": {"dp": 4}, "rollout": {"engine": "vllm", "engines": 1, "engine_urls": ["http://a:1"]}}, False),
@@ -362,7 +362,7 @@ def test_auto_takes_the_gpus_that_engines_and_a_reference_group_leave(monkeypatc
     assert with_cluster_ranks(config(algorithm="sft", mesh=auto)).actor_mesh == (2, 4)
     beside = {"engines": 2, "placement": "colocated"}
     assert with_cluster_ranks(config(mesh=auto, rollout=beside)).actor_mesh == (2, 4)
-    apart = {"placement": "group", "dp": 3}
+    apart = {"dp": 3}
     assert with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}, reference=apart)).actor_mesh == (2, 2)
     with refused(ConfigError, "mesh.dp", 7, "mesh.dp_replicate=2"):
         with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}))

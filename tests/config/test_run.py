@@ -566,8 +566,8 @@ def test_auto_leaves_no_fewer_ranks_than_there_are_colocated_engines():
 
 
 @pytest.mark.parametrize("name", ["reference", "critic"])
-def test_a_group_beside_the_actors_has_its_mesh_unless_it_has_a_size_of_its_own(name):
-    mesh = {"algorithm": "ppo", "mesh__dp": 3, "mesh__cp": 2, "mesh__dp_replicate": 2, f"{name}__placement": "group"}
+def test_a_model_has_the_actors_mesh_unless_it_has_a_group_of_its_own(name):
+    mesh = {"algorithm": "ppo", "mesh__dp": 3, "mesh__cp": 2, "mesh__dp_replicate": 2}
     role = {"reference": "ref"}.get(name, name)
     for dp, expected, ranks in ((None, (2, 3), 12), (1, (1, 1), 2)):
         config = settings(**mesh, **{f"{name}__dp": dp})

@@ -51,26 +51,22 @@ SAME = {
     "two copies, cp": mesh(2, 1, 2),
     "parameters kept, copies, cp": mesh(2, 1, 2, fsdp={"sharding": "keep_parameters"}),
     "summed once": mesh(1, 2, 1, fsdp={"sharding": "optimizer"}),
-    "summed once, copies, cp, prefetched": mesh(2, 1, 2, fsdp={"sharding": "optimizer", "prefetch_layers": 1}),
+    "summed once, copies, cp": mesh(2, 1, 2, fsdp={"sharding": "optimizer"}),
     "summed once, on the host, recomputed": mesh(
         1, 2, 1, fsdp={"sharding": "optimizer", "cpu_offload": True}, model={"activation_checkpointing": "full"}
     ),
     "whole on every rank, cp": mesh(2, 1, 2, fsdp={"sharding": "replicate"}),
     "copies on the host": mesh(2, 1, 2, fsdp={"cpu_offload": True}),
-    "small units, recomputed, prefetched": mesh(
-        1, 2, 1, fsdp={"wrap": BLOCKS, "prefetch_layers": 2}, model={"activation_checkpointing": "full"}
-    ),
-    "units in units": mesh(1, 2, 1, fsdp={"wrap": ["Qwen3DecoderLayer", "Qwen3MLP"], "prefetch_layers": 1}),
+    "small units, recomputed": mesh(1, 2, 1, fsdp={"wrap": BLOCKS}, model={"activation_checkpointing": "full"}),
+    "units in units": mesh(1, 2, 1, fsdp={"wrap": ["Qwen3DecoderLayer", "Qwen3MLP"]}),
     "units by size": mesh(1, 2, 1, fsdp={"wrap": 3000, "sharding": "keep_parameters"}),
-    "root alone": mesh(1, 2, 1, fsdp={"wrap": 10**9, "prefetch_layers": 2}),
-    "every second layer recomputed": mesh(
-        1, 1, 1, model={"activation_checkpointing": "full", "checkpoint_every_n_layers": 2}
-    ),
+    "root alone": mesh(1, 2, 1, fsdp={"wrap": 10**9}),
+    "recomputed": mesh(1, 1, 1, model={"activation_checkpointing": "full"}),
     "selectively recomputed, cp": mesh(1, 1, 2, model={"activation_checkpointing": "selective"}),
     "everything": mesh(
         2, 1, 2,
-        fsdp={"wrap": BLOCKS, "prefetch_layers": 1, "cpu_offload": True, "sharding": "keep_parameters"},
-        model={"activation_checkpointing": "selective", "checkpoint_every_n_layers": 2},
+        fsdp={"wrap": BLOCKS, "cpu_offload": True, "sharding": "keep_parameters"},
+        model={"activation_checkpointing": "selective"},
     ),
 }  # fmt: skip
 # where a tensor that two modules hold is sharded, summed, kept, offloaded or recomputed by another path
@@ -305,7 +301,7 @@ def test_every_module_can_be_a_unit_and_what_is_recomputed_changes_no_bit(
     kind: str, ranks: RankPool, tiny_folder: TinyFolder
 ) -> None:
     path = tiny_folder(kind)
-    batch, units = make_batch(path), {"wrap": 1, "sharding": "keep_parameters", "prefetch_layers": 3}
+    batch, units = make_batch(path), {"wrap": 1, "sharding": "keep_parameters"}
     stored = ranks.run(2, reduced_gradients, settings(path, mesh={"cp": 2}), batch)[0]
     assert max(gradient.abs().max().item() for gradient in stored.values()) > 0.01
     model = {"activation_checkpointing": "full"}
@@ -339,13 +335,12 @@ def after_load_and_update_ref(rank: int, config: RunConfig, batch: RolloutBatch)
     return [moved, after_load, float(np.abs(reference - trainer.compute_log_probs(batch).log_probs).max())]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
 def test_no_forward_uses_what_was_gathered_before_the_weights_changed(
-    untied: Path, ranks: RankPool, tmp_path: Path, prefetch: int
+    untied: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     # registered in another order than called: units are gathered ahead that were called already
     units = ["Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"]
-    sections = mesh(1, 2, 1, fsdp={"wrap": units, "prefetch_layers": prefetch})
+    sections = mesh(1, 2, 1, fsdp={"wrap": units})
     config = settings(untied, **sections, run={"dir": str(tmp_path)})
     for moved, after_load, reference in ranks.run(2, after_load_and_update_ref, config, make_batch(untied)):
         assert moved > 1e-3 and after_load == 0 and reference == 0

@@ -62,7 +62,7 @@ def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute
         add_adapters(policy, Lora(rank, 8.0, ["attention", "mlp"], seed=0), base_dtype=torch.float32)
         hf.get_input_embeddings().weight.requires_grad_(True)  # what is frozen below all adapters has no backward
     if recompute:
-        recompute_layers(policy.decoder_layers(), "full", 1)
+        recompute_layers(policy.decoder_layers(), "full")
     tokens, rows = torch.arange(1, 14), torch.tensor([3, 4, 5, 6, 10, 11])
     positions = torch.cat([torch.arange(9), torch.arange(4)])
     share = LocalShare(tokens, positions, rows, tokens[rows + 1], torch.arange(6))

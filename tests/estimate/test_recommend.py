@@ -51,12 +51,8 @@ def seconds(**changes: Any) -> StepTime:
 def test_the_floor_is_what_runs_over_its_rate_and_what_is_sent_over_its_own() -> None:
     needed, forward = (of(MODEL, LENGTHS[:4], counted_rows=2 * 4096) for of in (training_flops, forward_flops))
     head = 3 / 4  # chunks of 1,024 rows of logits, and those of the last are kept
-    found, every_second, selective = (
-        seconds(),
-        seconds(recompute="full", recompute_every=2),
-        seconds(recompute="selective"),
-    )
-    for time, layers in ((found, 0), (every_second, 0.5)):
+    found, recomputed, selective = seconds(), seconds(recompute="full"), seconds(recompute="selective")
+    for time, layers in ((found, 0), (recomputed, 1)):
         ran = executed_flops(needed, forward, recomputed_layers=layers, recomputed_head=head)
         assert time.products == pytest.approx((ran.layers + ran.head) / 100e12)
         assert time.attention == pytest.approx(ran.attention / 50e12)

@@ -50,7 +50,6 @@ def test_a_setup_is_that_of_the_settings() -> None:
     found = setup(
         model={
             "activation_checkpointing": "offload",
-            "checkpoint_every_n_layers": 2,
             "frozen": ["*.mlp.*"],
         },
         fsdp={"cpu_offload": True},
@@ -58,7 +57,7 @@ def test_a_setup_is_that_of_the_settings() -> None:
     )
     assert found.trained_share == pytest.approx(1 - 4 * 3 * 64 * 128 / MODEL.parameters)
     expected = TrainingSetup(
-        MODEL, recompute="offload", recompute_every=2, cpu_offload=True,
+        MODEL, recompute="offload", cpu_offload=True,
         trained_share=found.trained_share, is_optimizer_fused=True, entropy_grad=True, on_cpu=True,
         colocated=found.colocated,
     )  # fmt: skip
@@ -80,10 +79,9 @@ def test_automatic_sharding_sends_least_and_leaves_room_for_models_that_are_stil
     assert alone == sorted(alone, key=order.index) and alone[0] == "full" and alone[-1] == "optimizer"
     assert choose_sharding(TrainingSetup(untied, MeshShape(dp=4)), 1024, None) == "optimizer"
     reference = untied.parameters // 4 * 4
-    critic = 3 * (untied.parameters - untied.embedding_parameters) // 4 * 4
-    stay = ColocatedModels(untied, reference_rests_on_host=False, critic=untied, critic_rests_on_host=False)
-    assert levels(stay, 0) != alone and levels(stay, math.ceil((reference + critic) / HEADROOM)) == alone
-    sleeping = ColocatedModels(untied, critic=untied)
+    stay = ColocatedModels(untied, reference_rests_on_host=False)
+    assert levels(stay, 0) != alone and levels(stay, math.ceil(reference / HEADROOM)) == alone
+    sleeping = ColocatedModels(untied)
     assert levels(sleeping, 0) == (levels(stay, 0) if on_cpu else alone), "only where there is another memory"
 
 

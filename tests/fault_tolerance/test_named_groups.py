@@ -208,7 +208,7 @@ def config(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> RunCon
         run={"dir": str(tmp_path_factory.mktemp("named"))},
         batch={"samples_per_update": 6},
         loss={"kl_coefficient": 0.2},
-        reference={"placement": "group", "dp": 1},
+        reference={"dp": 1},
         advantage={"estimator": "gae"},
     ).model_dump(exclude_unset=True)
     return config_from_dict({**tree, "algorithm": "ppo"})

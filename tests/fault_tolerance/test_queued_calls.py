@@ -34,7 +34,7 @@ from slimefsdp.training.plan import plan_training
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S, wait_until
 
-OWN_REFERENCE = {"loss": {"kl_coefficient": 0.1}, "reference": {"placement": "group"}}
+OWN_REFERENCE = {"loss": {"kl_coefficient": 0.1}, "reference": {"dp": 2}}
 
 
 class Bug(RayTaskError):
@@ -146,7 +146,7 @@ def launch(example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Run
 
     def make(job: Job, config: RunConfig) -> Any:
         group = WorkerGroup(config, "actor", [Rank(job)], folder, watchdog=watchdog)
-        if config.reference.placement == "group":
+        if not config.reference.is_colocated:
             group._refer_to(WorkerGroup(config, "ref", [Rank(job)], folder, watchdog=watchdog))
         return group
 

@@ -91,7 +91,7 @@ def straight_and_struck(
 def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
     cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
 ) -> None:
-    reference = {"placement": "group", "update_interval_steps": 1}
+    reference = {"dp": 2, "update_interval_steps": 1}
     straight, struck = straight_and_struck(make_config, example, tmp_path, started, reference=reference)
     assert straight == struck
     assert "engines were lost" in capsys.readouterr().err

@@ -141,9 +141,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, int, int], dict[str, Any]]
     "on the host, AdamW": (
         MIXED, (1, 2, 1), {"fsdp": {"cpu_offload": True}, "optim": {"name": "adamw", "lr": 1e-2, "eps": 1e-3}}
     ),
-    "small units, prefetched": (
-        BEGINNING, (1, 2, 1), {"fsdp": {"wrap": ["Qwen3Attention", "Qwen3MLP"], "prefetch_layers": 2}}
-    ),
+    "small units": (BEGINNING, (1, 2, 1), {"fsdp": {"wrap": ["Qwen3Attention", "Qwen3MLP"]}}),
     "ulysses": (FROZEN["what attention reads"], (1, 1, 2), {"attention": {"strategy": "ulysses"}}),
     "fused AdamW": (MIXED, (1, 2, 1), {"optim": {"name": "adamw", "lr": 1e-2, "eps": 1e-3}}),
 }  # fmt: skip

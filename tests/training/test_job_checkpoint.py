@@ -100,7 +100,7 @@ def test_policy_critic_and_reference_come_back_together(
 ) -> None:
     config = critic_settings(
         tiny_folder(), run={"dir": str(tmp_path)}, mesh={"dp": 2}, loss={"kl_coefficient": 0.1},
-        reference={"placement": "group"}, checkpoint={"async_save": async_save, "keep_last": 3},
+        reference={"dp": 2}, checkpoint={"async_save": async_save, "keep_last": 3},
     )  # fmt: skip
     for found in ranks.run(2, saved_and_loaded, config, critic_batch()):
         assert found["are equal"] and found["critic"] and found["moved"] == [3, 2, 3, 3, 3]

@@ -190,7 +190,7 @@ def test_samples_of_zero_advantage_stay_where_another_term_trains_them() -> None
 
 
 def test_a_critic_trains_on_every_sample_with_a_token_and_on_its_own_mesh() -> None:
-    config = settings(algorithm="ppo", mesh={"dp": 2}, critic={"placement": "group", "dp": 3})
+    config = settings(algorithm="ppo", mesh={"dp": 2}, critic={"dp": 3})
     masked = BATCH.replace(loss_mask=BATCH.mask & (BATCH.sample_ids != 4), values=np.zeros(BATCH.num_response_tokens))
     plan = plan_training(config, masked, loss="value")
     assert planned_samples(plan) == [0, 1, 2, 3, 5, 6, 7, 8, 9] and [len(update) for update in plan.updates] == [3]

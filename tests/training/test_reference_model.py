@@ -216,10 +216,10 @@ def update_without_a_reference(rank: int, config: RunConfig) -> list[Any]:
     return [error_of(trainer.update_ref), trainer.reference]
 
 
-@pytest.mark.parametrize("placement", ["colocated", "group"])
-def test_an_update_of_no_reference_is_refused(folder: Path, ranks: RankPool, placement: str) -> None:
-    error, reference = ranks.run(1, update_without_a_reference, settings(folder, reference={"placement": placement}))[0]
-    assert isinstance(error, StateError) and error.field == "reference.placement" and reference is None
+@pytest.mark.parametrize("dp", [None, 1])
+def test_an_update_of_no_reference_is_refused(folder: Path, ranks: RankPool, dp: int | None) -> None:
+    error, reference = ranks.run(1, update_without_a_reference, settings(folder, reference={"dp": dp}))[0]
+    assert isinstance(error, StateError) and error.field == "reference.dp" and reference is None
 
 
 def update_of_another_architecture(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:

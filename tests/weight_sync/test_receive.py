@@ -226,6 +226,6 @@ def reference_group_receives(rank: int, config: RunConfig) -> tuple[str, str, in
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_sharded_receiver_keeps_its_own_rows(ranks: RankPool, tiny_folder: TinyFolder, dp: int) -> None:
     folder, other = (tiny_folder(vocab_size=97, seed=seed) for seed in (0, 1))
-    config = settings(folder, mesh={"dp": dp}, reference={"path": str(other), "placement": "group"})
+    config = settings(folder, mesh={"dp": dp}, reference={"path": str(other), "dp": dp})
     for before, after, version, actor in ranks.run(dp, reference_group_receives, config):
         assert after == actor != before and version == 3

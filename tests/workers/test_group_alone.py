@@ -173,7 +173,7 @@ def with_reference(launched: Any) -> Callable[[threading.Event], tuple[Any, list
     """As `launched`, with a reference group, whose rank answers when it may."""
 
     def launch(may_answer: threading.Event) -> tuple[Any, list[Any]]:
-        group, given = launched(loss={"kl_coefficient": 0.1}, reference={"placement": "group"})
+        group, given = launched(loss={"kl_coefficient": 0.1}, reference={"dp": 2})
         rank: Any = Reference(given, may_answer)
         folder = read_model_folder(group.config.model.path)
         watchdog: Any = Untouchable()

@@ -354,7 +354,7 @@ def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config
 def test_a_reference_group_of_another_size_gives_the_colocated_result(
     group: Any, make_config: Any, small_batch: RolloutBatch
 ) -> None:
-    apart = WorkerGroup.launch(make_config(loss={"kl_coefficient": 0.2}, reference={"placement": "group", "dp": 1}))
+    apart = WorkerGroup.launch(make_config(loss={"kl_coefficient": 0.2}, reference={"dp": 1}))
     try:
         assert [len(apart.health()), len(apart.reference_group.health())] == [2, 1]
         kl = []
