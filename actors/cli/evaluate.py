@@ -180,7 +180,7 @@ def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> l
     sets = config.data.heldout_sets
     sizes = {name: f"{len(prompts.heldout[name]):,} prompts of {path}" for name, path in sets.items()}
     drawn = f"{samples} response{'s' * (samples > 1)} to each at temperature {sampling.temperature:g}"
-    drawn = drawn if samples else "the likeliest response to each"
+    drawn = drawn if sampling.temperature else "the likeliest response to each"
     lines = [
         f"{config.model.path}: {sizes.get('') or f'{len(sets)} held-out sets'}",
         f"{drawn}, of at most {sampling.max_new_tokens:,} tokens",
@@ -195,7 +195,7 @@ def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> l
 def _metric_lines(metrics: Metrics) -> list[str]:
     """Returns the lines of one held-out set, from its metrics without the set's prefix."""
     width, lines = max(map(len, metrics)), []
-    shares = [name for name in metrics if re.fullmatch(r"(greedy_)?pass@\d+", name)]
+    shares = [name for name in metrics if re.fullmatch(r"pass@\d+", name)]
     ends = {f"{name}_{end}" for name in shares for end in ("low", "high")}
     for name, value in metrics.items():
         if name in ends:

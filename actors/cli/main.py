@@ -144,7 +144,7 @@ def train(
     return (dry_run_command if dry_run else train_command)(config, overrides or ())
 
 
-@app.command(epilog=examples("slimefsdp serve configs/serve.yaml service.port=8000 lora.rank=32"))
+@app.command(epilog=examples("slimefsdp serve configs/serve.yaml service.address=127.0.0.1:8001 lora.rank=32"))
 def serve(config: Config, overrides: Overrides = None) -> int:
     """Serve the Tinker API over HTTP, for clients that train and sample."""
     from actors.cli.serve import serve_command

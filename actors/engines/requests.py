@@ -115,17 +115,18 @@ class EngineRequests:
         """Returns the sampling parameters of the run's settings.
 
         Args:
-            greedy: take the most likely token each time, whatever the seed.
+            greedy: take the most likely token each time, whatever the seed. Evaluations at temperature 0 do so too.
             max_new_tokens: lowers the limit of the settings.
             evaluates: use the settings of `evaluation` where they differ from those of `rollout`.
         """
         sampling = self._config.sampling(evaluates=evaluates)
+        greedy = greedy or sampling.temperature == 0
         limits: dict[str, Any] = (
             {} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
         )
         return SamplingParams(
             sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, sampling.max_new_tokens),
-            sampling.temperature,
+            sampling.temperature or self._config.rollout.temperature,
             greedy=greedy,
             tempered=not greedy,  # all engines support this; a greedy choice does not use the temperature
             # the trainer's log-probs are over all tokens too, so that the first ratio is 1; evaluations do not use them

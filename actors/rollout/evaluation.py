@@ -61,43 +61,31 @@ class Evaluator:
 
     def _evaluated(self, heldout_set: str, records: Sequence[Record], step: int, version: int | None) -> Metrics:
         settings, collector = self._config.evaluation, self._collector
-        metrics: Metrics = {}
-        for kind, count in (("", settings.samples_per_prompt), ("greedy_", int(settings.greedy))):
-            if not count:
-                continue
-            prefix = metric_prefix(heldout_set) + kind
-            drawn, groups = collector.scored_groups(records, count, (EVALUATION, step), {}, greedy=bool(kind))
-            if version is not None:
-                collector.check_version(drawn, version)
-            whole = [group.samples for group in groups if not group.failures]
-            if not self.example and groups and groups[0].samples:
-                self.example = example_line(step, groups[0].record, groups[0].samples[0])
-            ks = settings.pass_at
-            if kind and ks:  # a prompt has one greedy response
-                ks = (1,)
-            for more in (
-                mean_scores(self._config, groups, prefix),
-                solved_metrics(whole, ks, prefix),
-            ):
-                self._require_own_names(metrics, more, metric_prefix(heldout_set))
-                metrics |= more
-            if self._config.run.dir is not None:
-                folder = self._config.run.dir / EVALUATIONS / heldout_set
-                pairs = [(group.record, group.samples) for group in groups]
-                write_samples(folder, f"{kind}step_{step:08d}", pairs)
-        return metrics
+        prefix = metric_prefix(heldout_set)
+        drawn, groups = collector.scored_groups(records, settings.samples_per_prompt, (EVALUATION, step), {})
+        if version is not None:
+            collector.check_version(drawn, version)
+        whole = [group.samples for group in groups if not group.failures]
+        if not self.example and groups and groups[0].samples:
+            self.example = example_line(step, groups[0].record, groups[0].samples[0])
+        metrics = mean_scores(self._config, groups, prefix)
+        solved = solved_metrics(whole, settings.pass_at, prefix)
+        self._require_own_names(metrics, solved, prefix)
+        if self._config.run.dir is not None:
+            pairs = [(group.record, group.samples) for group in groups]
+            write_samples(self._config.run.dir / EVALUATIONS / heldout_set, f"step_{step:08d}", pairs)
+        return metrics | solved
 
     def progress(self) -> str:
         """Returns how far an evaluation has got, if nothing was drawn before it."""
-        settings, collector = self._config.evaluation, self._collector
-        each = settings.samples_per_prompt + settings.greedy
+        each, collector = self._config.evaluation.samples_per_prompt, self._collector
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
     def columns(self) -> list[Column]:
         """Returns a column of the progress lines for each held-out set."""
         columns = []
         for name in self._collector.heldout if self._config.evaluation.interval_steps is not None else ():
-            metric, instead = (self._prefix(name) + score for score in self._known_by)
+            metric, instead = (metric_prefix(name) + score for score in self._known_by)
             columns.append(Column(f"eval/{name}" if name else "held-out", metric, instead=instead))
         return columns
 
@@ -107,17 +95,18 @@ class Evaluator:
         Args:
             rows: the metrics of the run's steps.
         """
-        samples = self._config.evaluation.samples_per_prompt
+        evaluation = self._config.evaluation
+        drawn = "greedy" if evaluation.temperature == 0 else "sampled"
         parts = []
         for name, records in self._collector.heldout.items():
-            prefix = self._prefix(name)
+            prefix = metric_prefix(name)
             first, otherwise = self._known_by
             score = first if any(prefix + first in row for row in rows) else otherwise
             values = [value for row in rows if (value := row.get(f"{prefix}{score}")) is not None]
             if len(values) > 1:
                 change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
-                parts.append(f"{change} ({len(records)} prompts" + (f" x {samples} samples)" if samples else ")"))
-        return f"held-out {'sampled' if samples else 'greedy'} {', '.join(parts)}" if parts else ""
+                parts.append(f"{change} ({len(records)} prompts x {evaluation.samples_per_prompt} samples)")
+        return f"held-out {drawn} {', '.join(parts)}" if parts else ""
 
     def _require_own_names(self, metrics: Metrics, more: Metrics, prefix: str) -> None:
         if taken := sorted(name.removeprefix(prefix) for name in metrics.keys() & more.keys()):
@@ -134,10 +123,6 @@ class Evaluator:
         """Returns the main score of a held-out set, and the score to use if no row has the first."""
         # "exact" would leave out episodes that reached environment.max_turns, which have no score of a reward function
         return ("exact" if self._config.rollout.environment is None else "reward", "reward")
-
-    def _prefix(self, heldout_set: str) -> str:
-        """Returns the prefix of a set's main metrics: of sampled responses, or of greedy ones if only these exist."""
-        return metric_prefix(heldout_set) + ("" if self._config.evaluation.samples_per_prompt else "greedy_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from actors.service import wire
 from actors.service.catalogue import COPY, Catalogue, Checkpoint, Saved, adapter_of, is_copy, whole_name
+from actors.service.state import SESSION_TIMEOUT_S
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.config import RunConfig
@@ -186,7 +187,6 @@ class ModelByTurns(_RunWeights):
     def __init__(self, config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> None:
         super().__init__(config, group, catalogue)
         self._dtype = config.precision.compute_dtype
-        self._patience = f"{config.service.session_timeout_s:g} s"
         self._newest = max(self._store("").steps(), default=-1)
         self._changed = threading.Condition()
         self._holder: str | None = None
@@ -207,7 +207,7 @@ class ModelByTurns(_RunWeights):
             raise StateError(
                 f"{running[0]} trains all weights of this server's model, which one run does at a time",
                 field="model_seq_id",
-                hint=f"begin when it has ended; a client that says nothing for {self._patience} is taken for gone",
+                hint=f"begin when it has ended; a client that says nothing for {SESSION_TIMEOUT_S:g} s has left",
             )
 
     def calls(self, run: str) -> GroupCalls:

@@ -126,7 +126,7 @@ def keys_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def listening(config: RunConfig) -> socket.socket:
-    """Returns a listening socket at service.host and service.port.
+    """Returns a listening socket at service.address.
 
     Raises:
         ResourceError: the port is taken.
@@ -142,8 +142,10 @@ def listening(config: RunConfig) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        problem = f"cannot listen at {service.host}:{service.port}: {error.strerror or error}"
-        raise ResourceError(problem, field="service.port", hint="choose another port, or 0 for a free one") from error
+        problem = f"cannot listen at {service.address}: {error.strerror or error}"
+        raise ResourceError(
+            problem, field="service.address", hint="choose another port, or 0 for a free one"
+        ) from error
     return listener
 
 

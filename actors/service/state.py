@@ -17,6 +17,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, ResourceError
 from slimefsdp.models.hf_folder import read_model_folder
 
+SESSION_TIMEOUT_S = 120.0  # a client that is silent for so long counts as gone, and its runs end
 SHOWN = 200  # characters to show of an unknown id, which can have any length
 
 
@@ -78,7 +79,7 @@ class ServiceState:
 
     def overdue_sessions(self) -> list[str]:
         """Returns the sessions whose clients were silent for too long."""
-        last = time.monotonic() - self.config.service.session_timeout_s
+        last = time.monotonic() - SESSION_TIMEOUT_S
         return [session.id for session in self.sessions.values() if session.seen < last]
 
     def check_base(self, name: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.service.state import SESSION_TIMEOUT_S
 from benchmarks.serving.server import KEY, NAME, RANK, Server, serving, settings, write_model
 
 SHAPE = {
@@ -29,7 +30,6 @@ CLIENTS = 4
 DATUMS, LENGTH = 8, 64  # of a batch
 PROMPT, SHORTEST, LONGEST = 32, 16, 96  # tokens of a sample
 UPDATES_A_SAMPLER = 10
-SESSION_TIMEOUT_S = 25.0
 LOOK_S = 1.0
 PATIENCE_S = 600.0  # behind the end, for what both deaths cost
 WARM_UP = 0.1  # of the time: versions and rows come
@@ -146,10 +146,8 @@ def under_load(folder: Path, seconds: float, in_flight: int) -> dict[str, Any]:
         folder / "model",
         folder,
         batch={"max_tokens_per_rank": 512},
-        service={
-            "session_timeout_s": SESSION_TIMEOUT_S, "max_samplers": 4,
-        },
-    )  # fmt: skip
+        service={"max_samplers": 4},
+    )
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tinker"])  # once for all: it takes seconds
     with serving(tree, folder) as server:

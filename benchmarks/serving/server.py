@@ -110,7 +110,7 @@ def settings(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[str,
         "precision": {"compute_dtype": "float32"},
         "optim": {"lr": 1e-4, "total_updates": 1},
         "checkpoint": {"interval_steps": 20},
-        "service": {"port": 0, "model_name": NAME},
+        "service": {"address": "127.0.0.1:0", "model_name": NAME},
         "cluster": {"launch_timeout_s": _START_S},
     }
     for name, values in sections.items():

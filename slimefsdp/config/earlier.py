@@ -24,6 +24,7 @@ RENAMED: dict[str, str | None] = {
     "environment.failure": "rollout.reward_failure",
     "environment.timeout_s": "rollout.reward_timeout_s",
     "environment.workers": "rollout.reward_workers",
+    "evaluation.greedy": "evaluation.temperature=0",
     "evaluation.save_samples": None,
     "evaluation.solved_reward": None,
     "fsdp.offload_threads": None,
@@ -60,14 +61,17 @@ RENAMED: dict[str, str | None] = {
     "run.export_dtype": None,  # precision.compute_dtype
     "run.wandb_group": None,
     "run.wandb_name": None,
+    "service.host": "service.address",
     "service.max_body_bytes": None,
     "service.max_result_bytes": None,
     "service.max_runs": None,
     "service.max_sessions": None,
     "service.max_waiting": None,
     "service.max_waiting_bytes": None,
+    "service.port": "service.address",
     "service.receive_timeout_s": None,
     "service.result_kept_s": None,
+    "service.session_timeout_s": None,
 }
 """Earlier name -> what the setting is called now; None: it is a constant now, or follows from another setting.
 
@@ -107,6 +111,12 @@ def _merge_settings(tree: dict[str, Any]) -> None:
         del loss["kl_unbiased"]
     if critic.get("pretrain_steps"):
         critic["pretrain_steps"] += critic.get("warmup_steps") or 0
+    evaluation, service = (tree[name] if isinstance(tree.get(name), dict) else {} for name in ("evaluation", "service"))
+    if evaluation.pop("greedy", False) and evaluation.get("samples_per_prompt") == 0:
+        evaluation |= {"samples_per_prompt": 1, "temperature": 0.0}
+    if "host" in service or "port" in service:
+        host, port = service.pop("host", None) or "127.0.0.1", service.pop("port", None)
+        service["address"] = f"{f'[{host}]' if ':' in host else host}:{8000 if port is None else port}"
     mesh = tree.get("mesh") or {}
     for name in ("critic", "reference"):
         section = tree.get(name)

@@ -95,7 +95,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
     is_loopback = config.service.host in ("127.0.0.1", "localhost", "::1")
     if not is_loopback and config.service.api_key_env is None:
         raise ConfigError(
-            f"service.host={config.service.host} can be reached by others, and no key is asked for",
+            f"service.address={config.service.address} can be reached by others, and no key is asked for",
             field="service.api_key_env",
             hint="name an environment variable that holds a key, or listen at 127.0.0.1",
         )
@@ -188,13 +188,12 @@ def _check_effects(config: RunConfig) -> None:
 
 def _check_is_evaluated(config: RunConfig) -> None:
     evaluation = config.evaluation
-    for name in ("pass_at", "greedy"):
-        if getattr(evaluation, name) and evaluation.interval_steps is None:
-            raise ConfigError(
-                f"evaluation.{name}={short_text(getattr(evaluation, name))} does nothing without evaluations",
-                field=f"evaluation.{name}",
-                hint="set evaluation.interval_steps, or remove it",
-            )
+    if evaluation.pass_at and evaluation.interval_steps is None:
+        raise ConfigError(
+            f"evaluation.pass_at={short_text(evaluation.pass_at)} does nothing without evaluations",
+            field="evaluation.pass_at",
+            hint="set evaluation.interval_steps, or remove it",
+        )
 
 
 def _check_pairs(config: RunConfig) -> None:

@@ -409,20 +409,17 @@ class EvaluationSettings(Settings):
     """Held-out evaluation by sampling; what is null here is as in `rollout`."""
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
-    samples_per_prompt: int = Field(
-        1, ge=0, description="responses sampled per held-out prompt; 0, with evaluation.greedy: none but the likeliest"
+    samples_per_prompt: PositiveInt = Field(1, description="responses sampled per held-out prompt")
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=LARGEST,
+        description="of sampling; 0: greedy, the likeliest token each time; null: rollout.temperature",
     )
-    temperature: float | None = Field(None, ge=1e-30, le=LARGEST, description="of sampling; null: rollout.temperature")
-    max_new_tokens: PositiveInt | None = Field(
-        None, description="longest response, of greedy ones too; null: rollout.max_new_tokens"
-    )
+    max_new_tokens: PositiveInt | None = Field(None, description="longest response; null: rollout.max_new_tokens")
     top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p, which null stands for")
     top_k: PositiveInt | None = Field(None, description="as rollout.top_k, which null stands for")
     min_p: float | None = Field(None, ge=0, lt=1, description="as rollout.min_p, which null stands for")
-    greedy: bool = Field(
-        False,
-        description="also one response of the likeliest tokens to each prompt; its metrics begin with eval/greedy_",
-    )
     pass_at: Annotated[tuple[PositiveInt, ...], BeforeValidator(_whole_numbers)] = Field(
         (),
         description="each k of which eval/pass@k is to be logged, how likely one of k responses solves a prompt, with "
@@ -430,28 +427,28 @@ class EvaluationSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def check_draws_responses(self) -> EvaluationSettings:
-        if not self.samples_per_prompt and not self.greedy:
+    def check_greedy(self) -> EvaluationSettings:
+        if self.temperature == 0 and self.samples_per_prompt > 1:
             raise BrokenRule(
                 "evaluation.samples_per_prompt",
-                "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true",
-                "set that, or sample at least 1",
+                f"evaluation.samples_per_prompt={self.samples_per_prompt} asks for several responses, and "
+                "evaluation.temperature=0 gives each prompt one, the likeliest",
+                "remove it, or sample at a temperature",
             )
-        for name in ("temperature", "top_p", "top_k", "min_p"):
+        for name in ("top_p", "top_k", "min_p"):
             value = getattr(self, name)
-            if not self.samples_per_prompt and value is not None:
+            if self.temperature == 0 and value is not None:
                 raise BrokenRule(
                     f"evaluation.{name}",
-                    f"evaluation.{name}={value:g} says nothing about greedy responses, and "
-                    "evaluation.samples_per_prompt=0 draws no others",
-                    "remove it, or sample at least 1",
+                    f"evaluation.{name}={value:g} does nothing with evaluation.temperature=0, which draws nothing",
+                    "remove it, or sample at a temperature",
                 )
         return self
 
     @model_validator(mode="after")
     def check_pass_at(self) -> EvaluationSettings:
         most = max(self.pass_at, default=0)
-        if most > (self.samples_per_prompt or 1):  # of greedy responses alone there is one
+        if most > self.samples_per_prompt:
             raise BrokenRule(
                 "evaluation.pass_at",
                 f"evaluation.pass_at={list(self.pass_at)} needs {most} responses to each prompt, and "

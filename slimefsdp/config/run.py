@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from slimefsdp.config.base import LONGEST_S, PositiveInt, Settings
+from slimefsdp.config.base import LONGEST_S, PositiveInt, Settings, broken_rule
 from slimefsdp.config.data import DataSettings
 from slimefsdp.config.loader import apply_override, find_code_beside, read_settings, with_base
 from slimefsdp.config.messages import BrokenRule
@@ -66,11 +67,21 @@ class ClusterSettings(Settings):
     )
 
 
+def _host_and_port(value: str) -> str:
+    found = re.fullmatch(r"(?:[^\s:\[\]/]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", value)
+    if found is None or int(found[1]) > 65535:
+        raise broken_rule("must be a host and a port", "write it like 127.0.0.1:8000, or like '[::1]:8000'")
+    return value
+
+
 class ServiceSettings(Settings):
     """The HTTP service of `slimefsdp serve`."""
 
-    host: str = Field("127.0.0.1", min_length=1, description="where it listens; others than loopback need api_key_env")
-    port: int = Field(8000, ge=0, le=65535, description="0: a free one, which is printed")
+    address: Annotated[str, AfterValidator(_host_and_port)] = Field(
+        "127.0.0.1:8000",
+        description="host and port where it listens; hosts other than loopback need api_key_env; port 0: a free one, "
+        "which is printed",
+    )
     api_key_env: str | None = Field(
         None,
         min_length=1,
@@ -79,9 +90,6 @@ class ServiceSettings(Settings):
     )
     model_name: str | None = Field(
         None, min_length=1, description="another name for the base model besides model.path; null: none"
-    )
-    session_timeout_s: float = Field(
-        120.0, gt=0, description="a client that is silent for so long counts as gone, and its runs end"
     )
     max_samplers: PositiveInt = Field(
         256,
@@ -95,6 +103,15 @@ class ServiceSettings(Settings):
     max_version_bytes: int = Field(
         2**30, ge=1024, description="size of what the sampling engine holds besides the base: adapters, or whole models"
     )
+
+    @property
+    def host(self) -> str:
+        """Returns the name or the IP address of `address`, without the brackets of IPv6."""
+        return self.address.rpartition(":")[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
 
 class RunConfig(TrainerConfig):
@@ -187,7 +204,7 @@ class RunConfig(TrainerConfig):
         engine = self.rollout.engine
         low, high = temperatures_of(engine)
         for section, value in (("rollout", self.rollout.temperature), ("evaluation", self.evaluation.temperature)):
-            if value is not None and not low <= value <= high:
+            if value and not low <= value <= high:  # 0 is greedy
                 raise BrokenRule(
                     f"{section}.temperature",
                     f"{section}.temperature={value:g}: {engine} samples from {low:g} to {high:g}",

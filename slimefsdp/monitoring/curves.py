@@ -189,8 +189,7 @@ def panels_of(series: Mapping[str, Series], heldout_sets: Sequence[str] = ()) ->
 
 
 def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
-    """Yields the panels of one held-out set: one for all shares, one for each other metric, and greedy ones last."""
-    greedy = {name.removeprefix("greedy_"): held_out.pop(name) for name in list(held_out) if name.startswith("greedy_")}
+    """Yields the panels of one held-out set: one for all shares, and one for each other metric."""
     bounds = {name: held_out.pop(name) for name in list(held_out) if _BAND.fullmatch(name)}
     held_out = {name: line for name, line in held_out.items() if not name.startswith("ended_by_")}
     shares = {
@@ -204,8 +203,6 @@ def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
     for name, line in held_out.items():
         if name not in shares:
             yield Panel(f"Held-out{of} {name}", "mean over the held-out set", {"": line}, is_evaluation=True)
-    if greedy:
-        yield from _held_out_panels(greedy, f"{of} greedy")
 
 
 def _seconds_of_parts(series: Mapping[str, Series]) -> dict[str, Series]:

@@ -168,9 +168,9 @@ def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) 
     assert loop.columns == GRPO_COLUMNS
     unasked = RolloutLoop(make(), Group(), Engines())  # type: ignore[arg-type]
     assert not any(column.metric.startswith("eval/") for column in unasked.columns), "none is ever evaluated"
-    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), samples_per_prompt=0, greedy=True)
-    assert "held-out greedy reward 0.000 -> 0.000 (4 prompts) in" in loop.summary(rows)
-    assert [column.metric for column in loop.columns if column.title == "held-out"] == ["eval/greedy_exact"]
+    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), temperature=0.0)
+    assert "held-out greedy reward 0.000 -> 0.000 (4 prompts x 1 samples) in" in loop.summary(rows)
+    assert [column.metric for column in loop.columns if column.title == "held-out"] == ["eval/exact"]
 
 
 def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later_on(make: Any) -> None:

@@ -44,7 +44,7 @@ def evaluation(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_responses_are_drawn_scored_and_left(asked: list[str], tmp_path: Path) -> None:
     output = tmp_path / "output"
-    more = ["evaluation.samples_per_prompt=3", "evaluation.greedy=true", "mesh.dp=2"]
+    more = ["evaluation.samples_per_prompt=3", "mesh.dp=2"]
     done = evaluation(*asked, *more, "--output", str(output), "--json")
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)
@@ -52,7 +52,7 @@ def test_responses_are_drawn_scored_and_left(asked: list[str], tmp_path: Path) -
     rows = [json.loads(line) for line in (output / "evaluations" / "step_00000000.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * PROMPTS
     assert metrics["eval/exact"] == pytest.approx(sum(row["scores"]["exact"] for row in rows) / len(rows))
-    assert {"eval/pass@1", "eval/pass@3", "eval/greedy_pass@1", "eval/finished"} <= metrics.keys()
+    assert {"eval/pass@1", "eval/pass@3", "eval/finished"} <= metrics.keys()
     assert cli.main([*asked, *more, "--output", str(output)]) == CheckpointError.exit_code, "it is there already"
 
 

@@ -25,6 +25,7 @@ from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.config.algorithm import CorrectionSettings
 from slimefsdp.config.base import kinds_of
 from slimefsdp.config.conditions import CONFLICTS, ONLY_WITH, REQUIRED_WITH
+from slimefsdp.config.earlier import with_present_names
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.config.messages import MAX_FINDINGS, NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError
@@ -650,11 +651,45 @@ def test_training_names_each_setting_it_needs(ready):
 
 
 def test_an_evaluation_that_never_is_is_refused():
-    for name, value in (("pass_at", [1]), ("greedy", True)):
-        error = refusal(check_ready_to_train, settings(**READY_GRPO, **{f"evaluation__{name}": value}))
-        assert error.field == f"evaluation.{name}" and "does nothing" in error.message
-        asked = {f"evaluation__{name}": value, "evaluation__interval_steps": 5, "data__heldout": "h"}
-        check_ready_to_train(settings(**READY_GRPO, **asked))
+    error = refusal(check_ready_to_train, settings(**READY_GRPO, evaluation__pass_at=[1]))
+    assert error.field == "evaluation.pass_at" and "does nothing" in error.message
+    asked = {"evaluation__pass_at": [1], "evaluation__interval_steps": 5, "data__heldout": "h"}
+    check_ready_to_train(settings(**READY_GRPO, **asked))
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("0.0.0.0:80", "0.0.0.0", 80), ("localhost:0", "localhost", 0), ("[::1]:8000", "::1", 8000),
+     ("8000", None, 0), ("::1:8000", None, 0), ("a:65536", None, 0), ("a b:1", None, 0), (":1", None, 0)],
+)  # fmt: skip
+def test_a_service_listens_at_a_host_and_a_port(address, host, port):
+    if host is None:
+        assert refusal(settings, service__address=address).field == "service.address"
+    else:
+        service = settings(service__address=address).service
+        assert (service.host, service.port) == (host, port)
+
+
+def test_settings_of_earlier_runs_are_read_under_the_names_that_they_have_now():
+    earlier = {
+        "mesh": {"dp": 3, "dp_replicate": 2},
+        "critic": {"placement": "group", "offload": "sleep"},
+        "reference": {"placement": "colocated"},
+        "evaluation": {"greedy": True, "samples_per_prompt": 0},
+        "service": {"host": "::1", "port": 0, "session_timeout_s": 9.0},
+        "fsdp": {"prefetch_layers": 2},
+    }
+    assert with_present_names(earlier) == {
+        "mesh": {"dp": 3, "dp_replicate": 2},
+        "critic": {"dp": 6},
+        "reference": {},
+        "evaluation": {"samples_per_prompt": 1, "temperature": 0.0},
+        "service": {"address": "[::1]:0"},
+        "fsdp": {},
+    }
+    also_greedy = {"evaluation": {"greedy": True, "samples_per_prompt": 4}, "service": {"port": 9}}
+    expected = {"evaluation": {"samples_per_prompt": 4}, "service": {"address": "127.0.0.1:9"}}
+    assert with_present_names(also_greedy) == expected
 
 
 def test_tools_are_of_a_prompt_and_not_of_all():

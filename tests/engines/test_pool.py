@@ -68,8 +68,10 @@ def test_requests_sample_as_the_settings_of_training_or_of_evaluation_say(make_c
     for params in (trained, evaluated):
         assert (params.top_k, params.min_p, params.stop) == (5, 0.1, ("</a>",))
     assert pool.params((1,), evaluates=True, max_new_tokens=99).max_new_tokens == 20
-    likeliest = pool.params((1,), greedy=True)
-    assert not likeliest.is_limited and likeliest.stop == ("</a>",) and not likeliest.tempered
+    greedy = EnginePool(make_config(rollout=rollout, evaluation={"temperature": 0.0})).params((1,), evaluates=True)
+    for likeliest in (pool.params((1,), greedy=True), greedy):
+        assert likeliest.greedy and not likeliest.tempered and likeliest.temperature == 0.7
+        assert not likeliest.is_limited and likeliest.stop == ("</a>",)
 
 
 def test_an_engine_without_weights_refuses_to_sample(two_engines: tuple[EnginePool, StateError]) -> None:

@@ -506,8 +506,10 @@ def finished(record: Record, response: str, finished: bool) -> dict[str, float]:
     return {"reward": 1.0, "finished": 0.25}
 
 
-def greedy(record: Record, response: str, finished: bool) -> dict[str, float]:
-    return {"reward": 1.0, "greedy_reward": 0.25}
+def test_a_score_with_the_name_of_an_evaluations_own_metric_is_refused(make: Any) -> None:
+    config = make(evaluation={"pass_at": [1]}, rollout={"reward": f"{__name__}:finished"})
+    with refused(BatchError, "rollout.reward", "finished"):
+        evaluation_of(config, Engines(), 4)
 
 
 class Trainers:

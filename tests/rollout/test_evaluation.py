@@ -89,7 +89,7 @@ def evaluated(tmp_path: Path) -> Any:
     return evaluate
 
 
-ASKED = {"samples_per_prompt": 4, "pass_at": [1, 4], "greedy": True}
+ASKED = {"samples_per_prompt": 4, "pass_at": [1, 4]}
 
 
 def test_two_held_out_sets_give_the_numbers_and_the_files_of_two_runs_with_one_each(
@@ -103,7 +103,7 @@ def test_two_held_out_sets_give_the_numbers_and_the_files_of_two_runs_with_one_e
         for name, (found, _) in alone.items()
         for key, value in found.items()
     }
-    assert {"eval/reward", "eval/length", "eval/greedy_reward", "eval/pass@4_low"} <= alone["first"][0].keys()
+    assert {"eval/reward", "eval/length", "eval/pass@4_low"} <= alone["first"][0].keys()
     assert alone["first"][0]["eval/length"] != alone["second"][0]["eval/length"]
     assert left == {
         file.replace("evaluations/", f"evaluations/{name}/"): text
@@ -111,8 +111,8 @@ def test_two_held_out_sets_give_the_numbers_and_the_files_of_two_runs_with_one_e
         for file, text in files.items()
     }
     assert sorted(left)[:2] == [
-        "evaluations/first/greedy_step_00000004.jsonl",
-        "evaluations/first/greedy_step_00000004.txt",
+        "evaluations/first/step_00000004.jsonl",
+        "evaluations/first/step_00000004.txt",
     ]
     backwards, _ = evaluated(dict(reversed(sets.items())), **ASKED)
     assert backwards == metrics, "the order makes no difference"

@@ -79,7 +79,7 @@ def service_config(
 
     def config(**sections: Any) -> RunConfig:
         service = {
-            "port": 0, "api_key_env": "SLIMEFSDP_TEST_KEY", "model_name": "tiny/model", "session_timeout_s": 30.0,
+            "address": "127.0.0.1:0", "api_key_env": "SLIMEFSDP_TEST_KEY", "model_name": "tiny/model",
         }  # fmt: skip
         made: RunConfig = make_config(
             run={"dir": str(tmp_path_factory.mktemp("service"))},

@@ -23,6 +23,7 @@ from actors.service.catalogue import Catalogue, Saved, adapter_of
 from actors.service.samplers import SamplerSession, Version
 from actors.service.serve import keys_of
 from actors.service.service import Service
+from actors.service.state import SESSION_TIMEOUT_S
 from actors.service.users import ServiceLimits, User, Users
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
@@ -117,7 +118,7 @@ def test_a_client_that_is_silent_is_taken_for_gone_and_its_runs_and_samplers_end
     sampler = answer(http, http.post("/api/v1/save_weights_for_sampler", json=asked))["sampling_session_id"]
     version = service.samplers.sessions[sampler].version
     assert version is not None and version.folder.is_dir() and service.overdue_sessions() == []
-    service.sessions[session].seen = time.monotonic() - service.config.service.session_timeout_s - 1
+    service.sessions[session].seen = time.monotonic() - SESSION_TIMEOUT_S - 1
     assert wait_until(lambda: not service.runs and not service.samplers.sessions)
     assert cast(Any, service._group).names == [] and not version.folder.exists()
     assert http.post("/api/v1/session_heartbeat", json={"session_id": session}).status_code == 410

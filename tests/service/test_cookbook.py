@@ -43,7 +43,7 @@ def folder(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     file = folder / "service.yaml"
     lora = {"rank": 32, "targets": ["attention", "mlp", "head"]}
-    batch, service = {"max_tokens_per_rank": 2048}, {"port": 0, "model_name": MODEL}
+    batch, service = {"max_tokens_per_rank": 2048}, {"address": "127.0.0.1:0", "model_name": MODEL}
     service["stable_reinforce"] = "importance_sampling"
     file.write_text(yaml.safe_dump(service_tree(folder / MODEL, folder, lora=lora, batch=batch, service=service)))
     started = Server(file)

@@ -53,7 +53,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "two servers": ({"rollout": {**VLLM, "engines": 2}}, "rollout.engines", "samples by one"),
     "turns": ({"rollout": {**VLLM, "placement": "colocated"}}, "rollout.placement", "at the same time"),
-    "no key": ({"service": {"host": "0.0.0.0"}}, "service.api_key_env", "can be reached by others"),
+    "no key": ({"service": {"address": "0.0.0.0:8000"}}, "service.api_key_env", "can be reached by others"),
 }
 
 
@@ -63,7 +63,7 @@ def test_settings_that_say_what_requests_say_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=words) as caught:
         check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, **sections)))
     assert caught.value.field == field and caught.value.hint
-    open_to_all = {"host": "0.0.0.0", "api_key_env": "KEY"}
+    open_to_all = {"address": "0.0.0.0:8000", "api_key_env": "KEY"}
     check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, service=open_to_all, rollout=VLLM)))
 
 
@@ -90,7 +90,7 @@ def test_a_port_in_use_is_found_before_anything_starts(
     file.write_text(yaml.safe_dump(service_tree(untied, tmp_path)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", str(file), f"service.port={port}"]) == ResourceError.exit_code
+        assert main(["serve", str(file), f"service.address=127.0.0.1:{port}"]) == ResourceError.exit_code
     assert f"127.0.0.1:{port}" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -134,7 +134,7 @@ def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_o
         training.optim_step(adam).result()
         before = log_probs_of(training.forward(data, "cross_entropy").result())[0]
         assert server.end() == 0
-        server = Server(file, f"service.port={server.url.rpartition(':')[2]}")
+        server = Server(file, f"service.address={server.url.rpartition('/')[2]}")
         after = log_probs_of(training.forward(data, "cross_entropy").result())[0]
         assert np.array_equal(before, after)
         training.forward_backward(data, "cross_entropy")
@@ -165,7 +165,7 @@ def test_a_killed_server_goes_on_from_checkpoints_bit_for_bit_and_says_what_was_
     def kill_and_start() -> None:
         os.kill(servers[-1].process.pid, signal.SIGKILL)  # it alone: what it had started is left to see to itself
         servers[-1].process.wait(PATIENCE_S)
-        servers.append(Server(file, f"service.port={servers[-1].url.rpartition(':')[2]}"))
+        servers.append(Server(file, f"service.address={servers[-1].url.rpartition('/')[2]}"))
 
     try:
         service = tinker.ServiceClient(base_url=servers[0].url, api_key="tml-local")

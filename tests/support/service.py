@@ -117,7 +117,7 @@ def service_tree(model: Path, folder: Path, /, **sections: dict[str, Any]) -> di
         "precision": {"compute_dtype": "float32"},
         "batch": {"max_tokens_per_rank": 256},
         "optim": {"lr": 1e-4, "total_updates": 1},
-        "service": {"port": 0},
+        "service": {"address": "127.0.0.1:0"},
     }
     for name, values in sections.items():
         settings[name] = {**settings.get(name, {}), **values}
