@@ -84,75 +84,53 @@ def unnamed(parts: list[str], error: ConfigError) -> list[str]:
 
 BAD_OVERRIDES = {
     # the wrong type
-    "run.seed=x": ["run.seed='x'"],
-    "run.seed=1_000": ["run.seed='1_000'"],
     "run.seed=": ["run.seed=null"],
     "mesh.dp=automatic": ["mesh.dp='automatic'", "auto"],
     "mesh.dp=-1": ["mesh.dp=-1", "1"],
     "fsdp.wrap=Qwen3MLP": ["fsdp.wrap='Qwen3MLP'", "[Qwen3DecoderLayer"],
     "fsdp.wrap=[a.b]": ["fsdp.wrap=['a.b']"],
     "model.frozen='*.mlp.*'": ["model.frozen='*.mlp.*'", "['model.embed_tokens.*'"],
-    "model.frozen=[' ']": ["model.frozen=[' ']"],
     "lora.targets=mlp": ["lora.targets='mlp'", "[attention"],
-    "lora.targets=[' ']": ["lora.targets=[' ']"],
     "profile.updates=3": ["profile.updates=3", "[3, 100]"],
     "profile.updates=[0]": ["profile.updates=[0]", "1"],
     "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full'", "'keep_parameters'", "'optimizer'", "'replicate'", "'auto'"],
     "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none'", "'full'", "'offload'"],
-    "optim.lr=": ["optim.lr=null"],
     "optim.lr=1e-6,": ["optim.lr='1e-6,'"],
-    "optim.lr==3": ["optim.lr='=3'"],
     "optim.lr.peak=3": ["optim.lr={'peak': 3}"],
     "optim.lr=.inf": ["optim.lr=.inf"],
     "optim.lr=.nan": ["optim.lr=.nan"],
     "cluster.call_timeout_s=.inf": ["cluster.call_timeout_s=.inf"],
     "checkpoint.resume=yes": ["checkpoint.resume='yes'"],
-    "advantage.whiten=yes": ["advantage.whiten='yes'"],
     "model.path=": ["model.path=null"],
-    "model.path=''": ["model.path=''"],
     "model.path='  '": ["model.path='  '"],
     "run.dir=~no_such_user_/x": ["run.dir='~no_such_user_/x'"],
     "algorithm=kto": ["algorithm='kto'", "'grpo'", "'ppo'", "'sft'", "'dpo'"],
-    "loss.reduction=mean": ["loss.reduction='mean'", "'token_mean'", "'sequence_mean'", "'constant'", "'prompt_mean'"],
     "loss.reduction=token-mean": ["loss.reduction='token-mean'", "token_mean"],
     "loss.kl_estimator=3": ["loss.kl_estimator=3", "'k1'", "'k2'", "'k3'", "'abs'", "'full'"],
-    "loss.kl_estimator=kl3": ["loss.kl_estimator='kl3'", "k3"],
     "correction.method=tiss": ["correction.method='tiss'", "tis"],
-    "correction.method=m:f": ["correction.method='m:f'", "'geometric_mis'"],
     # names of functions
     "advantage.estimator=gpro": ["advantage.estimator='gpro'", "grpo", "module:function"],
     "advantage.estimator=zzz": ["advantage.estimator='zzz'", "grpo", "dr_grpo", "rloo", "module:function"],
-    "advantage.estimator=''": ["advantage.estimator=''"],
     "advantage.estimator='m:'": ["advantage.estimator='m:'", "module:function"],
     "loss.policy=gsop": ["loss.policy='gsop'", "gspo", "module:function"],
-    "loss.policy=importance": ["loss.policy='importance'", "importance_sampling", "module:function"],
     "loss.policy='a/b.py:'": ["loss.policy='a/b.py:'", "module:function"],
-    "loss.policy=": ["loss.policy=null"],
-    "mesh.device=tpu": ["mesh.device='tpu'", "'auto'", "'cpu'", "'cuda'"],
-    "precision.compute_dtype=fp16": ["precision.compute_dtype='fp16'", "'bfloat16'", "'float16'", "'float32'"],
     # out of range
-    "run.seed=-1": ["run.seed=-1", "0"],
     "run.seed=2147483648": ["run.seed=2147483648", "2147483648"],
-    "batch.max_tokens_per_rank=1": ["batch.max_tokens_per_rank=1", "2"],
     "loss.clip_low=1": ["loss.clip_low=1", "1"],
     "run.wandb_project=''": ["run.wandb_project=''"],
     "precision.loss_scale_init=3": ["precision.loss_scale_init=3", "65536"],
     # betas
     **{
         f"optim.betas={value}": [f"optim.betas={value}", "[0, 1)", "[0.9, 0.95]"]
-        for value in ("[]", "[0.9]", "[0.9, 0.9, 0.9]", "[0.9, 1]", "[-0.1, 0.9]", "[.nan, 0.9]", "[true, false]",
-                      "['a', 'b']", "0.9", "{}", "[[0.9], 0.9]", "'0.9,0.9'")
+        for value in ("[0.9]", "[0.9, 1]", "[-0.1, 0.9]", "[.nan, 0.9]", "[true, false]", "0.9")
     },
     # the form of a reward's name
     **{
         f"rollout.reward='{value}'": [f"rollout.reward='{value}'", "module:function", "actors.rollout.rewards:"]
-        for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g",
-                      "a/b.py:", "a/b.py:f:g", "a/b.txt:f")
+        for value in ("f", "m:", "m:f:g", "..:f", "3m:f", "a/b.txt:f")
     },
     "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
-    "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
     # stages
-    "rollout.top_p=0": ["rollout.top_p=0", "0"],
     "rollout.stop=x": ["rollout.stop='x'"],
     "rollout.stop=['']": ["rollout.stop=['']"],
     "rollout.curriculum=[3]": ["rollout.curriculum=[3]", "from_step: 1"],
@@ -162,10 +140,7 @@ BAD_OVERRIDES = {
     "rollout.curriculum=[{from_step: 1, max_prompt_tokens: x}]": ["rollout.curriculum.0.max_prompt_tokens='x'"],
     "rollout.curriculum=[{from_step: 1, until: 3}]": ["rollout.curriculum.0.until=3"],
     # sections
-    "model=3": ["model=3"],
-    "model.path=null": ["model.path"],
     "rollout=[a]": ["rollout=['a']"],
-    "data.prompt_column=one {a": ["data.prompt_column='one {a'"],
     "data.prompt_column=one {a!r}": ["data.prompt_column='one {a!r}'", "{a}"],
     # unknown names
     "mesh.dpp=3": ["mesh.dpp=3", "mesh.dp"],
@@ -176,11 +151,8 @@ BAD_OVERRIDES = {
     "optim.nesterov=false": ["optim.nesterov=false", "cannot be chosen"],
     "loss.kl_unbiased=true": ["loss.kl_unbiased=true", "loss.kl_estimator=k3_unbiased"],
     "fsdp.wrap_layers=[A]": ["fsdp.wrap_layers=['A']", "fsdp.wrap"],
-    "loss.dpo_beta=1.0": ["loss.dpo_beta=1.0", "loss.beta"],
-    "optim.max_grad_nrm=1": ["optim.max_grad_norm"],
     "lr=3": ["lr=3", "critic.lr", "optim.lr"],
     "loss.estimator=grpo": ["loss.estimator='grpo'", "advantage.estimator"],
-    "loss.normalize_by_std=false": ["loss.normalize_by_std=false"],
     "optim.temperature=1": ["optim.temperature=1", "rollout.temperature"],
     "samples_per_prompt=2": ["rollout.samples_per_prompt", "evaluation.samples_per_prompt"],
     "opt.lr=3": ["opt={'lr': 3}", "optim"],
@@ -191,10 +163,8 @@ BAD_OVERRIDES = {
     # not an override at all
     "optim": ["override 'optim'", "section.name=value", "optim.lr=1e-6"],
     "=3": ["override '=3'", "section.name=value"],
-    "a..b=1": ["override 'a..b=1'", "section.name=value"],
     "--optim.lr=3": ["override '--optim.lr=3'", "section.name=value"],
     "run.seed=" + "9" * 5000: ["override 'run.seed=999", "5000"],
-    "run.seed=010": ["override 'run.seed=010'", "'010'"],
     "optim.lr=1e999": ["override 'optim.lr=1e999'"],
     "algorithm.x=3": ["algorithm={'x': 3}", "'grpo'", "'ppo'", "'sft'", "'dpo'"],
 }  # fmt: skip
