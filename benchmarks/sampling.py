@@ -30,8 +30,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.record import ROOT, write_record
-from slimefsdp.attention.hf_interface import register_attention
-from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.decoder import PolicyModel, register_attention
 from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.sampler import sample
 

@@ -58,17 +58,6 @@ class MemoryReport:
     device_allocated: int = 0  # the part of these that is in use
     largest_free_block: int = 0  # the largest contiguous piece of the rest
 
-    def __add__(self, other: MemoryReport) -> MemoryReport:
-        return MemoryReport(
-            self.device_bytes_before + other.device_bytes_before,
-            self.device_bytes_after + other.device_bytes_after,
-            self.host_bytes + other.host_bytes,
-            self.seconds + other.seconds,
-            other.device_reserved,
-            other.device_allocated,
-            other.largest_free_block,
-        )
-
     @property
     def bytes_per_s(self) -> float:
         """Returns the bytes moved between device and host per second; 0 if none were moved."""

@@ -318,7 +318,8 @@ def steps(rank: int, cases: list[tuple[RunConfig, RolloutBatch]]) -> list[tuple[
         trainer = Trainer(cases[0][0], device=torch.device("cpu"))
         start = {name: parameter.clone() for name, parameter in trainer.policy.named_weights()}
         for config, batch in cases:
-            trainer._state.config, trainer._state.kl_coefficient = config, config.loss.kl_coefficient
+            trainer._state.use(config)
+            trainer._state.kl_coefficient = config.loss.kl_coefficient
             with torch.enable_grad():
                 metrics = trainer.train_step(batch)
             moved: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.objective import TokenInputs
+from slimefsdp.algorithms.objective import MetricSums, TokenInputs
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import build_mesh
@@ -23,7 +23,6 @@ from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
 from slimefsdp.training import plan as plan_module
 from slimefsdp.training.advantages import response_advantages
-from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients, micro_batches, objective_for
 from tests.support import tiers
 from tests.support.all_pairs import all_pairs

@@ -31,7 +31,6 @@ DOORS = {
         "actors/engines/",
         "actors/rollout/",
         "scripts/",
-        "slimefsdp/attention/hf_interface.py",
         "slimefsdp/checkpoint/export.py",
         "slimefsdp/models/",
     ),

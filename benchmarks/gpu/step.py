@@ -54,7 +54,6 @@ from benchmarks.gpu.checks import add_common_options, device_of, hardware, time_
 from benchmarks.record import write_record
 from slimefsdp.algorithms.objective import Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import POLICY_LOSSES
-from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
 from slimefsdp.distributed.mesh import Mesh, build_mesh, start_process_group_from_environment
@@ -63,7 +62,7 @@ from slimefsdp.estimate.hardware import peak_tflops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import decoder
 from slimefsdp.models.build import build_model, materialise
-from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.decoder import PolicyModel, register_attention
 from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.optim.optimizer import undecayed_names

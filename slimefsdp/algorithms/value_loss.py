@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:  # losses must not import the code that reduces metrics over ranks
-    from slimefsdp.algorithms.objective import TokenInputs
-    from slimefsdp.training.metrics import MetricSums
+from slimefsdp.algorithms.objective import MetricSums, TokenInputs
 
 # names of the means from which `value_metrics` computes variances
 _SQUARES = ("return_square", "value_error", "value_error_square")

@@ -54,8 +54,7 @@ class _AllGatherAttention(torch.autograd.Function):
         if sinks is not None:
             out, lse = absorb_sinks(out.to(lse.dtype), lse, sinks)
             out = out.to(q.dtype)
-        extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
-        ctx.save_for_backward(q, keys_values, sinks, out, lse, *extra)
+        ctx.save_for_backward(q, keys_values, sinks, out, lse, *saved.of_kernel)
         ctx.plan, ctx.comm, ctx.scoring = plan, comm, scoring
         return out
 

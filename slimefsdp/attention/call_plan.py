@@ -59,6 +59,7 @@ class CallPlan:
     max_q: int = field(init=False)  # length of the longest segment; computed once for all layers
     max_k: int = field(init=False)
     can_be_causal: bool = field(init=False)  # no segment has fewer keys than queries
+    is_empty: bool = field(init=False)  # there are no segments
     prepared: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # a kernel's cache
 
     def __post_init__(self) -> None:
@@ -69,10 +70,7 @@ class CallPlan:
         object.__setattr__(self, "max_q", max(queries, default=0))
         object.__setattr__(self, "max_k", max(keys, default=0))
         object.__setattr__(self, "can_be_causal", all(q <= k for q, k in zip(queries, keys, strict=True)))
-
-    @property
-    def is_empty(self) -> bool:
-        return len(self.cu_q) == 1
+        object.__setattr__(self, "is_empty", not queries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,11 +62,8 @@ class Attention:
         self._kernel: KernelName = kernel
         self._group = group
         self.cost = cost
-
-    @property
-    def padding_multiple(self) -> int:
-        """Returns the number that a pack's tokens must be a multiple of; 1 except for ring_flash_attn."""
-        return self.comm.size if self.comm is not None and self.choice.name == "ring_flash_attn" else 1
+        # the number that a pack's tokens must be a multiple of
+        self.padding_multiple = self.comm.size if self.comm is not None and choice.name == "ring_flash_attn" else 1
 
     def layout(self, cu_seqlens: Sequence[int], forest: Forest | None = None) -> Layout:
         """Returns which rank owns which tokens of a pack with these node offsets and this forest."""

@@ -37,6 +37,11 @@ class Saved:
     rng_state: torch.Tensor | None = None  # this and the next field pass from torch's CUDA forward to its backward
     unused: torch.Tensor | None = None
 
+    @property
+    def of_kernel(self) -> list[torch.Tensor]:
+        """Returns the tensors besides the log-sum-exp, which `Saved(lse, *tensors)` takes again."""
+        return [tensor for tensor in (self.rng_state, self.unused) if tensor is not None]
+
 
 def varlen_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: AttentionParams, *, causal: bool

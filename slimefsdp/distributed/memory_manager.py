@@ -89,7 +89,12 @@ class MemoryManager:
             reshard(model)
         reports: list[MemoryReport] = []
         run_together(lambda: reports.extend(map(move, known)), self._group)
-        return sum(reports[1:], reports[0]) if reports else MemoryReport(0, 0, 0, 0.0)
+        return MemoryReport(
+            sum(report.device_bytes_before for report in reports),
+            sum(report.device_bytes_after for report in reports),
+            sum(report.host_bytes for report in reports),
+            sum((report.seconds for report in reports), 0.0),
+        )
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:
         """Returns a tag's tensors: parameters with gradients and buffers, or moments; step counts are not moved."""

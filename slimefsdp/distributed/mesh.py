@@ -35,7 +35,7 @@ class Mesh:
     data_rank: int  # this rank's index among the data ranks
     cp_rank: int
     device: torch.device
-    flat: DeviceMesh  # all ranks, on one axis
+    group: dist.ProcessGroup  # all ranks
     fsdp: DeviceMesh  # mesh for FSDP: one axis to shard over, or (replicate, shard)
     cp_group: dist.ProcessGroup  # a real group even for one rank, because None means all ranks in torch
 
@@ -43,10 +43,6 @@ class Mesh:
     def data_ranks(self) -> int:
         """Returns the number of ranks that get packs of their own, dp_replicate x dp."""
         return self.dp_replicate * self.dp
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.flat.get_group()
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -193,7 +189,7 @@ def _new_mesh(
         data_rank=axes.get_local_rank("dp_replicate") * dp + axes.get_local_rank("dp"),
         cp_rank=axes.get_local_rank("cp"),
         device=device,
-        flat=flat,
+        group=flat.get_group(),
         fsdp=fsdp,
         cp_group=cp_group,
     )

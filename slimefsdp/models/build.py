@@ -22,13 +22,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimefsdp.attention.context_parallel import Attention
-from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.attention.select import AttentionShape
 from slimefsdp.distributed.collectives import run_together
 from slimefsdp.distributed.fsdp import Parallelism, parallelize, require_compiler
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
-from slimefsdp.models.decoder import DecoderModel, PolicyModel
+from slimefsdp.models.decoder import DecoderModel, PolicyModel, register_attention
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
 from slimefsdp.models.load_weights import ReadBy, check_tensor_names, draw_weights, read_weights
 from slimefsdp.models.lora import Lora, add_adapters, add_adapters_of, draw_adapters, read_adapters

@@ -33,6 +33,7 @@ class HeadTiles:
     words: Bounds
     rows: Bounds
     held: int  # number of tiles whose logits are kept for backward: the last ones of forward
+    elements: int  # of the largest tile
 
     @classmethod
     def of(cls, rows: int, vocab: int, itemsize: int, device: DeviceType, chunk_bytes: int | None = None) -> HeadTiles:
@@ -51,12 +52,8 @@ class HeadTiles:
         parts = row_bounds(rows, tile_bytes // (itemsize * most_words))
         most_rows = max((end - start for start, end in parts), default=1)
         held = bound // (itemsize * most_words * most_rows) - 1
-        return cls(words, parts, max(1, min(held, len(words) * len(parts))))
-
-    @property
-    def elements(self) -> int:
-        words, rows = (max((end - start for start, end in bounds), default=0) for bounds in (self.words, self.rows))
-        return words * rows
+        elements = most_words * most_rows if parts else 0
+        return cls(words, parts, max(1, min(held, len(words) * len(parts))), elements)
 
     @property
     def recomputed_share(self) -> float:

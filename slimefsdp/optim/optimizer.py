@@ -1,4 +1,4 @@
-"""Builds the optimiser over sharded parameters, and computes the learning rate of each update."""
+"""Builds the optimiser over sharded parameters, and updates them."""
 
 from __future__ import annotations
 
@@ -268,26 +268,3 @@ def matrix_names(model: nn.Module, layers: nn.Module) -> set[str]:
     """
     inside = {id(parameter) for parameter in layers.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in inside} - undecayed_names(model)
-
-
-def learning_rate(
-    update: int,
-    *,
-    peak: float,
-    schedule: Literal["constant", "linear", "cosine"],
-    warmup_updates: int,
-    total_updates: int,
-    min_ratio: float,
-) -> float:
-    """Returns the learning rate of update number `update`, counted from 0.
-
-    The rate rises linearly during warm-up and is `peak` at its last update. It then decays to `peak * min_ratio` at
-    update total_updates - 1, and stays there.
-    """
-    if update < warmup_updates:
-        return peak * (update + 1) / warmup_updates
-    if schedule == "constant":
-        return peak
-    progress = min(1.0, (update - warmup_updates) / max(1, total_updates - 1 - warmup_updates))
-    shape = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * (min_ratio + (1 - min_ratio) * shape)

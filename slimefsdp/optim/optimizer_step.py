@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -220,6 +220,29 @@ def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]
     elif built["rule"] != "muon":
         overrides |= {"betas": settings.betas, "eps": settings.eps}
     return {name: built[name] if value is None else value for name, value in overrides.items()}
+
+
+def learning_rate(
+    update: int,
+    *,
+    peak: float,
+    schedule: Literal["constant", "linear", "cosine"],
+    warmup_updates: int,
+    total_updates: int,
+    min_ratio: float,
+) -> float:
+    """Returns the learning rate of update number `update`, counted from 0.
+
+    The rate rises linearly during warm-up and is `peak` at its last update. It then decays to `peak * min_ratio` at
+    update total_updates - 1, and stays there.
+    """
+    if update < warmup_updates:
+        return peak * (update + 1) / warmup_updates
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, (update - warmup_updates) / max(1, total_updates - 1 - warmup_updates))
+    shape = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * (min_ratio + (1 - min_ratio) * shape)
 
 
 # ---------------------------------------------------------------------- the loss scale of float16

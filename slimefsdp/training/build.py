@@ -37,14 +37,8 @@ from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_mod
 from slimefsdp.models.lora import Lora
 from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.optimizer import (
-    OptimizerOptions,
-    build_optimizer,
-    learning_rate,
-    matrix_names,
-    undecayed_names,
-)
-from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
+from slimefsdp.optim.optimizer import OptimizerOptions, build_optimizer, matrix_names, undecayed_names
+from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep, learning_rate
 from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of, model_spec_of
 from slimefsdp.training.reference_model import ColocatedReference, PolicyWithoutAdapters, Reference

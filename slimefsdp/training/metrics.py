@@ -1,8 +1,7 @@
-"""Sums the metrics of an update over micro-batches and ranks, and measures throughput.
+"""Merges the metrics of a step's updates, and measures throughput.
 
-Nothing here synchronises with the host before `reduce`. All context-parallel ranks hold the values of a pack, and only
-one of them is counted. Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and
-as the latter's share of the devices' peak (MFU).
+Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and as the latter's share of
+the devices' peak (MFU).
 """
 
 from __future__ import annotations
@@ -22,73 +21,6 @@ from slimefsdp.estimate.hardware import peak_tflops
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.lora import adapted_matrices
-
-
-class MetricSums:
-    """Accumulates the metrics of one update on one rank. Every rank must add the same names.
-
-    Args:
-        counted: whether this rank's values count; if False, zeros are added in their place.
-    """
-
-    def __init__(self, device: torch.device, *, counted: bool = True) -> None:
-        self._device = device
-        self._counted = counted
-        self._sums: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
-
-    def add_total(self, name: str, value: torch.Tensor) -> None:
-        """Adds a 0-d value to a total over micro-batches and ranks, such as a weighted loss."""
-        self._accumulate(self._sums, name, value.detach().double())
-
-    def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Adds values [n], possibly none, to a mean over the update.
-
-        Args:
-            counted: [n] bool, which values count; None: all.
-        """
-        values = values.detach().double()
-        if counted is None:
-            count = torch.full((), float(values.numel()), dtype=torch.float64, device=self._device)
-        else:
-            values, count = values.masked_fill(~counted, 0.0), counted.sum(dtype=torch.float64)
-        self.add_total(name, values.sum())
-        self._accumulate(self._counts, name, count)
-
-    def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
-        """Adds values >= 0 to a maximum over the update; arguments as for `add_mean`."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        values = values.detach().double()
-        if counted is not None:
-            values = values.masked_fill(~counted, 0.0)
-        largest = values.max().to(self._device) if values.numel() and self._counted else nothing
-        self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
-
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Returns the update's metrics, equal on every rank; a mean over no values is left out."""
-        names = [*self._sums, *self._maxima]
-        if not names:
-            return {}
-        sums = torch.stack([*self._sums.values(), *self._counts.values()]) if self._sums else torch.zeros(0)
-        dist.all_reduce(sums, group=group)
-        reduced = sums.tolist()
-        totals = dict(zip(self._sums, reduced, strict=False))
-        counts = dict(zip(self._counts, reduced[len(self._sums) :], strict=True))
-        result = {
-            name: total / counts[name] if name in counts else total
-            for name, total in totals.items()
-            if counts.get(name, 1.0) > 0
-        }
-        if self._maxima:
-            maxima = torch.stack(list(self._maxima.values()))
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
-        return result
-
-    def _accumulate(self, into: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-        value = value.to(self._device) if self._counted else torch.zeros_like(value, device=self._device)
-        into[name] = into[name] + value if name in into else value
 
 
 def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:

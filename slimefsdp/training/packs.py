@@ -1,6 +1,6 @@
 """Computes one rank's packs: a model's outputs for their tokens, and the gradients of one update's micro-batches.
 
-Only `objective_for` and `check_policy_loss` read settings; the other functions take values.
+Only `StepLoss`, `objective_for` and `check_policy_loss` read settings; the other functions take values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import heartbeat
-from slimefsdp.algorithms.objective import Objective, TokenInputs
+from slimefsdp.algorithms.objective import CorrectionOptions, MetricSums, Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -24,8 +24,7 @@ from slimefsdp.algorithms.policy_losses import (
     PolicyTokens,
     Sequences,
 )
-from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, TRAINS_WITHOUT_ADVANTAGE, LossName
-from slimefsdp.algorithms.rollout_correction import CorrectionOptions
+from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, PAIRWISE, TRAINS_WITHOUT_ADVANTAGE, LossName
 from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.attention.call_plan import PackAttention
 from slimefsdp.attention.context_parallel import Attention
@@ -41,7 +40,6 @@ from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
 from slimefsdp.models.lora import adapters_off
 from slimefsdp.monitoring.profiler import phase
-from slimefsdp.training.metrics import MetricSums
 
 if TYPE_CHECKING:  # a train step must be able to run without pydantic
     from slimefsdp.config import TrainerConfig
@@ -230,6 +228,35 @@ def tokens_noted_on_out_of_memory(tokens: int) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------- the loss of a micro-batch
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepLoss:
+    """Holds a loss, and what a step derives from the settings for it."""
+
+    name: LossName
+    config: TrainerConfig
+    objective: Objective | ValueObjective
+    temperature: float  # of the rollouts, also of passes without a loss
+    compares_pairs: bool
+    has_kl_in_reward: bool
+    kl_estimator: str
+    reads_ref_log_probs: bool
+
+    @classmethod
+    def of(cls, config: TrainerConfig, name: LossName) -> StepLoss:
+        """Returns a loss under these settings; raises ConfigError as `objective_for`."""
+        return cls(
+            name,
+            config,
+            objective_for(config, name, config.loss.kl_coefficient),
+            temperature=config.temperature,
+            compares_pairs=name == "policy" and config.loss.policy in PAIRWISE,
+            has_kl_in_reward=config.has_kl_in_reward,
+            kl_estimator=config.kl_estimator,
+            reads_ref_log_probs=config.needs_reference
+            and (config.kl_estimator != "full" or config.loss.policy == "dpo"),
+        )
 
 
 def objective_for(config: TrainerConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:

@@ -48,9 +48,6 @@ class PreparedBatch:
     denominator: float | None = None  # divides the loss; None: the denominator of each update's samples
     loss_settings: dict[str, Any] | None = None  # arguments of `TrainerConfig.with_loss`; None: the settings' own loss
 
-    def under(self, config: TrainerConfig) -> TrainerConfig:
-        return config if self.loss_settings is None else config.with_loss(self.loss_settings)
-
 
 Planning = Callable[[], PreparedBatch]
 """Plans a batch that has been checked; all errors of the batch were raised by the check."""

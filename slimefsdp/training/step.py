@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import heartbeat
-from slimefsdp.algorithms.kl import kl_estimate, next_coefficient
-from slimefsdp.algorithms.objective import TokenInputs
-from slimefsdp.algorithms.registry import LossName
+from slimefsdp.algorithms.objective import Objective, TokenInputs
+from slimefsdp.algorithms.policy_losses import kl_estimate, next_coefficient
 from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import TrainerConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -38,8 +37,8 @@ from slimefsdp.training.advantages import check_functions, response_advantages, 
 from slimefsdp.training.build import master_dtype
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import Throughput, mean_over_updates
-from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients, objective_for, outputs_of_packs
-from slimefsdp.training.plan import batch_metrics, loss_weights, samples_together
+from slimefsdp.training.packs import PassOptions, RankPacks, StepLoss, accumulate_gradients, outputs_of_packs
+from slimefsdp.training.plan import batch_metrics, loss_weights
 from slimefsdp.training.prepare import PreparedBatch, batch_digest
 from slimefsdp.training.reference_model import Reference
 
@@ -56,10 +55,23 @@ class RankState:
     memory_manager: MemoryManager
     reference: Reference
     kl_coefficient: float  # moves under loss.kl_target
+    loss: StepLoss = field(init=False)  # that `train_step` trains
     checkpoints: Checkpoints = field(init=False)
     updater: OptimizerStep = field(init=False)  # this and the following fields: only for roles that train
     throughput: Throughput = field(init=False)
     profiler: UpdateProfiler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.use(self.config)
+
+    def use(self, config: TrainerConfig) -> None:
+        """Trains under these settings from now on.
+
+        Raises:
+            ConfigError: loss.policy names a function that cannot be imported.
+        """
+        self.config = config
+        self.loss = StepLoss.of(config, "value" if self.role == "critic" else config.loss_name)
 
     @contextmanager
     def exchanging(self, adapters: Adapters) -> Iterator[None]:
@@ -128,37 +140,38 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
 
     The weights are zeros, which each update replaces.
     """
-    config, batch, loss = work.under(state.config), work.batch, work.loss
+    loss, batch = _loss_of(state, work), work.batch
+    config = loss.config
     inputs = TokenInputs(
         weights=torch.zeros(batch.num_response_tokens),
         sample_ids=torch.from_numpy(batch.sample_ids),
         num_samples=batch.num_samples,
-        group_ids=_numbered(samples_together(config, batch, loss), batch.sample_ids),
+        group_ids=_numbered(batch.group_ids if loss.compares_pairs else None, batch.sample_ids),
     )
     old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
     coefficient = state.kl_coefficient if work.kl_coefficient is None else work.kl_coefficient
-    if loss == "sft" or not work.plan.updates:
+    if loss.name == "sft" or not work.plan.updates:
         return inputs
-    if loss == "value":
-        penalty = _kl_penalty(config, old, reference, coefficient) if batch.returns is None else None
+    if loss.name == "value":
+        penalty = _kl_penalty(loss, old, reference, coefficient) if batch.returns is None else None
         targets = torch.from_numpy(value_targets(config, batch, penalty, work.gae_lambda))
         return replace(inputs, old_values=_tensor(batch.values), returns=targets)
     source = config.loss.old_log_probs
-    needs_old = len(work.plan.updates) > 1 or (config.has_kl_in_reward and batch.advantages is None)
+    needs_old = len(work.plan.updates) > 1 or (loss.has_kl_in_reward and batch.advantages is None)
     is_rollout = old is None and source == "rollout"
     if is_rollout:
         old = _tensor(batch.rollout_log_probs)
     elif old is None and (source == "recompute" or needs_old):
         with heartbeat.during("old_log_probs"), phase("old_log_probs"):
             old = token_outputs(state, state.model, work, trained_only=True)[0]
-    if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
+    if not loss.reads_ref_log_probs:
         reference = None
     elif reference is None:
         with heartbeat.during("reference"), phase("reference"), reference_in_use(state) as model:
             reference = token_outputs(state, model, work, trained_only=True)[0]
     advantages = work.advantages
     if advantages is None:
-        advantages = _penalized_advantages(state, batch, _kl_penalty(config, old, reference, coefficient))
+        advantages = _penalized_advantages(state, batch, _kl_penalty(loss, old, reference, coefficient))
     return replace(
         inputs,
         advantages=_tensor(advantages),
@@ -180,26 +193,28 @@ def forward_backward(
     Args:
         outputs: see `accumulate_gradients`.
     """
-    config, loss, plan = work.under(state.config), work.loss, work.plan
-    assert loss is not None
-    weights = loss_weights(config, work.batch, plan.counted_of(update), work.denominator)
+    loss, plan = _loss_of(state, work), work.plan
+    objective = loss.objective
+    if isinstance(objective, Objective) and objective.kl_coefficient:
+        objective = replace(objective, kl_coefficient=state.kl_coefficient)
+    weights = loss_weights(loss.config, work.batch, plan.counted_of(update), work.denominator)
     sums = accumulate_gradients(
         state.model,
         RankPacks(work.batch, plan.updates[update][state.mesh.data_rank], plan.shared),
         replace(inputs, weights=torch.from_numpy(weights)),
-        objective_for(config, loss, state.kl_coefficient),
+        objective,
         state.mesh,
         PassOptions(
-            temperature=config.temperature,
-            entropy_grad=config.loss.entropy_coefficient != 0,
-            reference=_model_of_reference(state) if _reads_hidden_states(config, loss) else None,
+            temperature=loss.temperature,
+            entropy_grad=loss.config.loss.entropy_coefficient != 0,
+            reference=_model_of_reference(state) if _reads_hidden_states(state, work) else None,
             loss_scale=state.updater.loss_scale,
-            sum_once=config.fsdp.sharding == "optimizer",
+            sum_once=state.config.fsdp.sharding == "optimizer",
         ),
         outputs,
     )
     metrics = sums.reduce(state.mesh.group)
-    return value_metrics(metrics) if loss == "value" else metrics
+    return value_metrics(metrics) if loss.name == "value" else metrics
 
 
 def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, inputs: TokenInputs) -> ForwardBackward:
@@ -286,7 +301,7 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
         RankPacks(work.batch, samples, work.plan.shared),
         state.mesh,
         trained_only=trained_only,
-        temperature=state.config.temperature,
+        temperature=state.loss.temperature,
     )
 
 
@@ -308,7 +323,7 @@ def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
 
 def reference_on_device(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
     """Returns a context that keeps the reference on the device, if the loss reads its hidden states."""
-    if state.config.reference_is_policy or not _reads_hidden_states(state.config, work.loss):
+    if not _reads_hidden_states(state, work) or state.config.reference_is_policy:
         return nullcontext()
     return state.reference.awake()
 
@@ -318,8 +333,15 @@ def _model_of_reference(state: RankState) -> DecoderModel | None:
     return state.model if state.config.reference_is_policy else state.reference.model
 
 
-def _reads_hidden_states(config: TrainerConfig, loss: LossName | None) -> bool:
-    return loss == "policy" and config.kl_estimator == "full"
+def _reads_hidden_states(state: RankState, work: PreparedBatch) -> bool:
+    return work.loss == "policy" and state.loss.kl_estimator == "full"
+
+
+def _loss_of(state: RankState, work: PreparedBatch) -> StepLoss:
+    if work.loss is None or (work.loss == state.loss.name and work.loss_settings is None):
+        return state.loss
+    config = state.config if work.loss_settings is None else state.config.with_loss(work.loss_settings)
+    return StepLoss.of(config, work.loss)
 
 
 # ---------------------------------------------------------------------- agreement of ranks
@@ -394,13 +416,13 @@ def _digest(values: np.ndarray | None) -> str:
 
 
 def _kl_penalty(
-    config: TrainerConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
+    loss: StepLoss, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
 ) -> np.ndarray | None:
     """Returns the KL that is subtracted from each token's reward, float64 [R]; None if it is not part of the reward."""
-    if not config.has_kl_in_reward:
+    if not loss.has_kl_in_reward:
         return None
     assert old is not None and reference is not None
-    return (kl_coefficient * kl_estimate(old.double(), reference.double(), config.kl_estimator)).numpy()
+    return (kl_coefficient * kl_estimate(old.double(), reference.double(), loss.kl_estimator)).numpy()
 
 
 def _numbered(group_ids: np.ndarray | None, sample_ids: np.ndarray) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.kl import HORIZON, KL_ESTIMATORS, kl_estimate, next_coefficient
+from slimefsdp.algorithms.policy_losses import HORIZON, KL_ESTIMATORS, kl_estimate, next_coefficient
 
 FORMULAS = {  # of r = reference / policy
     "k1": lambda r: -math.log(r),

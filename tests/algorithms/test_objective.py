@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.objective import Objective, TokenInputs
+from slimefsdp.algorithms.objective import CorrectionOptions, Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import PolicyLoss, PolicyOptions, PolicyTokens, gspo_loss, ppo_loss
-from slimefsdp.algorithms.rollout_correction import CorrectionOptions
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.training.packs import check_policy_loss, objective_for

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.policy_losses import Sequences
-from slimefsdp.algorithms.rollout_correction import (
+from slimefsdp.algorithms.objective import (
     CORRECTIONS,
     CorrectionOptions,
     kept_by_opsm,
     kept_by_veto,
     mismatch_statistics,
 )
+from slimefsdp.algorithms.policy_losses import Sequences
 from tests.support.tiers import examples
 
 LOW, HIGH = 0.5, 2.0

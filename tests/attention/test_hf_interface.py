@@ -16,9 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from slimefsdp.attention.call_plan import PackAttention
 from slimefsdp.attention.context_parallel import Attention
-from slimefsdp.attention.hf_interface import ATTENTION_NAME, check_attention_interface, register_attention
 from slimefsdp.attention.select import Choice
 from slimefsdp.errors import ModelError
+from slimefsdp.models.decoder import ATTENTION_NAME, check_attention_interface, register_attention
 from tests.support.refusals import refused
 
 

@@ -19,7 +19,7 @@ from annotated_types import Gt, Le
 from pydantic import Field
 
 from actors.run_dir import settings_text
-from slimefsdp.algorithms import advantages, rollout_correction
+from slimefsdp.algorithms import advantages, objective
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.config.algorithm import CorrectionSettings
@@ -578,7 +578,7 @@ def test_every_policy_loss_can_be_named_and_only_pairs_read_a_reference_without_
 
 def test_the_methods_of_correction_are_those_that_are_implemented():
     methods = get_args(CorrectionSettings.model_fields["method"].annotation)
-    assert set(methods) == {"none", *CORRECTIONS} == {"none", *rollout_correction.CORRECTIONS}
+    assert set(methods) == {"none", *CORRECTIONS} == {"none", *objective.CORRECTIONS}
 
 
 def test_conditions_name_settings_and_values_that_there_are():

@@ -8,12 +8,11 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.batching.packing import LocalShare
 from slimefsdp.distributed.fsdp import recompute_layers
 from slimefsdp.estimate.flops import executed_flops, forward_flops, training_flops
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.decoder import PolicyModel, register_attention
 from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 from slimefsdp.models.lora import Lora, add_adapters
 from tests.support.tiny_models import ARCHITECTURES, tiny_model

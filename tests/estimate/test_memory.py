@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from slimefsdp.attention.context_parallel import Attention
-from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.attention.select import Choice
 from slimefsdp.distributed.fsdp import recompute_layers
 from slimefsdp.estimate.memory import (
@@ -27,7 +26,7 @@ from slimefsdp.estimate.memory import (
 from slimefsdp.estimate.setup import SHARDINGS, ByteSizes, ColocatedModels, MeshShape, Sharding, TrainingSetup
 from slimefsdp.estimate.traffic import sharding_traffic
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.decoder import PolicyModel, register_attention
 from slimefsdp.models.lora import Lora, add_adapters
 from tests.support.tiny_models import tiny_model
 

@@ -33,7 +33,6 @@ from actors.engines.pool import EnginePool
 from actors.engines.tokenizer import encode_prompt, end_token_ids, load_tokenizer
 from actors.rollout.records import read_records
 from actors.run_dir import RunFolder
-from slimefsdp.attention.hf_interface import ATTENTION_NAME
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.shards import SavedShards, ShardedTensor, write_shard
@@ -48,6 +47,7 @@ from slimefsdp.estimate.schedule import read_samples
 from slimefsdp.io.files import LOCK, FolderLock
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.build import build_for_sampling, build_policy
+from slimefsdp.models.decoder import ATTENTION_NAME
 from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, SUPPORTED_MODELS, check_architecture, read_model_folder
 from slimefsdp.monitoring.metrics_log import METRICS_FILE, MetricsLog, read_metrics
 from tests.support.tiny_models import save_tiny_model

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import StateError
-from slimefsdp.optim.optimizer import learning_rate
-from slimefsdp.optim.optimizer_step import MAX_SKIPPED, LossScale, OptimizerStep
+from slimefsdp.optim.optimizer_step import MAX_SKIPPED, LossScale, OptimizerStep, learning_rate
 from tests.support.optimizers import optimizer_of
 from tests.support.rank_pool import RankPool
 

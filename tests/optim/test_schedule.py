@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.optim.optimizer import learning_rate
+from slimefsdp.optim.optimizer_step import learning_rate
 
 SHAPES = ("constant", "linear", "cosine")
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from slimefsdp.attention.hf_interface import register_attention
-from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.decoder import PolicyModel, register_attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.algorithms.kl import HORIZON, next_coefficient
+from slimefsdp.algorithms.policy_losses import HORIZON, next_coefficient
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimefsdp.training.metrics import MetricSums, mean_over_updates
+from slimefsdp.algorithms.objective import MetricSums
+from slimefsdp.training.metrics import mean_over_updates
 from tests.support.rank_pool import RankPool
 
 
