@@ -31,8 +31,8 @@ from benchmarks.gpu import checks
 from benchmarks.gpu.checks import Check, Finding, relative_error
 from slimefsdp.attention.call_plan import AttentionParams, ring_plan
 from slimefsdp.attention.context_parallel import Attention
-from slimefsdp.attention.ring import _RingAttention
 from slimefsdp.attention.select import Choice
+from slimefsdp.attention.varlen import _RingAttention
 from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.distributed.memory_manager import StorageOffloader, prefer_expandable_segments
 from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl

@@ -68,6 +68,7 @@ from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.optim.optimizer import undecayed_names
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients
+from slimefsdp.training.step import reduced
 from tests.support.optimizers import optimizer_of
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -448,7 +449,7 @@ def own_step(work: Work) -> Step:
         options = PassOptions(sum_once=sum_once)
         # drops all gradients where memory runs out
         sums = accumulate_gradients(model, RankPacks(batch, parts), inputs, objective, mesh, options)
-        sums.reduce(mesh.group)
+        reduced(sums, mesh.group)
         return updater.step(mesh.group)["grad_norm"]
 
     return step

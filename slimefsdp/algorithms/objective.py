@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from slimefsdp.algorithms.policy_losses import (
     PolicyLossFunction,
@@ -71,8 +70,8 @@ class TokenInputs:
 class MetricSums:
     """Accumulates the metrics of one update on one rank. Every rank must add the same names.
 
-    Nothing synchronises with the host before `reduce`. All context-parallel ranks hold the values of a pack, and only
-    one of them is counted.
+    Nothing synchronises with the host. All context-parallel ranks hold the values of a pack, and only one of them is
+    counted.
 
     Args:
         counted: whether this rank's values count; if False, zeros are added in their place.
@@ -81,13 +80,13 @@ class MetricSums:
     def __init__(self, device: torch.device, *, counted: bool = True) -> None:
         self._device = device
         self._counted = counted
-        self._sums: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, torch.Tensor] = {}
+        self.maxima: dict[str, torch.Tensor] = {}
 
     def add_total(self, name: str, value: torch.Tensor) -> None:
         """Adds a 0-d value to a total over micro-batches and ranks, such as a weighted loss."""
-        self._accumulate(self._sums, name, value.detach().double())
+        self._accumulate(self.sums, name, value.detach().double())
 
     def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
         """Adds values [n], possibly none, to a mean over the update.
@@ -101,7 +100,7 @@ class MetricSums:
         else:
             values, count = values.masked_fill(~counted, 0.0), counted.sum(dtype=torch.float64)
         self.add_total(name, values.sum())
-        self._accumulate(self._counts, name, count)
+        self._accumulate(self.counts, name, count)
 
     def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
         """Adds values >= 0 to a maximum over the update; arguments as for `add_mean`."""
@@ -110,28 +109,7 @@ class MetricSums:
         if counted is not None:
             values = values.masked_fill(~counted, 0.0)
         largest = values.max().to(self._device) if values.numel() and self._counted else nothing
-        self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
-
-    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Returns the update's metrics, equal on every rank; a mean over no values is left out."""
-        names = [*self._sums, *self._maxima]
-        if not names:
-            return {}
-        sums = torch.stack([*self._sums.values(), *self._counts.values()]) if self._sums else torch.zeros(0)
-        dist.all_reduce(sums, group=group)
-        reduced = sums.tolist()
-        totals = dict(zip(self._sums, reduced, strict=False))
-        counts = dict(zip(self._counts, reduced[len(self._sums) :], strict=True))
-        result = {
-            name: total / counts[name] if name in counts else total
-            for name, total in totals.items()
-            if counts.get(name, 1.0) > 0
-        }
-        if self._maxima:
-            maxima = torch.stack(list(self._maxima.values()))
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
-        return result
+        self.maxima[name] = torch.maximum(self.maxima[name], largest) if name in self.maxima else largest
 
     def _accumulate(self, into: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
         value = value.to(self._device) if self._counted else torch.zeros_like(value, device=self._device)

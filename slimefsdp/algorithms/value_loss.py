@@ -79,7 +79,7 @@ def value_metrics(means: Mapping[str, float]) -> dict[str, float]:
     It is 1 if the values are exact, 0 if a constant would do as well, and absent if returns do not vary.
 
     Args:
-        means: the result of `MetricSums.reduce` for the sums of `ValueObjective`.
+        means: the reduced sums of `ValueObjective`.
     """
     metrics = {name: value for name, value in means.items() if name not in _SQUARES}
     if "return" in means:

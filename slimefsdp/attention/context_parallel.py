@@ -26,9 +26,9 @@ from slimefsdp.attention.call_plan import (
     ulysses_plan,
 )
 from slimefsdp.attention.cp_comm import Comm
-from slimefsdp.attention.ring import ring_attention
 from slimefsdp.attention.select import Choice
 from slimefsdp.attention.ulysses import ulysses_attention
+from slimefsdp.attention.varlen import ring_attention
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, CostModel
 from slimefsdp.batching.cp_sharding import hybrid_layout, zigzag_layout
 from slimefsdp.batching.prefix_tree import Forest

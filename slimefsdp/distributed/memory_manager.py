@@ -89,12 +89,13 @@ class MemoryManager:
             reshard(model)
         reports: list[MemoryReport] = []
         run_together(lambda: reports.extend(map(move, known)), self._group)
-        return MemoryReport(
-            sum(report.device_bytes_before for report in reports),
-            sum(report.device_bytes_after for report in reports),
-            sum(report.host_bytes for report in reports),
-            sum((report.seconds for report in reports), 0.0),
-        )
+        before, after, on_host, seconds = 0, 0, 0, 0.0
+        for report in reports:
+            before += report.device_bytes_before
+            after += report.device_bytes_after
+            on_host += report.host_bytes
+            seconds += report.seconds
+        return MemoryReport(before, after, on_host, seconds)
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:
         """Returns a tag's tensors: parameters with gradients and buffers, or moments; step counts are not moved."""

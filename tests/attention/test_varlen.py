@@ -18,8 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slimefsdp.attention.backends import eager
 from slimefsdp.attention.backends.eager import Blocking
 from slimefsdp.attention.call_plan import AttentionParams, CallPlan, ring_plan
-from slimefsdp.attention.ring import _RingAttention, ring_attention
-from slimefsdp.attention.varlen import Saved, _kernel_for, varlen_backward, varlen_forward
+from slimefsdp.attention.varlen import (
+    Saved,
+    _kernel_for,
+    _RingAttention,
+    ring_attention,
+    varlen_backward,
+    varlen_forward,
+)
 from slimefsdp.batching.cp_sharding import Piece
 from tests.support.tiers import examples
 

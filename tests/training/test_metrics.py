@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp.algorithms.objective import MetricSums
+from slimefsdp.training import step
 from slimefsdp.training.metrics import mean_over_updates
 from tests.support.rank_pool import RankPool
 
@@ -35,8 +36,8 @@ def reduced(rank: int) -> dict[str, Any]:
         only_maxima.add_max("largest", values)
     group = dist.group.WORLD
     assert group is not None
-    return {"sums": sums.reduce(group), "empty": MetricSums(torch.device("cpu")).reduce(group),
-            "maxima": only_maxima.reduce(group)}  # fmt: skip
+    return {"sums": step.reduced(sums, group), "empty": step.reduced(MetricSums(torch.device("cpu")), group),
+            "maxima": step.reduced(only_maxima, group)}  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
