@@ -30,7 +30,9 @@ every_loss = pytest.mark.parametrize("entry", POLICY_LOSSES.values(), ids=POLICY
 log_probs_st = st.floats(-12, 0)
 # sequences of (log-prob, old log-prob, advantage of the token)
 batches_st = st.lists(
-    st.lists(st.tuples(log_probs_st, log_probs_st, st.floats(-3, 3)), min_size=1, max_size=6), min_size=1, max_size=5
+    st.lists(st.tuples(log_probs_st, log_probs_st, st.floats(-3, 3, allow_subnormal=False)), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
 )
 
 
