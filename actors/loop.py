@@ -102,6 +102,7 @@ class Run:
         assert config.run.dir is not None and config.run.steps is not None
         self._config = config
         self._interrupts = interrupts
+        self._skipped = prompts.skipped
         self._steps = config.run.steps
         self._keeps = config.checkpoint.interval_steps is not None
         self._folder = stack.enter_context(RunFolder(config.run.dir))
@@ -112,8 +113,6 @@ class Run:
         self._group = launch(config)
         stack.callback(self._group.shutdown)
         launched = self._group.config  # where mesh.dp is a number
-        self._folder.write_settings(launched)
-        self._folder.write_skipped([asdict(record) for record in prompts.skipped])
         self._loop: RolloutLoop | SftLoop
         if not config.has_rollouts:
             self._loop = (SftLoop if config.algorithm == "sft" else DpoLoop)(launched, self._group, prompts)
@@ -137,6 +136,9 @@ class Run:
         """Loads or writes the first checkpoint, sends the first weights, evaluates; returns how many steps are done."""
         config = self._config
         start = _resume(config, self._group, self._loop.prompts, self._log)
+        # only now, so that a refused resume leaves the files of the run that it would have continued
+        self._folder.write_settings(self._group.config)  # where mesh.dp is a number
+        self._folder.write_skipped([asdict(record) for record in self._skipped])
         self._progress = Progress(self._loop.columns, total_steps=self._steps)
         if self._keeps and not config.checkpoint.resume:
             with stage("saving the checkpoint of step 0"):

@@ -1,6 +1,7 @@
 """Calls functions of this project in a Python process of their own, for code that may hang or end its process.
 
 `python -m actors.side_process` is that process. It finds modules as this one does, and ends with this one.
+It has a session of its own. Processes that the called code started end with the call.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 from slimefsdp.errors import ResourceError, SlimeError, portable
 
@@ -65,24 +68,39 @@ def call(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
     # import the package that contains this file, not one in the current folder
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     request = pickle.dumps(sys.path) + pickle.dumps((function, args))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "actors.side_process"],
-            input=request,
-            capture_output=True,
-            timeout=min(timeout_s, LONGEST_WAIT_S),
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as printed:
+        asked.write(request)
+        asked.seek(0)
+        # files, not pipes: a process that the user's code started has them open too, and may outlive this one
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "actors.side_process", str(answered.fileno())],
+            stdin=asked,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=[answered.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            check=False,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired as overdue:
-        raise SideProcessError(f"took more than {timeout_s:g} s", overdue.stderr or b"", is_overdue=True) from None
-    try:
-        value, error = pickle.loads(done.stdout)
-    except (EOFError, pickle.UnpicklingError):
-        raise SideProcessError(f"ended with status {done.returncode}", done.stderr) from None
+        try:
+            status = process.wait(min(timeout_s, LONGEST_WAIT_S))
+        except subprocess.TimeoutExpired:
+            raise SideProcessError(f"took more than {timeout_s:g} s", _content(printed), is_overdue=True) from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it started, which nobody would end later
+            process.wait()
+        try:
+            value, error = pickle.loads(_content(answered))
+        except (EOFError, pickle.UnpicklingError):
+            raise SideProcessError(f"ended with status {status}", _content(printed)) from None
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
 
 
 def answer(value: Any, error: SlimeError | None = None) -> NoReturn:
@@ -101,8 +119,8 @@ def end_with_parent() -> None:
 def _main() -> None:
     global _answer_stream
     end_with_parent()
-    _answer_stream = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no part of the answer
+    _answer_stream = int(sys.argv[1])
+    os.set_inheritable(_answer_stream, False)
     sys.path += [folder for folder in pickle.load(sys.stdin.buffer) if folder not in sys.path]
     function, args = pickle.load(sys.stdin.buffer)
     try:

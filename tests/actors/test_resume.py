@@ -10,15 +10,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actors import loop
 from actors.loop import train
+from actors.rollout.demonstrations import Demonstration
+from actors.rollout.prompt_files import Prompts
+from actors.rollout.records import Record
 from actors.run_dir import RecordedBatches, settings_text
+from actors.signals import Interrupts
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, SlimeError
@@ -219,3 +225,21 @@ def test_a_checkpoint_from_elsewhere_or_beyond_the_end_is_refused(
     group: Any = SimpleNamespace(load=lambda step: state, restored=lambda: restored)
     with refused(error, field, *values):
         loop._resume(config, group, None, None)  # type: ignore[arg-type]
+
+
+def test_a_refused_resume_leaves_the_settings_of_the_run(example: Path, tmp_path: Path) -> None:
+    def load(step: object) -> None:
+        raise CheckpointError("lora.rank is 8", field="lora.rank", hint="")
+
+    run = [f"run.dir={tmp_path}", f"model.path={example / 'model'}", "mesh.dp=1"]
+    config = load_config(ROOT / "configs" / "sort_digits_sft.yaml", [*run, "checkpoint.resume=true"])
+    file = tmp_path / "settings.yaml"
+    file.write_text("run: {steps: 3}")
+    prompts = Prompts([Record({}, "")], {}, demonstrations=[Demonstration(np.array([1, 2]), 1)])
+    group: Any = SimpleNamespace(load=load, config=config, shutdown=lambda: None)
+    with ExitStack() as stack:
+        started = loop.Run(config, Interrupts(), prompts, lambda _: group, stack)
+        with pytest.raises(CheckpointError):
+            started.begin()
+    assert file.read_text() == "run: {steps: 3}"
+    assert not list(tmp_path.glob("settings.*.yaml"))

@@ -24,6 +24,7 @@ from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.runs import startable
 from tests.support.user_code import call_of
+from tests.support.waiting import is_alive, wait_until
 
 HERE = __name__
 TRAIN, HELD = Record({"prompt": "1"}, "train.jsonl:1"), Record({"prompt": "2"}, "held.jsonl:4")
@@ -206,3 +207,11 @@ def test_what_comes_back_or_raises_is_left_to_whoever_imports_it(folder: Path) -
     try_imports(named, 600.0)
     assert not {"trial_fine", "trial_raises"} & sys.modules.keys()
     try_imports({"rollout.reward": "http://127.0.0.1:1/score", "loss.policy": "actors.no_such:f"}, 1e-9)  # none is ours
+
+
+def test_an_import_that_starts_a_process_is_not_waited_for_until_that_ends(folder: Path) -> None:
+    code = "import subprocess\nfrom pathlib import Path\nprocess = subprocess.Popen(['sleep', '600'])\n"
+    (folder / "trial_starts.py").write_text(code + "Path(__file__).with_suffix('.pid').write_text(str(process.pid))")
+    try_imports({"rollout.reward": "trial_starts:score"}, 120.0)
+    pid = int((folder / "trial_starts.pid").read_text())
+    assert wait_until(lambda: not is_alive(pid)), "it ends with the trial"
