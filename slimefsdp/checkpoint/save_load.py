@@ -34,7 +34,7 @@ from slimefsdp.checkpoint.shards import (
     writing_ranks,
 )
 from slimefsdp.checkpoint.store import CheckpointStore, Choice, first_verified
-from slimefsdp.distributed.collectives import gathered, run_on_first, run_together
+from slimefsdp.distributed.collectives import from_first, gathered, run_on_first, run_together
 from slimefsdp.distributed.mesh import local_rows, local_shard
 from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError
 from slimefsdp.io.files import FileRecord, io_reported
@@ -55,7 +55,7 @@ def choose_checkpoint(store: CheckpointStore, step: int | Literal["latest"], gro
     Raises:
         CheckpointError: on every rank: there is no checkpoint, or it is torn or altered.
     """
-    folders, odd = _from_first(lambda: store.candidates(step), group)
+    folders, odd = from_first(lambda: store.candidates(step), group)
     verify = partial(_verified_together, store, group)
     if step == "latest":  # with all parts, so that all groups of ranks choose the same
         manifest, folder, skipped = first_verified(store.root, folders, odd, verify)
@@ -63,9 +63,9 @@ def choose_checkpoint(store: CheckpointStore, step: int | Literal["latest"], gro
         manifest, folder, skipped = verify(folders[0], only_part=store.part), folders[0], []
     if store.part in manifest.parts:
         folder = folder / str(store.part)
-        return Choice(_from_first(lambda: store.manifest_of(folder), group), folder, skipped)
+        return Choice(from_first(lambda: store.manifest_of(folder), group), folder, skipped)
     if (before := store.before) is not None:
-        folder = _from_first(lambda: before.path_of(manifest.step), group)
+        folder = from_first(lambda: before.path_of(manifest.step), group)
         return Choice(_verified_together(before, group, folder), folder, skipped)
     return Choice(manifest, folder, skipped)
 
@@ -93,29 +93,26 @@ def load_training_state(
             values were read.
     """
     folder = chosen.folder
-    reads: Reads = []
-    state: dict[str, Any] = {}
-    writers: list[int] = []
 
-    def plan() -> None:
-        reads.extend(plan_reads(folder, tensors_of(named, optimizer)))
-        state.update(read_rank_state(folder, dist.get_rank(group)) or {})
+    def plan() -> tuple[Reads, dict[str, Any], int]:
+        reads = plan_reads(folder, tensors_of(named, optimizer))
+        state = read_rank_state(folder, dist.get_rank(group)) or {}
         if restores_generators:  # tried now, when nothing has changed, and put back
             present = generator_states(device)
             try:
                 restore_generators(state.get("generators"), device, folder)
             finally:
                 restore_generators(present, device, folder)
-        writers.append(writing_ranks(folder))
+        return reads, state, writing_ranks(folder)
 
     def read() -> None:
         fill(reads)
         if restores_generators:
             restore_generators(state.get("generators"), device, folder)
 
-    run_together(plan, group)
+    reads, state, writers = run_together(plan, group)
     run_together(read, group)
-    return writers[0]
+    return writers
 
 
 def write_checkpoint(
@@ -147,8 +144,6 @@ def write_checkpoint(
     folder, rank = store.temporary_path(step), dist.get_rank(group)
     run_on_first(lambda: store.begin(step, parts), group)
 
-    records: list[FileRecord] = []
-
     def commit(files: list[FileRecord]) -> None:
         if absent := [record.name for record in files if not (folder / record.name).exists()]:
             raise CheckpointError(
@@ -160,7 +155,7 @@ def write_checkpoint(
         store.prune(keep_last)
 
     try:
-        run_together(lambda: records.extend(write_shard(folder, rank, tensors, state)), group)
+        records = run_together(lambda: write_shard(folder, rank, tensors, state), group)
         files = [record for of_rank in gathered(records, group) for record in of_rank]
         run_on_first(lambda: commit(files), group)
     except CheckpointError:  # all ranks raise it, so none writes there any more
@@ -177,7 +172,7 @@ def _verified_together(
     store: CheckpointStore, group: dist.ProcessGroup, folder: Path, only_part: str | None = None
 ) -> Manifest:
     """Has the ranks together reread every byte of a folder; all return its manifest or raise the same error."""
-    manifest = _from_first(lambda: store.manifest_of(folder), group)
+    manifest = from_first(lambda: store.manifest_of(folder), group)
     only_part = only_part if only_part in manifest.parts else None
 
     def check() -> None:
@@ -188,16 +183,6 @@ def _verified_together(
 
     run_together(check, group)
     return manifest
-
-
-def _from_first(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
-    """Runs `action` on rank 0; every rank returns its result or raises its error."""
-    results: list[Any] = []
-    run_on_first(lambda: results.append(action()), group)
-    results = results or [None]
-    dist.broadcast_object_list(results, group_src=0, group=group)
-    result: _T = results[0]
-    return result
 
 
 def tensors_of(named: Named, optimizer: torch.optim.Optimizer | None) -> dict[str, ShardedTensor]:

@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from slimefsdp.errors import PeerFailed, SlimeError, portable
+
+_T = TypeVar("_T")
 
 
 def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -49,12 +51,15 @@ def _largest(values: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
     return largest.cpu().numpy()
 
 
-def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
-    """Collective: runs `action`, which has no collectives, on every rank; all raise the first error in rank order.
+def run_together(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
+    """Collective: runs `action`, which has no collectives, on every rank; each rank returns its own result.
 
-    Typed errors name the rank that raised them, here and in `run_on_first`.
+    If any rank fails, all raise the first error in rank order. Typed errors name the rank that raised them, here and in
+    `run_on_first`.
     """
-    _raise_together(error_of(action), group)
+    result, error = attempt(action)
+    _raise_together(error, group)
+    return cast(_T, result)
 
 
 def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream: Iterable[object] = ()) -> None:
@@ -64,9 +69,18 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
         stream: a collective iterable that `action` consumes. The other ranks iterate over it at the same time, and rank
             0 finishes the iteration if the action fails.
     """
-    error = error_of(action) if dist.get_rank(group) == 0 else None
+    _, error = attempt(action) if dist.get_rank(group) == 0 else (None, None)
     deque(stream, maxlen=0)  # frees each item before the next one is made
     _raise_together(error, group)
+
+
+def from_first(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
+    """Collective: runs `action` on rank 0; every rank returns its picklable result, or raises its error."""
+    result, error = attempt(action) if dist.get_rank(group) == 0 else (None, None)
+    _raise_together(error, group)
+    results = [result]
+    dist.broadcast_object_list(results, group_src=0, group=group)
+    return cast(_T, results[0])
 
 
 def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
@@ -95,13 +109,12 @@ def raise_first(errors: Sequence[Exception | None], own: Exception | None, group
             raise error
 
 
-def error_of(action: Callable[[], object]) -> Exception | None:
-    """Runs an action and returns the error that it raises; None if it raises none."""
+def attempt(action: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Runs an action and returns its result and the error that it raises; one of them is None."""
     try:
-        action()
+        return action(), None
     except Exception as error:
-        return error
-    return None
+        return None, error
 
 
 # ---------------------------------------------------------------------- collectives that hang

@@ -87,8 +87,7 @@ class MemoryManager:
         known = _known(tags)
         for model in self.models.values():  # gathered copies, also of a failed call, must not outlive their shards
             reshard(model)
-        reports: list[MemoryReport] = []
-        run_together(lambda: reports.extend(map(move, known)), self._group)
+        reports = run_together(lambda: [move(tag) for tag in known], self._group)
         before, after, on_host, seconds = 0, 0, 0, 0.0
         for report in reports:
             before += report.device_bytes_before

@@ -77,20 +77,19 @@ def load_model(
             rank lacks.
     """
     chosen = trains or Trains()
-    built: list[AnyModel] = []
 
-    def build() -> None:  # ranks may read different copies of the folder, so any of them may fail
+    def build() -> AnyModel:  # ranks may read different copies of the folder, so any of them may fail
         if how.compile:
             require_compiler(mesh.device.type)
-        built.append(build_model(kind, folder, how.master_dtype))
+        model = build_model(kind, folder, how.master_dtype)
         if attention_for is not None:
-            built[0].attention = attention_for(built[0].attention_shape())
+            model.attention = attention_for(model.attention_shape())
         if random_seed is None:
-            check_tensor_names(built[0], folder)
-        choose_what_trains(built[0], folder, chosen, base_dtype=how.compute_dtype)
+            check_tensor_names(model, folder)
+        choose_what_trains(model, folder, chosen, base_dtype=how.compute_dtype)
+        return model
 
-    run_together(build, mesh.group)
-    (model,) = built
+    model = run_together(build, mesh.group)
     parallelize(model, mesh, how)
     materialise(model, mesh.device, torch.device("cpu") if how.cpu_offload else None)
     if random_seed is None:

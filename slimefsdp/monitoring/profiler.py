@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from slimefsdp.distributed.collectives import run_on_first, run_together
+from slimefsdp.distributed.collectives import gathered, run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh
 
 # prefixes of collectives, sends and receives of the host in a trace; on a GPU they are NCCL kernels
@@ -123,10 +123,8 @@ class UpdateProfiler:
             finally:
                 profiler.stop()
             # all ranks get here or none does, since an update fails on all of them
-            written: list[Shares | str] = []
-            run_together(lambda: written.append(self._written(profiler, update, name)), group)
-        by_rank: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(by_rank, written[0], group=group)
+            written = run_together(lambda: self._written(profiler, update, name), group)
+        by_rank = gathered(written, group)
         run_on_first(lambda: self._report(update, name, by_rank), group)
 
     def _report(self, update: int, name: str, by_rank: Sequence[Shares | str]) -> None:

@@ -25,7 +25,7 @@ from slimefsdp.checkpoint.manifest import check_info
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.sections import AdamWSettings, MuonSettings, OptimSettings, SgdSettings
-from slimefsdp.distributed.collectives import all_equal, gathered, run_on_first, run_together
+from slimefsdp.distributed.collectives import all_equal, from_first, gathered, run_together
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
@@ -169,21 +169,21 @@ def _with_local_folders(config: TrainerConfig, group: dist.ProcessGroup) -> Trai
     asked = {field: path for field, path in config.model_paths.items() if reads_like_id(str(path))}
     if not asked:
         return config
-    found: dict[str, tuple[HubId, Path]] = {}
 
-    def fetch(ids: Mapping[str, HubId]) -> None:
+    def fetch(ids: Mapping[str, HubId]) -> dict[str, tuple[HubId, Path]]:
+        fetched = {}
         for field, hub_id in ids.items():
             with_weights = field != "model.path" or config.model.init == "folder"
             folder = snapshot(hub_id, "model", field=field, error=ModelError, with_weights=with_weights)
-            found[field] = HubId(hub_id.name, folder.name), folder
+            fetched[field] = HubId(hub_id.name, folder.name), folder
+        return fetched
 
     ids = {field: hub_id for field, path in asked.items() if (hub_id := HubId.of(path))}
-    run_on_first(lambda: fetch(ids), group)
-    of_first: dict[str, tuple[HubId, Path]] = gathered(found, group)[0]
+    fetched = from_first(lambda: fetch(ids), group)
     if config.model.read == "every_rank":
-        run_together(lambda: fetch({field: commit for field, (commit, _) in of_first.items()}), group)
-    chosen = of_first if config.model.read == "first_rank" else found
-    return config.with_model_paths({field: folder for field, (_, folder) in chosen.items()})
+        commits = {field: commit for field, (commit, _) in fetched.items()}
+        fetched = run_together(lambda: fetch(commits), group)
+    return config.with_model_paths({field: folder for field, (_, folder) in fetched.items()})
 
 
 def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
@@ -195,21 +195,17 @@ def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> M
         ModelError: it is malformed, or of an architecture that cannot be trained here.
     """
     path, field = config.folder_of(role)
-    found: list[ModelFolder] = []
 
-    def read() -> None:
+    def read() -> ModelFolder:
         with_weights = field != "model.path" or config.model.init == "folder"
-        found.append(read_model_folder(path, field=field, with_weights=with_weights))
-        check_architecture(found[0], field=field)
+        folder = read_model_folder(path, field=field, with_weights=with_weights)
+        check_architecture(folder, field=field)
+        return folder
 
     if config.model.read == "every_rank":
-        run_together(read, group)
-        return found[0]
-    run_on_first(read, group)
-    sent: list[ModelFolder | None] = [found[0] if found else None]
-    dist.broadcast_object_list(sent, group_src=0, group=group)
-    assert sent[0] is not None
-    return found[0] if found else replace(sent[0], extra_files=())
+        return run_together(read, group)
+    folder = from_first(read, group)
+    return folder if dist.get_rank(group) == 0 else replace(folder, extra_files=())
 
 
 def _peft_folder_for(config: TrainerConfig, group: dist.ProcessGroup) -> PeftFolder | None:
@@ -221,18 +217,15 @@ def _peft_folder_for(config: TrainerConfig, group: dist.ProcessGroup) -> PeftFol
     path = config.lora.path
     if path is None:
         return None
-    found: list[PeftFolder] = []
     if config.model.read == "first_rank":
-        run_on_first(lambda: found.append(read_peft_folder(path)), group)
-        of_first: PeftFolder = gathered(found, group)[0][0]
-        return of_first
-    run_together(lambda: found.append(read_peft_folder(path)), group)
-    tensors = [(name, entry.dtype, entry.shape) for name, entry in found[0].tensors.items()]
-    if not all_equal(repr((found[0].config, tensors, found[0].metadata)), group):
+        return from_first(lambda: read_peft_folder(path), group)
+    folder = run_together(lambda: read_peft_folder(path), group)
+    tensors = [(name, entry.dtype, entry.shape) for name, entry in folder.tensors.items()]
+    if not all_equal(repr((folder.config, tensors, folder.metadata)), group):
         raise ModelError(
             f"ranks read different adapters from {path}", field="lora.path", hint="give every machine the same folder"
         )
-    return found[0]
+    return folder
 
 
 def with_sharding(config: TrainerConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> TrainerConfig:
@@ -247,9 +240,7 @@ def with_sharding(config: TrainerConfig, role: Role, folder: ModelFolder, mesh: 
     from slimefsdp.estimate.setup import MeshShape, setup_of
     from slimefsdp.estimate.traffic import choose_sharding
 
-    recorded_level: list[str | None] = []
-    run_on_first(lambda: recorded_level.append(_recorded_sharding(config, role, mesh)), mesh.group)
-    recorded: str | None = gathered(recorded_level, mesh.group)[0][0]
+    recorded = from_first(lambda: _recorded_sharding(config, role, mesh), mesh.group)
     if recorded is not None:
         return config.with_sharding(recorded)
     free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
@@ -332,16 +323,15 @@ def cost_for(config: TrainerConfig, folder: ModelFolder, group: dist.ProcessGrou
         ModelError: ranks read different copies of config.json.
         ConfigError: `batch.cost_model` is no calibration, or ranks read different ones.
     """
-    found: list[CostModel] = []
-    run_together(lambda: found.append(cost_model_of(config, folder.config)), group)
-    if not all_equal(repr(found[0]), group):
+    cost_model = run_together(lambda: cost_model_of(config, folder.config), group)
+    if not all_equal(repr(cost_model), group):
         hint = "give every machine the same file"
         if all_equal(repr(model_spec_of(folder.config)), group):
             problem = f"ranks read different rates from {config.batch.cost_model}"
             raise ConfigError(problem, field="batch.cost_model", hint=hint)
         problem = f"ranks read different sizes from {folder.path / 'config.json'}"
         raise ModelError(problem, field="model.path", hint=hint)
-    return found[0]
+    return cost_model
 
 
 def attention_for(config: TrainerConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:

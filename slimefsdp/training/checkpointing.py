@@ -35,7 +35,6 @@ from slimefsdp.checkpoint.save_load import (
     tensors_of,
     write_checkpoint,
 )
-from slimefsdp.checkpoint.shards import ShardedTensor
 from slimefsdp.checkpoint.store import PARTS, CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.earlier import with_present_names
@@ -183,8 +182,7 @@ class Checkpoints:
         tensors = tensors_of(named, optimizer) if self._mesh.is_first_copy else {}
         if background is None:
             return write(tensors=tensors, info=info, group=self._mesh.group)
-        copies: dict[str, ShardedTensor] = {}
-        run_together(lambda: copies.update(background.buffers_for(tensors)), self._mesh.group)
+        copies = run_together(lambda: background.buffers_for(tensors), self._mesh.group)
         info = json.loads(json_bytes(info, "info"))  # the caller may change its own
 
         def copy_and_write() -> Path:

@@ -22,7 +22,7 @@ from slimefsdp.algorithms.policy_losses import kl_estimate, next_coefficient
 from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import TrainerConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.distributed.collectives import all_equal, error_of, gathered, raise_first, run_together, sendable
+from slimefsdp.distributed.collectives import all_equal, attempt, gathered, raise_first, run_together, sendable
 from slimefsdp.distributed.memory_manager import MemoryManager, forget_peak_memory
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
@@ -383,18 +383,17 @@ def prepared_together(
     """
     # an argument that is not a batch is compared too: a rank that refused it alone would leave the others waiting
     content = batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
-    prepared: list[PreparedBatch] = []
-    digests: list[str] = []
 
-    def decide() -> None:
-        prepared.append(prepare())
-        if prepared[0].loss == "policy":
+    def prepare_and_check() -> PreparedBatch:
+        prepared = prepare()
+        if prepared.loss == "policy":
             check_functions(state.config)
-        digests.extend([_digest(prepared[0].advantages), prepared[0].plan.digest()])
+        return prepared
 
-    error = error_of(decide)  # a user's function may fail on one machine only
-    if all_equal(f"{content} {other_arguments!r} {error is None} {digests}", state.mesh.group) and error is None:
-        return prepared[0]
+    prepared, error = attempt(prepare_and_check)  # a user's function may fail on one machine only
+    digests = [] if prepared is None else [_digest(prepared.advantages), prepared.plan.digest()]
+    if all_equal(f"{content} {other_arguments!r} {digests}", state.mesh.group) and prepared is not None:
+        return prepared
     reports = gathered((f"{content} {other_arguments!r}", sendable(error), digests), state.mesh.group)
     if len({arguments for arguments, _, _ in reports}) > 1:
         raise StateError(
@@ -415,11 +414,10 @@ def _penalized_advantages(state: RankState, batch: RolloutBatch, penalty: np.nda
     config, group = state.config, state.mesh.group
     if ":" not in config.estimator:
         return response_advantages(config, batch, penalty)
-    results: list[np.ndarray] = []
-    run_together(lambda: results.append(response_advantages(config, batch, penalty)), group)
-    if not all_equal(_digest(results[0]), group):
+    advantages = run_together(lambda: response_advantages(config, batch, penalty), group)
+    if not all_equal(_digest(advantages), group):
         raise _different_advantages(config)
-    return results[0]
+    return advantages
 
 
 def _different_advantages(config: TrainerConfig) -> StateError:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slimefsdp import heartbeat
-from slimefsdp.distributed.collectives import gathered, run_on_first
+from slimefsdp.distributed.collectives import from_first, gathered, run_on_first
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import SyncReport
 from slimefsdp.weight_sync.buckets import Bucket
@@ -130,14 +130,12 @@ def _hand_over(copy: HostCopy, receivers: Sequence[Receiver]) -> None:
 
 def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.ProcessGroup) -> bool:
     """Collective: returns whether all receivers already have the frozen parameters."""
-    answers: list[bool] = []
 
-    def ask() -> None:
-        answers.extend([hasattr(receiver, "has_frozen") and receiver.has_frozen(source) for receiver in receivers])
+    def ask() -> bool:
+        answers = [hasattr(receiver, "has_frozen") and receiver.has_frozen(source) for receiver in receivers]
+        return bool(answers) and all(answers)
 
-    run_on_first(ask, group)
-    answers_of_first: list[bool] = gathered(answers, group)[0]
-    return bool(answers_of_first) and all(answers_of_first)
+    return from_first(ask, group)
 
 
 class HostCopy:
