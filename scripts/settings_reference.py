@@ -28,10 +28,10 @@ INTRODUCTION = """\
 
 <!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config/, not this file -->
 
-A run is one YAML file; any value can be set on the command line too, as `section.name=value`. What is **required** has
-no default. Settings marked *with X=a or b* are read only then; `module:function` stands for a function of your own.
-Unknown names, wrong types and combinations that make no sense are refused before anything starts. The least that
-`slimefsdp train` needs:
+A run is one YAML file. Any value can also be set on the command line, as `section.name=value`. A **required** setting has
+no default. A setting marked *with X=a or b* is read only then; `module:function` stands for a function of your own.
+Unknown names, wrong types and contradictory settings are refused before anything starts. `slimefsdp train` needs at
+least:
 
 ```yaml
 model:
@@ -47,14 +47,12 @@ optim:
   total_updates: 100
 ```
 
-A file can build on another one. It names that file in a line `base: FILE`, whose path begins at the folder of the file
-that names it. All other paths begin at the folder where the command runs, but files of code (`./mine.py:score`), which
-are looked for beside the settings file first. Sections are merged name by name, and the file that names the base wins.
-A base may have a base of its own.
+A file can build on another file, with a line `base: FILE`. FILE is relative to the folder of the file that names it. All
+other paths are relative to the working directory, but files of code (`./mine.py:score`) are looked for next to the
+settings file first. Sections are merged name by name, and the file that names the base wins. A base may have a base.
 
-`null` withdraws a setting or a whole section, in a derived file and on the command line: it is as if nobody had given
-it, so that it has its default. (`critic.clip: null` alone is a value of its own.) A GRPO file becomes a supervised one
-like this:
+`null`, in a file or on the command line, gives a setting or a whole section its defaults again. (Only
+`critic.clip: null` is a value of its own.) A GRPO file becomes a supervised one like this:
 
 ```yaml
 base: grpo.yaml
@@ -68,12 +66,10 @@ data:
   heldout: null
 ```
 
-Sections that the GRPO file does not have may be named all the same.
+Sections that the GRPO file does not have may be named, too.
 
-`run.dir/settings.yaml` holds the merged settings of a run, and needs no base.
-
-`slimefsdp.load_config` takes a file's path, or a dictionary of the same shape, whose `base` begins at the present
-folder."""
+`run.dir/settings.yaml` has the merged settings of a run, and no base. `slimefsdp.load_config` takes a file's path, or a
+dictionary of the same shape, whose `base` is relative to the working directory."""
 
 _NAMES = {
     int: "integer",
