@@ -28,8 +28,8 @@ INTRODUCTION = """\
 
 <!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config/, not this file -->
 
-A run is one YAML file. Any value can also be set on the command line, as `section.name=value`. A **required** setting has
-no default. A setting marked *with X=a or b* is read only then; `module:function` stands for a function of your own.
+A run is one YAML file. Any value can also be set on the command line, as `section.name=value`. A **required** setting
+has no default. A setting marked *with X=a or b* is read only then; `module:function` stands for a function of your own.
 Unknown names, wrong types and contradictory settings are refused before anything starts. `slimefsdp train` needs at
 least:
 
@@ -47,8 +47,8 @@ optim:
   total_updates: 100
 ```
 
-A file can build on another file, with a line `base: FILE`. FILE is relative to the folder of the file that names it. All
-other paths are relative to the working directory, but files of code (`./mine.py:score`) are looked for next to the
+A file can build on another file, with a line `base: FILE`. FILE is relative to the folder of the file that names it.
+All other paths are relative to the working directory, but files of code (`./mine.py:score`) are looked for next to the
 settings file first. Sections are merged name by name, and the file that names the base wins. A base may have a base.
 
 `null`, in a file or on the command line, gives a setting or a whole section its defaults again. (Only
@@ -68,8 +68,8 @@ data:
 
 Sections that the GRPO file does not have may be named, too.
 
-`run.dir/settings.yaml` has the merged settings of a run, and no base. `slimefsdp.load_config` takes a file's path, or a
-dictionary of the same shape, whose `base` is relative to the working directory."""
+`run.dir/settings.yaml` has the merged settings of a run, and no base. `slimefsdp.load_config` takes a file's path, or
+a dictionary of the same shape, whose `base` is relative to the working directory."""
 
 _NAMES = {
     int: "integer",
