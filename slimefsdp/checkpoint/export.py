@@ -1,6 +1,6 @@
-"""Writes full tensors as a folder that transformers or peft opens, one tensor in memory at a time.
+"""Writes full tensors to a folder that transformers or peft can open, with one tensor in memory at a time.
 
-What each file will hold is planned from names and shapes before the first tensor is asked for.
+The content of each file is planned from names and shapes before the first tensor is requested.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ def write_model_folder(
 ) -> None:
     """Writes a Hugging Face folder from a stream of full tensors; config and tokenizer files come from `source`.
 
-    Each tensor is on the disk before the next is asked for, so a producer may reuse its memory. Peak memory, besides
-    what the producer holds, is one tensor in another dtype. A head tied to the embedding is simply not in the stream.
+    Each tensor is on the disk before the next is requested, so the producer may reuse its memory. In addition to the
+    producer's memory, at most one converted copy of a tensor exists at a time. The stream does not contain a head that
+    is tied to the embedding.
 
     Args:
         path: a folder that is absent or empty; missing parents are made.
-        specs: the parameters under their names in memory, in the order in which they come.
-        tensors: (name, full tensor), as announced. The first is asked for only when `path` is known to be free.
+        specs: the parameters by their names in memory, in the order of the stream.
+        tensors: (name, full tensor) for each of `specs`. The first is requested only after `path` was found to be free.
         source: the folder that config.json and the tokenizer files are taken from.
-        dtype: a name in `EXPORT_DTYPES`, for the floating-point tensors; None keeps each tensor's own. config.json
-            states what was written.
-        max_shard_bytes: a file ends before it would exceed this; a tensor that alone exceeds it has its own.
-        checksum_file: the name of a JSON file to write, with the sha256 of each file of weights; None: no such file.
+        dtype: a name in `EXPORT_DTYPES`, for the floating-point tensors; None keeps the dtype of each tensor. The dtype
+            in config.json follows.
+        max_shard_bytes: largest size of a file of weights; a larger tensor has a file of its own.
+        checksum_file: the name of a JSON file to write, with the sha256 of each file of weights; None means no such
+            file.
 
     Raises:
-        CheckpointError: `path` is taken, `dtype` is unknown or too narrow for a value, a name comes twice, the stream
-            is not what was announced, or the disk is full or fails. Nothing is left on the disk, also when `tensors`
-            raises.
+        CheckpointError: `path` is taken, `dtype` is unknown or too narrow for a value, a name occurs twice, the stream
+            differs from `specs`, or the disk is full or fails. After any error, including errors of `tensors`, nothing
+            is left on the disk.
     """
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise CheckpointError(
@@ -85,7 +87,10 @@ def write_model_folder(
 def _planned_files(
     specs: Sequence[TensorSpec], model_type: str, dtype: torch.dtype | None, max_bytes: int
 ) -> dict[str, list[TensorSpec]]:
-    """Returns file name -> specs: successive tensors, as many as fit, each aligned to its own dtype."""
+    """Returns file name -> specs.
+
+    A file has as many successive tensors as fit, and each is aligned to its own dtype.
+    """
     files: list[list[TensorSpec]] = []
     file_bytes = 0
     names: set[str] = set()
@@ -109,11 +114,11 @@ def _planned_files(
 
 
 def _in_hub_names(tensors: Named, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors as folders hold them: each expert by itself, as a view of the parameter in memory."""
+    """Yields the tensors of a folder; a parameter of several experts is split into views."""
     for name, tensor in tensors:
         for part in hub_parts(model_type, name, tensor.shape):
             yield part.name, tensor if part.expert is None else tensor[part.expert, part.start : part.end]
-        del tensor  # before the next one is made
+        del tensor  # before the producer makes the next tensor
 
 
 def _write_weights(
@@ -141,7 +146,7 @@ def _unannounced(problem: str) -> CheckpointError:
 
 
 def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the tensor in another dtype; CheckpointError if a finite value would become infinite."""
+    """Returns the tensor in another dtype; raises a CheckpointError if a finite value would become infinite."""
     if tensor.dtype == dtype:
         return tensor
     converted = tensor.detach().to(dtype)
@@ -157,8 +162,7 @@ def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def _config_with_dtype(config: dict[str, Any], written: Sequence[TensorSpec]) -> dict[str, Any]:
-    """Returns `config` with the dtype that holds every tensor, under its key: `torch_dtype` before transformers 4.56,
-    `dtype` since."""
+    """Returns `config` with a dtype that can hold every tensor; its key was `torch_dtype` before transformers 4.56."""
     dtype: torch.dtype | None = None
     for spec in written:
         if spec.dtype.is_floating_point:
@@ -180,10 +184,10 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 class AdapterFacts:
     """Describes the adapters of a folder."""
 
-    rank: int  # matrices may have more rows than this, which are not written
+    rank: int  # only this many rows of A and columns of B are written
     alpha: float
     base: Path  # the folder of the base model
-    base_digest: str | None  # None: readers do not compare it
+    base_digest: str | None  # None means that readers do not compare it
     base_dtype: str
 
 
@@ -196,20 +200,20 @@ def write_peft_folder(
     dtype: torch.dtype | None = None,
     checksum_file: str | None = None,
 ) -> None:
-    """Writes a folder that `PeftModel.from_pretrained(base, folder)` opens from a stream of whole matrices.
+    """Writes a stream of whole matrices to a folder that `PeftModel.from_pretrained(base, folder)` can open.
 
-    It names the base model by its id on the hub if its files are those of the hub's cache.
+    If the base model's folder is in the cache of the hub, the written folder names the base model by its hub id.
 
     Args:
         path, checksum_file: as in `write_model_folder`.
-        specs: the matrices under the names `<module>.lora_A` and `<module>.lora_B`, of stacks of experts
-            `<module>.<parameter>_lora_A` and `.._lora_B`, in the order in which they come; stacks of a module in its
+        specs: the matrices in the order of the stream. Their names are `<module>.lora_A` and `<module>.lora_B`, and for
+            stacks of experts `<module>.<parameter>_lora_A` and `.._lora_B`. The stacks of a module have the module's
             order.
-        dtype: dtype to write; None: each matrix's own.
+        dtype: dtype to write; None keeps the dtype of each matrix.
 
     Raises:
-        CheckpointError: `path` is taken, `dtype` is too narrow for a value, or the disk is full or fails. Nothing is
-            left on the disk, also when `tensors` raises.
+        CheckpointError: `path` is taken, `dtype` is too narrow for a value, or the disk is full or fails. After any
+            error, including errors of `tensors`, nothing is left on the disk.
     """
     owners = {spec.name: _owner_and_matrix(spec.name) for spec in specs}
     stacks = list(dict.fromkeys(owners[spec.name][0] for spec in specs if len(spec.shape) == 3))
@@ -245,7 +249,7 @@ def _owner_and_matrix(name: str) -> tuple[str, str]:
 
 
 def _in_peft_layout(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """Returns a matrix in peft's layout, cut to the adapter's rank: adapters are stored padded to lora.rank."""
+    """Returns a matrix in peft's layout, without the zeros that pad the adapter's rank to lora.rank."""
     is_a = name.endswith("lora_A")
     tensor = tensor[..., :rank, :] if is_a else tensor[..., :rank]
     if tensor.ndim == 3:

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint: lists the checkpoint's files with size and sha256, and describes the run that wrote it.
+"""Reads and writes a checkpoint's manifest, which lists its files with size and sha256, and describes the writing run.
 
 Every writer hashes its own files as it writes them, so that no file is reread for the manifest. Nothing that is read
-here is trusted: names, sizes and types are checked before they are used. The second half compares what a checkpoint
-says of its run with the run that loads it.
+here is trusted: names, sizes and types are checked before they are used. The second half of this module compares the
+run that wrote a checkpoint with the run that loads it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ class Manifest:
 
     step: int
     info: dict[str, Any]
-    files: tuple[FileRecord, ...]  # of a part only the manifest is listed
+    files: tuple[FileRecord, ...]  # for a part of the checkpoint, only the part's manifest
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the folders inside of the checkpoint, each of which has a manifest of its own."""
+        """Returns the names of the parts, which are folders inside of the checkpoint with manifests of their own."""
         return tuple(match[1] for record in self.files if (match := _PART_NAME.fullmatch(record.name)))
 
 
 def write_manifest(folder: Path, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> None:
-    """Lists the files of a folder and the manifests of the folders in it, as its whole content.
+    """Writes the manifest of a folder; it must list all files of the folder and of its parts.
 
     Args:
-        info: plain JSON. A part has the same `save_id` and step.
-        files: the records of all files, from whoever wrote them.
+        info: plain JSON. Parts must have the same `save_id` and step.
+        files: the records of all files directly in the folder, from the ranks that wrote them.
 
     Raises:
-        CheckpointError: the folder does not hold these files, a part is of another save, or `info` would not come back
-            equal. OSError: the disk is full or fails.
+        CheckpointError: the folder does not hold these files, a part belongs to another save, or `info` would change in
+            JSON. OSError: the disk is full or fails.
     """
     json_bytes(info, "info")
     listed = (*sorted(files, key=lambda record: record.name), *_parts_of(folder, step, info))
@@ -63,10 +63,10 @@ def write_manifest(folder: Path, step: int, info: dict[str, Any], files: Sequenc
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a committed folder; its files are not looked at (`check_files`).
+    """Reads the manifest of a committed folder; `check_files` compares the files with it.
 
     Raises:
-        CheckpointError: it cannot be parsed, was altered, is of a newer schema, or lists something else than plain
+        CheckpointError: the manifest cannot be parsed, was altered, has a newer schema, or lists anything but plain
             file names.
     """
     path = folder / MANIFEST
@@ -92,15 +92,17 @@ def read_manifest(folder: Path) -> Manifest:
 def check_files(
     folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1, only_part: str | None = None
 ) -> None:
-    """Rereads the files and compares them with the manifest, also those of parts.
+    """Rereads the files of a checkpoint and of its parts, and compares them with the manifest.
 
-    Names and sizes of all files are compared; of the bytes, `share` out of `shares` is reread, about as many in each.
+    The names and sizes of all files are compared. To divide the work, only the files of share number `share` are
+    reread; the `shares` shares have about equally many bytes.
 
     Args:
-        only_part: rereads the bytes of this part alone.
+        only_part: the part whose files are reread; None means the files of the checkpoint and of all parts.
 
     Raises:
-        CheckpointError: names the first bad file: missing, surplus, not a plain file, wrong size or sha256.
+        CheckpointError: a file is missing, surplus, not a plain file, or has the wrong size or sha256; the error names
+            the first such file.
         OSError: the disk fails.
     """
     listed = _listed(folder, manifest)
@@ -114,23 +116,23 @@ def check_files(
     own: list[FileRecord] = []
     sizes = [0] * shares
     for record in sorted(reread, key=lambda record: (-record.bytes, record.name)):
-        least = sizes.index(min(sizes))  # the largest files first, each to the share that has the fewest bytes so far
+        least = sizes.index(min(sizes))  # each file, largest first, goes to the share with the fewest bytes
         sizes[least] += record.bytes
         if least == share:
             own.append(record)
-    # hashing lets go of the interpreter lock, so threads use the idle cores
+    # hashing releases the interpreter lock, so threads can use idle cores
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        found = list(pool.map(record_of, (folder / record.name for record in own)))
-    for record, present in zip(own, found, strict=True):
+        present_records = list(pool.map(record_of, (folder / record.name for record in own)))
+    for record, present in zip(own, present_records, strict=True):
         if present.sha256 != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
 
 
 def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
-    """Returns the files of a checkpoint and of its parts, by names relative to `folder`.
+    """Returns the files of a checkpoint and of its parts, with names relative to `folder`.
 
     Raises:
-        CheckpointError: the folder has other files than the manifests list, or a part's manifest cannot be read.
+        CheckpointError: the folder's files are not those that the manifests list, or a part's manifest cannot be read.
     """
     _check_names(folder, manifest.files)
     listed = list(manifest.files)
@@ -145,8 +147,8 @@ def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
 
 
 def _check_names(folder: Path, files: Sequence[FileRecord]) -> None:
-    """Raises a CheckpointError if a folder does not have these files and parts, or has others."""
-    # NFS keeps what was removed while it was open as .nfs*
+    """Raises a CheckpointError unless a folder has exactly these files and parts."""
+    # NFS keeps a file that is removed while it is open under a name .nfs*
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
     if odd := sorted(present ^ {record.name.removesuffix(f"/{MANIFEST}") for record in files}):
         raise damaged(folder / odd[0], "is not in the manifest" if odd[0] in present else "is missing")
@@ -168,7 +170,7 @@ def _not_of_this_save(path: Path, problem: str) -> CheckpointError:
 
 
 def _render(manifest: Manifest) -> bytes:
-    """Returns the manifest's one possible text: any other byte in the file shows that it was altered."""
+    """Returns the manifest's text; a file with any other text was altered."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "step": manifest.step,
@@ -181,7 +183,7 @@ def _render(manifest: Manifest) -> bytes:
 
 # ---------------------------------------------------------------------- the run that wrote it
 
-# keys of config.json that change no number of a model without dropout; those that begin with _ are left out as well
+# keys of config.json that do not change what a model without dropout computes; keys that begin with _ do not, either
 _WITHOUT_EFFECT = (
     *("architectures", "auto_map", "tokenizer_class", "task_specific_params", "name_or_path", "transformers_version"),
     *("bos_token_id", "eos_token_id", "id2label", "label2id", "dtype", "torch_dtype", "initializer_range"),
@@ -189,7 +191,7 @@ _WITHOUT_EFFECT = (
     *("attention_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "embd_dropout"),
 )
 _ABSENT = "not set"
-# entry of a manifest's info that a load reads -> its type, and what a value must be
+# entry of a manifest's `info` that a load reads -> its type, and a description of valid values
 _INFO: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("identity", "mesh", "config", "loop_state"), (dict, "dict")),
     "reference_follows": (bool, "bool"),
@@ -207,7 +209,8 @@ def check_info(info: Mapping[str, Any], file: Path) -> None:
     """Checks that a manifest's info has the entries that a load reads.
 
     Raises:
-        CheckpointError: naming the first one that is missing or has a wrong type or value, and `file`.
+        CheckpointError: an entry is missing or has a wrong type or value; the error names the first such entry, and
+            `file`.
     """
     for name, (kind, rule) in _INFO.items():
         value = info.get(name)
@@ -224,20 +227,20 @@ def check_loop_state(loop_state: object) -> None:
     """Checks that a checkpoint can hold the caller's own state.
 
     Raises:
-        CheckpointError: it is no dict, or would not come back equal from JSON.
+        CheckpointError: it is not a dict, or would change in JSON.
     """
     if loop_state is not None and type(loop_state) is not dict:
         raise CheckpointError(
             f"loop_state is a {type(loop_state).__name__}", field="loop_state", hint="give a dict of plain JSON"
         )
-    json_bytes({"info": {"loop_state": loop_state or {}}}, "loop_state")  # as deep as in the manifest
+    json_bytes({"info": {"loop_state": loop_state or {}}}, "loop_state")  # nested as deeply as in the manifest
 
 
 def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> None:
-    """Checks that values saved under one identity can be loaded under another; compares nested mappings key by key.
+    """Checks that the saved identity of a run equals that of this run; compares nested mappings key by key.
 
     Raises:
-        CheckpointError: naming the first field that differs, both values and `file`.
+        CheckpointError: they differ; the error names the first differing field, both values and `file`.
     """
     for name in [*own, *(name for name in saved if name not in own)]:
         saved_value, own_value = saved.get(name, _ABSENT), own.get(name, _ABSENT)
@@ -253,7 +256,7 @@ def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path)
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Returns one phrase for each of this run's values that differs from what was saved under its name."""
+    """Returns a phrase for each value in `own` that differs from the saved value of the same name."""
     return [
         f"{name} is {value} (saved: {saved[name]})"
         for name, value in own.items()

@@ -1,6 +1,6 @@
 """Saves and loads training state: shards of parameters and optimiser moments, and each rank's random generators.
 
-A save may go on while training does: a thread copies the rank's state before it can change, and writes the copy.
+A save may run during training: a thread copies the rank's state before training changes it, and writes the copy.
 """
 
 from __future__ import annotations
@@ -44,20 +44,21 @@ _T = TypeVar("_T")
 
 
 def choose_checkpoint(store: CheckpointStore, step: int | Literal["latest"], group: dist.ProcessGroup) -> Choice:
-    """Collective: verifies checkpoints, each rank a share of their bytes, until one is whole.
+    """Collective: returns the first checkpoint that is whole; each rank verifies a share of the bytes.
 
-    Any number of ranks may have written the checkpoint.
+    The number of ranks that wrote the checkpoint does not matter.
 
     Returns:
-        The checkpoint, or the store's part of it. Where it has no such part, it is the checkpoint of the same step in
-        `PartStore.before`, or without such a store the checkpoint that lacks the part.
+        The checkpoint; for a `PartStore` its part of the checkpoint. If the checkpoint lacks this part, the result is
+        the checkpoint of the same step in `PartStore.before`, or if that is None, the checkpoint itself.
 
     Raises:
-        CheckpointError: on every rank: there is no checkpoint, or it is torn or altered.
+        CheckpointError: there is no checkpoint, or the checkpoint of this step is incomplete or altered; raised on
+            every rank.
     """
     folders, odd = from_first(lambda: store.candidates(step), group)
     verify = partial(_verified_together, store, group)
-    if step == "latest":  # with all parts, so that all groups of ranks choose the same
+    if step == "latest":  # all parts are verified, so that all groups of ranks choose the same checkpoint
         manifest, folder, skipped = first_verified(store.root, folders, odd, verify)
     else:
         manifest, folder, skipped = verify(folders[0], only_part=store.part), folders[0], []
@@ -82,22 +83,22 @@ def load_training_state(
     """Collective: fills parameters, optimiser and random generators from a verified checkpoint.
 
     Args:
-        named: the parameters that the checkpoint holds.
-        restores_generators: the random generators in the checkpoint belong to these ranks.
+        named: the parameters to fill; the checkpoint must hold exactly these.
+        restores_generators: whether to restore the random generators; the saving run must have had the same mesh.
 
     Returns:
         The number of ranks that wrote the checkpoint.
 
     Raises:
-        CheckpointError: on every rank: it is of another model. No value has changed, unless the disk failed while
-            values were read.
+        CheckpointError: the checkpoint belongs to another model; raised on every rank. No value has changed, unless the
+            disk failed while values were read.
     """
     folder = chosen.folder
 
     def plan() -> tuple[Reads, dict[str, Any], int]:
         reads = plan_reads(folder, tensors_of(named, optimizer))
         state = read_rank_state(folder, dist.get_rank(group)) or {}
-        if restores_generators:  # tried now, when nothing has changed, and put back
+        if restores_generators:  # tried before anything is changed, and undone
             present = generator_states(device)
             try:
                 restore_generators(state.get("generators"), device, folder)
@@ -126,20 +127,21 @@ def write_checkpoint(
     keep_last: int,
     group: dist.ProcessGroup,
 ) -> Path:
-    """Collective: commits a checkpoint, completely or not at all, and removes old ones.
+    """Collective: commits a checkpoint completely or not at all, and removes old checkpoints.
 
     Args:
-        tensors: this rank's rows, on one of the ranks that hold the same ones.
-        state: of this rank, plain JSON.
+        tensors: this rank's rows; if several ranks hold the same rows, only one of these ranks passes them.
+        state: this rank's state, such as its random generators, as plain JSON.
         info: JSON about the run, the same on every rank.
-        parts: parts of this step that other groups of ranks have written, which the checkpoint takes in.
+        parts: names of the parts of this step that other groups of ranks have written; they become parts of this
+            checkpoint.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write. Nothing of the attempt is left on the disk, and
-            earlier checkpoints stay.
+        CheckpointError: some rank could not write; raised on every rank. Nothing of the attempt is left on the disk,
+            and earlier checkpoints stay.
     """
     folder, rank = store.temporary_path(step), dist.get_rank(group)
     run_on_first(lambda: store.begin(step, parts), group)
@@ -158,10 +160,10 @@ def write_checkpoint(
         records = run_together(lambda: write_shard(folder, rank, tensors, state), group)
         files = [record for of_rank in gathered(records, group) for record in of_rank]
         run_on_first(lambda: commit(files), group)
-    except CheckpointError:  # all ranks raise it, so none writes there any more
+    except CheckpointError:  # raised on all ranks, so no rank is still writing
         run_on_first(lambda: store.abandon(step), group)
         raise
-    except Exception:  # perhaps a rank is gone, so no collective may follow
+    except Exception:  # a rank may have died, so no collective may follow
         if rank == 0:
             store.abandon(step)
         raise
@@ -171,7 +173,10 @@ def write_checkpoint(
 def _verified_together(
     store: CheckpointStore, group: dist.ProcessGroup, folder: Path, only_part: str | None = None
 ) -> Manifest:
-    """Has the ranks together reread every byte of a folder; all return its manifest or raise the same error."""
+    """Rereads every byte of a folder, divided over the ranks.
+
+    Every rank returns the manifest or raises the same error.
+    """
     manifest = from_first(lambda: store.manifest_of(folder), group)
     only_part = only_part if only_part in manifest.parts else None
 
@@ -222,7 +227,7 @@ def restore_generators(states: Any, device: torch.device, source: Path) -> None:
     """Sets the global random generators to saved states; a generator without a saved state stays as it is.
 
     Raises:
-        CheckpointError: naming `source`: `states` did not come from `generator_states`.
+        CheckpointError: `states` did not come from `generator_states`; the error names `source`.
     """
     try:
         torch.set_rng_state(torch.from_numpy(_array(states["cpu"], np.uint8)))
@@ -251,7 +256,7 @@ def _array(text: str, dtype: type[np.generic]) -> np.ndarray:
     return np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype)
 
 
-# ---------------------------------------------------------------------- saves while training goes on
+# ---------------------------------------------------------------------- saves during training
 
 
 class BackgroundSave:
@@ -261,25 +266,25 @@ class BackgroundSave:
 
     Args:
         group: all ranks, over gloo. Nothing else uses it, so the thread's collectives never mix with training's.
-        pin_memory: page-locks the host buffers, so that CUDA copies to them at full speed.
+        pin_memory: whether to page-lock the host buffers, for faster copies from CUDA.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, pin_memory: bool = False) -> None:
         self.group = group
         self._pin_memory = pin_memory
-        self._buffers: dict[str, torch.Tensor] = {}  # reused: the first use of a page costs more than copying into it
+        self._buffers: dict[str, torch.Tensor] = {}  # reused, because page faults in new memory cost more than copying
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._running: Future[Path] | None = None
-        self.is_lost = False  # the group's collectives no longer match: no save can follow
-        self._is_copied = threading.Event()  # the thread reads no tensor that training changes any more
+        self.is_lost = False  # the ranks' collectives no longer match, so no further save is possible
+        self._is_copied = threading.Event()  # set while the thread reads no tensor that training changes
         self._is_copied.set()
-        self._moment: torch.cuda.Event | None = None  # marks the call of `start` in the device's work
+        self._moment: torch.cuda.Event | None = None  # recorded by `start`, after the device work before it
 
     def buffers_for(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Returns shares of the same shapes in host memory; the next call hands out the same memory again.
+        """Returns tensors of the same shapes in host memory; the next call returns the same memory again.
 
         Raises:
-            ResourceError: there is no host memory for them.
+            ResourceError: the host has too little memory.
         """
         assert self._running is None
         for name in self._buffers.keys() - tensors.keys():
@@ -291,7 +296,10 @@ class BackgroundSave:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def start(self, write: Callable[[], Path]) -> None:
-        """Runs `write`, which calls `copy` first, in the thread; `finish` returns its result or raises its error."""
+        """Runs `write` in the thread;
+
+        `write` must call `copy` first. `finish` returns its result or raises its error.
+        """
         assert self._running is None
         if torch.cuda.is_initialized():
             self._moment = torch.cuda.Event()
@@ -306,11 +314,11 @@ class BackgroundSave:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, ShardedTensor], buffers: Mapping[str, ShardedTensor]) -> None:
-        """Fills the buffers with the present values of the tensors; runs in the thread."""
+        """Copies the values that the tensors had at `start` to the buffers; called in the thread."""
         try:
             device = next((t.local.device for t in tensors.values() if t.local.device.type == "cuda"), None)
             side = None if device is None else torch.cuda.Stream(device)
-            with torch.cuda.stream(side):  # None: nothing
+            with torch.cuda.stream(side):  # None has no effect
                 if side is not None and self._moment is not None:
                     side.wait_event(self._moment)
                 for name, tensor in tensors.items():
@@ -321,14 +329,14 @@ class BackgroundSave:
             self._is_copied.set()
 
     def wait_for_copy(self) -> None:
-        """Waits until the state is copied; to be called before it is changed, moved or freed."""
+        """Waits until the state is copied; must be called before the state is changed, moved or freed."""
         self._is_copied.wait()
 
     def finish(self) -> Path | None:
         """Waits for the running save and returns its result; None if no save runs.
 
         Raises:
-            PeerFailed: the ranks did not finish the save together. Otherwise the error of `write`.
+            PeerFailed: the ranks did not finish the save together. Other errors are those of `write`.
         """
         running, self._running = self._running, None
         try:
@@ -360,6 +368,6 @@ class BackgroundSave:
 
 
 def _report_failure(save: Future[Path]) -> None:
-    """Warns at once: a process that ends without `finish` would never report the error."""
+    """Warns of a failed save at once, because a process that ends without `finish` would not report the error."""
     if (error := save.exception()) is not None:
         warnings.warn(f"the save in the background failed: {error}", stacklevel=2)

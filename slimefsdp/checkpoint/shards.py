@@ -1,8 +1,9 @@
-"""A rank's share of the run's tensors on disk, as safetensors with a JSON index, readable by any number of ranks.
+"""Stores each rank's shards of a run's tensors as safetensors with a JSON index, readable by any number of ranks.
 
 Rank 3 writes `rank_00003.safetensors` (its rows of every tensor) and `rank_00003.json` (dtype, global shape and first
-row of each, and the rank's own state such as its RNG). A reader fetches only the rows it holds, from whichever files
-overlap them. Nothing here proves that the bytes are the saved ones: `CheckpointStore.verify` does, before any is read.
+row of each tensor, and the rank's own state such as its RNG). A reading rank reads only the rows that it needs, from
+the files that have them. This module does not check that the bytes are the saved ones; `CheckpointStore.verify` must be
+called first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _INDEX_NAME = re.compile(r"rank_(\d{5})\.json")
 class ShardedTensor:
     """Rows [start, start + local.shape[0]) of a tensor of `global_shape`; `start` counts rows of dim 0.
 
-    A rank without a share holds zero rows. A 0-d tensor, or one that every rank holds whole, has start 0.
+    A rank without a share has zero rows. A 0-d tensor, or a tensor that every rank holds whole, has start 0.
     """
 
     local: torch.Tensor  # [rows, *global_shape[1:]], any device
@@ -64,7 +65,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Locates rows [start, stop) of a tensor: they are in `entry` from its row `first` on."""
+    """Locates rows [start, stop) of a tensor; in the file's tensor `entry` they start at row `first`."""
 
     entry: TensorEntry
     first: int
@@ -72,7 +73,7 @@ class _Rows:
     stop: int
 
     def read(self, file: BinaryIO, tensor: ShardedTensor) -> None:
-        """Reads these rows into a tensor whose local shard contains all of them."""
+        """Reads these rows into a tensor; its local shard must contain all of them."""
         begin, end = self.start - tensor.start, self.stop - tensor.start
         # a 0-d tensor has no rows to slice
         target = tensor.local[begin:end] if tensor.global_shape else tensor.local
@@ -82,7 +83,7 @@ class _Rows:
 class SavedShards:
     """The tensors of a verified checkpoint folder, from any number of ranks.
 
-    All indices are read by the constructor, the headers of tensor files when they are needed.
+    The constructor reads all indices. Headers of tensor files are read when they are needed.
 
     Raises:
         CheckpointError: a rank's index is missing or malformed.
@@ -100,31 +101,31 @@ class SavedShards:
     def specs(self) -> dict[str, TensorSpec]:
         """Returns name -> the spec of the whole tensor."""
         firsts = {name: next(iter(pieces.values())) for name, pieces in self._pieces.items()}
-        return {name: TensorSpec(name, TORCH_DTYPES[one.dtype], one.global_shape) for name, one in firsts.items()}
+        return {name: TensorSpec(name, TORCH_DTYPES[piece.dtype], piece.global_shape) for name, piece in firsts.items()}
 
     def require_names(self, wanted: Collection[str]) -> None:
-        """Raises a CheckpointError unless exactly the wanted tensors are saved."""
+        """Raises a CheckpointError unless the saved tensors are exactly the wanted ones."""
         for name in sorted(self._pieces.keys() ^ wanted):
             if name in self._pieces:
                 raise _refused(name, _index_path(self.folder, min(self._pieces[name])), "is saved, but not of this run")
             raise _refused(name, self.folder, "is not in the checkpoint")
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads one whole tensor into new memory; raises the CheckpointErrors of `rows_of` and `fill`."""
+        """Reads one whole tensor into new memory. Raises the errors of `rows_of` and `fill`."""
         spec = self.specs[name]
-        rows = self.rows_of(name, spec, 0, spec.shape[0] if spec.shape else 1)  # checked before there is memory for it
+        rows = self.rows_of(name, spec, 0, spec.shape[0] if spec.shape else 1)  # checked before memory is allocated
         tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype), spec.shape, 0)
-        fill([(one, tensor) for one in rows])
+        fill([(located, tensor) for located in rows])
         return tensor.local
 
     def rows_of(self, name: str, spec: TensorSpec, start: int, stop: int) -> list[_Rows]:
-        """Finds rows [start, stop) of a tensor once each; where several ranks hold a row, the first one's file is read.
+        """Locates rows [start, stop) of a tensor; a row that several ranks saved is read from the file of the first.
 
         Args:
             spec: dtype and global shape that the tensor must have.
 
         Raises:
-            CheckpointError: naming tensor and file.
+            CheckpointError: the rows are not all saved with this dtype and shape; the error names tensor and file.
         """
         dtype = DTYPE_NAMES[spec.dtype]
         for rank, piece in self._pieces[name].items():
@@ -134,18 +135,18 @@ class SavedShards:
             if piece.global_shape != spec.shape:
                 shapes = f"{list(piece.global_shape)}, but has {list(spec.shape)} here"
                 raise _refused(name, index, f"is saved with global shape {shapes}")
-        found, row = [], start
+        located, row = [], start
         for rank, piece in sorted(self._pieces[name].items(), key=lambda item: (item[1].start, item[0])):
             end = min(stop, piece.start + piece.rows)
             if piece.start <= row < end:
-                found.append(_Rows(self._entry(name, rank, piece), row - piece.start, row, end))
+                located.append(_Rows(self._entry(name, rank, piece), row - piece.start, row, end))
                 row = end
         if row < stop:
             raise _refused(name, self.folder, f"lacks row {row} of {spec.shape[0] if spec.shape else 1}")
-        return found
+        return located
 
     def _entry(self, name: str, rank: int, piece: _Piece) -> TensorEntry:
-        """Returns the position of the tensor in a rank's file, after a comparison of its header with the index."""
+        """Returns the position of the tensor in a rank's file, after comparing the file's header with the index."""
         path = _tensor_path(self.folder, rank)
         if rank not in self._headers:
             with io_reported(path, "load"):
@@ -164,11 +165,11 @@ Reads = list[tuple[_Rows, ShardedTensor]]
 
 
 def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
-    """Finds the rows of every wanted tensor, for `fill` to read; no other tensor may be saved.
+    """Locates the rows of every wanted tensor, for `fill` to read; no other tensors may be saved.
 
     Raises:
-        CheckpointError: naming tensor and file: a tensor is missing or surplus, has another dtype or global shape, or
-            lacks rows, or a file cannot be read or contradicts its index.
+        CheckpointError: a tensor is missing or surplus, has another dtype or global shape, or lacks rows, or a file
+            cannot be read or contradicts its index. The error names tensor and file.
     """
     saved, reads = SavedShards(folder), []
     saved.require_names(wanted.keys())
@@ -180,7 +181,10 @@ def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
 
 
 def fill(reads: Reads) -> None:
-    """Reads rows into the shares in place, file by file; CheckpointError if the disk fails, after some were read."""
+    """Reads rows into the local tensors, file by file.
+
+    Raises a CheckpointError if the disk fails; some rows are then read.
+    """
     by_file: dict[Path, Reads] = {}
     for rows, tensor in reads:
         by_file.setdefault(rows.entry.file, []).append((rows, tensor))
@@ -193,14 +197,14 @@ def fill(reads: Reads) -> None:
 def write_shard(
     folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], state: dict[str, Any]
 ) -> list[FileRecord]:
-    """Writes this rank's two files and waits until the disk has them; returns their records.
+    """Writes this rank's two files, waits until they are on disk, and returns their records.
 
     Args:
         state: plain JSON (integers, lists, base64 strings).
 
     Raises:
-        CheckpointError: a share does not fit its global shape, a dtype is not supported, `state` is not JSON, or the
-            disk is full or fails.
+        CheckpointError: a tensor's rows do not fit its global shape, a dtype is not supported, `state` is not JSON, or
+            the disk is full or fails.
     """
     index: dict[str, Any] = {"tensors": {}, "state": state}
     for name, tensor in tensors.items():
@@ -212,7 +216,7 @@ def write_shard(
             "rows": tensor.rows,
         }
     text = json_bytes(index, "state")
-    # wider dtypes first, as the format wants it
+    # wider dtypes come first, so that every tensor is aligned
     ordered = sorted(tensors.items(), key=lambda item: -item[1].local.dtype.itemsize)
     specs = [TensorSpec(name, tensor.local.dtype, tuple(tensor.local.shape)) for name, tensor in ordered]
     tensor_path, index_path = _tensor_path(folder, rank), _index_path(folder, rank)
@@ -228,7 +232,7 @@ def write_shard(
 
 
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Returns the `state` that `rank` saved; None if fewer ranks wrote the checkpoint."""
+    """Returns the `state` that `rank` saved, or None if fewer ranks wrote the checkpoint."""
     if rank >= writing_ranks(folder):
         return None
     path = _index_path(folder, rank)
@@ -239,13 +243,13 @@ def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def writing_ranks(folder: Path) -> int:
-    """Returns how many ranks wrote this checkpoint; CheckpointError if their numbers have gaps or there are none."""
+    """Returns how many ranks wrote this checkpoint; raises a CheckpointError if an index is missing."""
     with io_reported(folder, "load"):
-        found = sorted(int(match[1]) for path in folder.iterdir() if (match := _INDEX_NAME.fullmatch(path.name)))
-    if not found or found != list(range(len(found))):
-        absent = next(rank for rank in range(len(found) + 1) if rank not in found)
+        ranks = sorted(int(match[1]) for path in folder.iterdir() if (match := _INDEX_NAME.fullmatch(path.name)))
+    if not ranks or ranks != list(range(len(ranks))):
+        absent = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
         raise _refused("rank", _index_path(folder, absent), "does not exist")
-    return len(found)
+    return len(ranks)
 
 
 def _tensor_path(folder: Path, rank: int) -> Path:

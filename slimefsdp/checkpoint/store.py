@@ -1,15 +1,13 @@
-"""A folder of files that becomes a checkpoint whole or not at all, and is checked byte for byte before anyone loads it.
+"""Stores checkpoints: a folder becomes a checkpoint as a whole or not at all, and every byte is checked before a load.
 
 Layout under the store's root (one writing run per root, one save at a time):
 
-    step_00000012/            a committed checkpoint: its files, its parts and manifest.json
-    step_00000012/critic/     a part, written by another group of ranks: its files and a manifest.json of its own
-    named/NAME/               a store of one checkpoint, which is kept under a name
-    .part_critic_step_00000012/  a part that is being written, or waits for the save that takes it in; never read
-    .tmp_step_00000012/       being written, or left by a writer that died; never read
-    .replaced_step_00000012/  the earlier save of a step while the new one takes its place; read if the step is gone
-    latest                    the name of the folder that was committed last
-    .lock                     locked by the run that writes here
+    step_00000012/ a committed checkpoint: its files, its parts and manifest.json step_00000012/critic/ a part, written
+    by another group of ranks: its files and a manifest.json of its own named/NAME/ a store with the single checkpoint
+    that the user saved as NAME .part_critic_step_00000012/ a part until the save of its step moves it into the
+    checkpoint; never read .tmp_step_00000012/ a checkpoint that is being written, or was left by a writer that died;
+    never read .replaced_step_00000012/ a replaced save, until the new save of the step is in place; read if there is no
+    such step latest the name of the folder that was committed last .lock locked by the run that writes here
 
 `commit` lists all files with their checksums in manifest.json. The manifest of a checkpoint also lists the manifests of
 its parts: a checkpoint is whole if and only if this one manifest holds.
@@ -40,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class Choice(NamedTuple):
-    """A checkpoint that was chosen, and why each one before it was passed over, of which users must be warned."""
+    """Holds a chosen checkpoint, and the reasons for skipping preferred ones; users must be warned of these."""
 
     manifest: Manifest
     folder: Path
@@ -48,9 +46,9 @@ class Choice(NamedTuple):
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only rank 0 calls `begin`, `commit` and `prune`; any process may read."""
+    """Reads and writes the checkpoints of a run. Only rank 0 may call `begin`, `commit` and `prune`."""
 
-    part: str | None = None  # the part of each checkpoint that is read and written; None: all but its parts
+    part: str | None = None  # the part to read and write; None means everything except the parts
     before: CheckpointStore | None = None  # see PartStore
 
     def __init__(self, root: Path) -> None:
@@ -58,16 +56,19 @@ class CheckpointStore:
 
     @classmethod
     def of_run(cls, run_dir: Path, role: str = "actor", adapter: str | None = None) -> Self:
-        """Returns the store of a role in a run's folder, or of an adapter other than the run's own."""
+        """Returns the store of a role in a run's folder, or of an adapter in a service with several adapters."""
         if adapter is not None:
             return cls(run_dir / _ADAPTERS / adapter / "checkpoints")
         return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")
 
     @staticmethod
     def of_job(run_dir: Path, role: str, name: str | None = None) -> CheckpointStore:
-        """Returns the store of a role in the checkpoints of a job, or in the one that is kept under a name.
+        """Returns the store in which a role reads and writes its part of a job's checkpoints.
 
-        An actor's store has whole checkpoints; those of other roles have their parts.
+        The actor's store has the whole checkpoints. The store of another role has the role's parts of them.
+
+        Args:
+            name: the name of a checkpoint that a user saved by name; None means the numbered checkpoints.
         """
         stores = [CheckpointStore.of_run(run_dir, which) for which in ("actor", "critic")]
         whole, critic = stores if name is None else [store.named(name) for store in stores]
@@ -76,16 +77,16 @@ class CheckpointStore:
         return PartStore(whole.root, PARTS[role], before=critic if role == "critic" else None)
 
     def named(self, name: str) -> Self:
-        """Returns the store of the one checkpoint that is kept under a name.
+        """Returns a store whose folder has only the checkpoint that a user saved under this name.
 
         Raises:
-            CheckpointError: no folder can have this name.
+            CheckpointError: the name is invalid.
         """
         require_name(name)
         return type(self)(self.root / NAMED / name)
 
     def require_empty(self, name: str, save_id: str | None = None) -> None:
-        """Raises a CheckpointError if a save under this name would replace a checkpoint of another save."""
+        """Raises a CheckpointError if a save under this name would replace a checkpoint with another `save_id`."""
         steps = self.steps()
         written_by = [manifest.info.get("save_id") for manifest in self.manifests()]
         if steps and (save_id is None or written_by != [save_id] * len(steps)):
@@ -97,15 +98,15 @@ class CheckpointStore:
             )
 
     def begin(self, step: int, parts: Sequence[str] = ()) -> Path:
-        """Clears what dead writers left, and makes the folder that every rank writes step `step` into.
+        """Removes files that dead writers left, and makes the folder into which every rank writes step `step`.
 
         Args:
-            parts: the parts of this step that other groups have written; the folder holds these and nothing else.
+            parts: names of the parts of this step that other groups have written; they are moved into the folder.
         """
         temporary = self.temporary_path(step)
         self.lock()
         with io_reported(temporary, "save"):
-            # the parents may be new folders, too: run.dir, and those of a name or an adapter
+            # the parents may also be new: run.dir, and the folders of a name or an adapter
             below = 2 * (self.root.parent.name == NAMED) + 2 * (_ADAPTERS in self.root.parts[-5:])
             for parent in self.root.parents[: 2 + below]:
                 sync(parent)
@@ -117,7 +118,7 @@ class CheckpointStore:
                 final = self.root / replaced.name.removeprefix(_REPLACED)
                 if final.exists():
                     remove(replaced)
-                else:  # the writer died between moving it aside and moving the new one in
+                else:  # the writer died after it moved the old save aside, before it moved the new save in
                     replaced.rename(final)
             temporary.mkdir()
             try:
@@ -131,15 +132,15 @@ class CheckpointStore:
         return temporary
 
     def lock(self) -> None:
-        """Locks the store for this process until it ends; CheckpointError if another process has the lock."""
+        """Locks the store until this process ends; raises a CheckpointError if another process has the lock."""
         FolderLock(self.root).acquire()
 
     def abandon(self, step: int) -> None:
-        """Removes the files written since `begin(step)`; no rank may be writing any more."""
+        """Removes the files written since `begin(step)`; no rank may still be writing."""
         shutil.rmtree(self.temporary_path(step), ignore_errors=True)
 
     def temporary_path(self, step: int) -> Path:
-        """Returns the folder that `begin` makes on rank 0, for the other ranks."""
+        """Returns the folder that `begin` makes on rank 0, so that other ranks can write into it."""
         return self.root / f"{_TMP}{_step_name(step)}"
 
     def final_path(self, step: int) -> Path:
@@ -147,7 +148,9 @@ class CheckpointStore:
         return self.root / _step_name(step)
 
     def commit(self, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> Path:
-        """Makes the files of `begin(step)` the newest checkpoint. Call after every rank has written its own.
+        """Makes the files of `begin(step)` the newest checkpoint.
+
+        Must be called after every rank has written its files.
 
         An earlier save of the same step stays loadable until the new one is in place.
 
@@ -172,11 +175,11 @@ class CheckpointStore:
         return final
 
     def steps(self) -> list[int]:
-        """Returns the steps with a committed folder, ascending; nothing is verified."""
+        """Returns the steps of committed checkpoints in ascending order, without verifying any."""
         return sorted(self._folders())
 
     def path_of(self, step: int) -> Path:
-        """Returns the folder of a committed step; CheckpointError if there is none."""
+        """Returns the folder of a committed step; raises a CheckpointError if there is none."""
         folders = self._folders()
         if step not in folders:
             raise CheckpointError(
@@ -188,8 +191,7 @@ class CheckpointStore:
         """Rereads every byte and compares it with the manifest.
 
         Raises:
-            CheckpointError: names the first bad file: missing, surplus, not a plain file, wrong size or sha256, a
-                manifest that cannot be parsed, was altered, is of another step or of a newer schema.
+            CheckpointError: see `check_files` and `manifest_of`.
         """
         manifest = self.manifest_of(step_folder)
         with io_reported(step_folder, "load"):
@@ -197,7 +199,12 @@ class CheckpointStore:
         return manifest
 
     def manifest_of(self, step_folder: Path) -> Manifest:
-        """Reads and checks a manifest, but not the files that it lists. Raises CheckpointError."""
+        """Reads and checks a manifest, but not the files in it.
+
+        Raises:
+
+        CheckpointError: see `read_manifest`; or the manifest belongs to another step.
+        """
         manifest = read_manifest(step_folder)
         named = _STEP_NAME.search(step_folder.name)
         if named and int(named[1]) != manifest.step:
@@ -206,10 +213,10 @@ class CheckpointStore:
 
     @classmethod
     def find(cls, source: Path) -> Choice:
-        """Chooses from a run's folder, or from its `checkpoints`; or verifies the folder of one step.
+        """Returns the newest whole checkpoint of a run's folder or its `checkpoints`, or verifies the folder of a step.
 
         Raises:
-            CheckpointError: there is no whole checkpoint, or the one asked for is torn or altered.
+            CheckpointError: there is no whole checkpoint, or the folder of the step is incomplete or altered.
         """
         if (source / MANIFEST).exists():
             return Choice(cls(source.parent).verify(source), source, [])
@@ -217,22 +224,22 @@ class CheckpointStore:
         return cls(inside if inside.is_dir() else source).newest_verified()
 
     def newest_verified(self) -> Choice:
-        """Chooses the newest whole checkpoint, every byte of which is read.
+        """Returns the newest whole checkpoint; reads every byte of it.
 
-        Newest means committed last: the one `latest` names, then earlier steps. Later steps (a crash before `latest`
-        moved, or the future of a run that was resumed from an earlier step) come after all of those. Without a usable
+        The order of preference is: the step in `latest`, earlier steps, then later steps. A later step exists if the
+        writer died before it changed `latest`, or if the run was resumed from an earlier step. Without a usable
         `latest` the highest step comes first.
 
         Raises:
-            CheckpointError: nothing is whole.
+            CheckpointError: no checkpoint is whole.
         """
         return first_verified(self.root, *self.candidates(), self.verify)
 
     def candidates(self, step: int | Literal["latest"] = "latest") -> tuple[list[Path], list[CheckpointError]]:
-        """Lists the folders that `newest_verified` tries, in its order, or the one of a step; nothing is verified.
+        """Returns the folders that `newest_verified` would try, in order, or the folder of one step; verifies nothing.
 
         Returns:
-            The folders, and what is odd about `latest`.
+            (the folders, errors about an unusable `latest`).
 
         Raises:
             CheckpointError: there is no checkpoint of that step.
@@ -246,21 +253,24 @@ class CheckpointStore:
         return [folders[step] for step in _by_preference(folders, latest)], skipped
 
     def manifests(self) -> Iterator[Manifest]:
-        """Yields the readable manifests of `candidates`, without a look at the files that they list."""
+        """Yields the readable manifests of `candidates`, without checking the files in them."""
         for folder in self.candidates()[0]:
             try:
                 manifest = self.manifest_of(folder)
             except CheckpointError:
-                continue  # loading passes over this checkpoint, too
+                continue  # loading skips this checkpoint, too
             yield manifest
 
     def prune(self, keep_last: int) -> list[int]:
-        """Removes all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
+        """Keeps the `keep_last` checkpoints that `newest_verified` would try first.
+
+        Removes all others; returns their steps.
+        """
         assert keep_last >= 1
         folders = self._folders()
         removed = _by_preference(folders, self._latest(folders)[0])[keep_last:]
         for step in removed:
-            doomed = self.temporary_path(step)  # a kill halfway leaves what the next `begin` clears, not a torn step
+            doomed = self.temporary_path(step)  # if this process is killed here, the next `begin` removes the rest
             with io_reported(doomed, "prune"):
                 if doomed.exists():
                     remove(doomed)
@@ -272,7 +282,7 @@ class CheckpointStore:
         with io_reported(self.root, "load"):
             names = {path.name for path in self.root.iterdir() if path.is_dir()} if self.root.exists() else set()
         found: dict[int, Path] = {}
-        for prefix in (_REPLACED, ""):  # a step moved aside counts only while nothing has taken its place
+        for prefix in (_REPLACED, ""):  # a replaced save counts only if there is no new save of its step
             for name in names:
                 match = _STEP_NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
                 if match and match[0] == _step_name(int(match[1])):
@@ -280,12 +290,12 @@ class CheckpointStore:
         return found
 
     def _latest(self, folders: dict[int, Path]) -> tuple[int | None, list[CheckpointError]]:
-        """Returns the step that `latest` names, None if it names none of `folders`, and what is odd about it."""
+        """Returns (the step in `latest`, or None if it is not in `folders`; errors about an unusable `latest`)."""
         if not folders:
             return None, []
         pointer = self.root / LATEST
         try:
-            if not stat.S_ISREG(pointer.lstat().st_mode):  # a pipe would block
+            if not stat.S_ISREG(pointer.lstat().st_mode):  # reading a pipe would block
                 return None, [damaged(pointer, "is no plain file")]
             with pointer.open("rb") as file:
                 content = file.read(100).decode(errors="replace").strip()
@@ -302,12 +312,12 @@ class CheckpointStore:
 
 
 class PartStore(CheckpointStore):
-    """A part of each checkpoint of a store, which ranks of another group write.
+    """Reads and writes a part of each checkpoint; another group of ranks writes the part than the checkpoint.
 
-    They write it before the checkpoint of its step: the save of that step takes it in, and it counts from then on.
+    The part is written before the checkpoint of its step. `begin` of that checkpoint moves the part in.
 
     Args:
-        before: has the checkpoints of these ranks that were written before checkpoints had parts; None: there are none.
+        before: the store with checkpoints of these ranks from versions without parts; None means that there is none.
     """
 
     def __init__(self, root: Path, part: str, before: CheckpointStore | None = None) -> None:
@@ -315,13 +325,13 @@ class PartStore(CheckpointStore):
         self.part, self.before = part, before
 
     def temporary_path(self, step: int) -> Path:
-        """Returns the folder that the part waits in."""
+        """Returns the folder of the part until it is moved into the checkpoint."""
         return self.root / f"{_PART}{self.part}_{_step_name(step)}"
 
     final_path = temporary_path
 
     def manifests(self) -> Iterator[Manifest]:
-        """Yields the manifests of the part in `candidates`."""
+        """Yields the part's manifest for each whole checkpoint that has one, or the one in `before`."""
         for whole in super().manifests():
             with suppress(CheckpointError):
                 if self.part in whole.parts:
@@ -330,10 +340,10 @@ class PartStore(CheckpointStore):
                     yield self.before.manifest_of(self.before.path_of(whole.step))
 
     def lock(self) -> None:
-        """Does nothing: the save that takes the part in has the lock."""
+        """Does nothing, since the writer of the whole checkpoint has the lock."""
 
     def begin(self, step: int, parts: Sequence[str] = ()) -> Path:
-        """Makes the empty folder that every rank writes the part into."""
+        """Makes the empty folder into which every rank writes the part."""
         folder = self.temporary_path(step)
         with io_reported(folder, "save"):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -343,7 +353,7 @@ class PartStore(CheckpointStore):
         return folder
 
     def commit(self, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> Path:
-        """Completes the part. Call after every rank has written its own files."""
+        """Completes the part; must be called after every rank has written its files."""
         folder = self.temporary_path(step)
         with io_reported(folder, "save"):
             write_manifest(folder, step, info, files)
@@ -351,14 +361,17 @@ class PartStore(CheckpointStore):
         return folder
 
     def prune(self, keep_last: int) -> list[int]:
-        """Does nothing: a part goes with its checkpoint."""
+        """Does nothing, since a part is removed with its checkpoint."""
         return []
 
 
 def first_verified(
     root: Path, folders: Sequence[Path], skipped: Sequence[CheckpointError], verify: Callable[[Path], Manifest]
 ) -> Choice:
-    """Chooses the first of `folders` that `verify` accepts; CheckpointError with all reasons if there is none."""
+    """Returns the first of `folders` that `verify` accepts.
+
+    Raises a CheckpointError with all reasons if there is none.
+    """
     reasons = list(skipped)
     for folder in folders:
         try:
@@ -375,7 +388,7 @@ def first_verified(
 
 
 def require_name(name: object) -> None:
-    """Raises a CheckpointError if a folder for a checkpoint cannot have this name."""
+    """Raises a CheckpointError if this is not a valid name of a checkpoint."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(
             f"name={short_repr(name)} cannot be the name of a checkpoint",

@@ -1,7 +1,7 @@
 """Converts models between Hugging Face folders, torch.distributed.checkpoint folders and a run's checkpoints.
 
 A conversion runs in one process without Ray or a process group. It compares all names and shapes with the model of a
-config.json before it reads a tensor, has one parameter in memory at a time, and writes the target folder atomically.
+config.json before it reads a tensor, holds one parameter in memory at a time, and writes the target folder atomically.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MODEL, _REFERENCE = "model.", "reference."  # prefixes of tensor names in a che
 
 
 def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[TensorSpec]:
-    """Writes a folder's weights for `torch.distributed.checkpoint.load`; returns the specs of what was written.
+    """Writes a folder's weights for `torch.distributed.checkpoint.load`; returns the specs of the written tensors.
 
     The keys are those of the model's `state_dict()` in transformers: the experts of a layer are one tensor, and a head
     that is tied to the embedding has both names.
 
     Raises:
-        ModelError: the folder does not have the model of its config.json.
+        ModelError: the folder's weights do not fit its config.json.
         CheckpointError: `target` is taken, or the disk is full or fails.
     """
     policy = build_policy(source, torch.float32)
@@ -81,16 +81,17 @@ def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[T
 def dcp_to_hugging_face(
     source: Path, target: Path, like: ModelFolder, *, dtype: str | None, note: Note
 ) -> list[TensorSpec]:
-    """Writes the model of a DCP folder as a Hugging Face folder; returns the specs of what was read.
+    """Writes the model of a DCP folder as a Hugging Face folder; returns the specs of the read parameters.
 
-    The keys are the model's names, optionally all with one prefix. Experts may be stacked per layer, or separate.
+    The keys in the DCP folder are the model's names, optionally all with one prefix. The experts of a layer may be one
+    tensor or separate tensors.
 
     Args:
-        like: the folder of config.json and the tokenizer; its weights are not used.
+        like: the folder from which config.json and the tokenizer are copied; its weights are not used.
         dtype: a name in `EXPORT_DTYPES`; None keeps the dtype of each tensor.
 
     Raises:
-        CheckpointError: the folder is damaged or does not have that model, or `target` is taken.
+        CheckpointError: the folder is damaged, its weights do not fit that config.json, or `target` is taken.
     """
     folder = read_dcp_folder(source)
     policy = build_policy(like, torch.float32)
@@ -129,15 +130,18 @@ def dcp_to_hugging_face(
 def checkpoint_to_hugging_face(
     source: Path, target: Path, like: Path | None, *, dtype: str | None, note: Note
 ) -> list[TensorSpec]:
-    """Writes a run's checkpoint as a Hugging Face folder, or adapters as a PEFT folder; returns the specs read.
+    """Writes a run's checkpoint as a Hugging Face or PEFT folder; returns the specs of the read parameters.
 
     Args:
-        source: as in `CheckpointStore.find`; the whole checkpoint is verified first.
-        like: the folder of config.json and the tokenizer; None: the run's model.path, which adapters only refer to.
-        dtype: a name in `EXPORT_DTYPES`; None: the dtype of the master weights.
+        source: see `CheckpointStore.find`; the whole checkpoint is verified first. A checkpoint of adapters is written
+            as a PEFT folder.
+        like: the model folder from which config.json and the tokenizer are copied; None means the run's model.path. A
+            PEFT folder gets no copies, and only names this folder as its base model.
+        dtype: a name in `EXPORT_DTYPES`; None means the dtype of the master weights.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, it is of another model, or `target` is taken.
+        CheckpointError: there is no whole checkpoint, the checkpoint belongs to another model than `like`, or `target`
+            is taken.
         ModelError: `like` is not a model folder.
     """
     manifest, folder, skipped = CheckpointStore.find(source)
@@ -180,7 +184,7 @@ def _write_adapters(
         )
     saved = SavedShards(folder)
     specs = list(_weight_specs(saved).values())
-    # the digest is the last word of a text of `slimefsdp.training.checkpointing`
+    # this text, written by `slimefsdp.training.checkpointing`, ends with the digest
     digest = identity["model.path"].rpartition(" ")[2]
     facts = AdapterFacts(
         identity.get("adapter.rank", identity["lora.rank"]),
@@ -195,7 +199,7 @@ def _write_adapters(
 
 
 def _weight_specs(saved: SavedShards) -> dict[str, TensorSpec]:
-    """Returns the saved parameters by the model's names, without optimiser state and reference model."""
+    """Returns the specs of the saved parameters by the model's names, without optimiser state and reference model."""
     return {
         name: replace(spec, name=name)
         for key, spec in saved.specs.items()
@@ -211,11 +215,11 @@ def _weights(saved: SavedShards, specs: Sequence[TensorSpec], note: Note) -> Ite
 
 
 def _require_same_model(saved: dict[str, Any], model: ModelFolder, file: Path, note: Note) -> None:
-    """Compares the architectures, including rope_theta, norms and windows, since equal shapes are not enough."""
+    """Compares the architectures, including rope_theta, norms and windows, which shapes do not show."""
     own = architecture_of(model.config)
     both = saved.keys() & own.keys()
     check_identity({name: saved[name] for name in both}, {name: own[name] for name in sorted(both)}, file)
-    if one_sided := sorted(saved.keys() ^ own.keys()):  # another release of transformers has other defaults
+    if one_sided := sorted(saved.keys() ^ own.keys()):  # releases of transformers write different default values
         note(f"not compared, since one of the two configurations lacks them: {', '.join(one_sided)}")
 
 
@@ -228,7 +232,7 @@ def _embedding_name(policy: PolicyModel) -> str | None:
 
 
 def _specs(policy: PolicyModel, parts: dict[str, list[Part]], dtypes: dict[str, torch.dtype]) -> list[TensorSpec]:
-    """Returns the specs of the model's parameters, each in a dtype that holds all of its parts."""
+    """Returns the specs of the model's parameters, each with a dtype that can hold all of the parameter's parts."""
     specs = []
     for name, parameter in policy.named_weights():
         dtype = dtypes[parts[name][0].name]
@@ -258,7 +262,7 @@ def _require_tied(head: torch.Tensor, embedding: torch.Tensor, path: Path) -> No
 
 
 def _prefix(folder: DcpFolder, policy: PolicyModel) -> str:
-    """Returns the prefix of the model's names in the keys; "" if one of the names itself is a key.
+    """Returns the prefix that the folder's keys have before the model's names; "" if they have none.
 
     Raises:
         CheckpointError: several prefixes are possible.
@@ -289,7 +293,7 @@ def _check_tensors(
     wanted: dict[str, tuple[int, ...]],
     model_type: str,
 ) -> None:
-    """Checks that the folder has the wanted weights in a valid dtype, and nothing else of a model under the prefix."""
+    """Checks that the folder has the wanted weights in valid dtypes, and no other weights under the prefix."""
     shapes = {name: saved.shape for name, saved in stored.items() if not _TRAINING_STATE.fullmatch(name)}
     surplus = {name for name in shapes if name not in wanted and not is_no_weight(model_type, name)}
     _check_names(folder.path, wanted, shapes, surplus, prefix)
@@ -326,7 +330,7 @@ def _check_names(
 
 
 def _progress(total: int, note: Note) -> Callable[[TensorSpec], None]:
-    """Returns a function that counts the parameters which are about to be read, and reports once per gigabyte."""
+    """Returns a function to call before each parameter is read; it counts them, and reports once per gigabyte."""
     tensors = nbytes = noted = 0
 
     def count(spec: TensorSpec) -> None:

@@ -1,7 +1,8 @@
 """Reads and writes torch.distributed.checkpoint folders, a tensor at a time and without a process group.
 
-A folder's `.metadata` is a pickle, and a pickle names functions to call. The unpickler here only accepts the names that
-torch writes, and makes a plain record instead of an object of each class, whose content is checked before it is used.
+A folder's `.metadata` is a pickle, and a pickle names functions to call. The unpickler here accepts only the names that
+torch writes. It makes plain records instead of objects of torch's classes, and the content of the records is checked
+before it is used.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from slimefsdp.io.files import io_reported, new_folder, whole
 from slimefsdp.io.safetensors_file import TensorSpec
 
 METADATA_FILE = ".metadata"
-MAX_CHUNKS = 8192  # per tensor: more than anyone has ranks; all pairs of chunks are compared
+MAX_CHUNKS = 8192  # limit per tensor, above any number of ranks, because all pairs of chunks are compared
 MAX_METADATA_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")  # stays inside of the folder
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box within a tensor, and the bytes of a file that hold it in the format of `torch.save`."""
+    """Describes a box within a tensor, and the bytes of a file that hold this box in the format of `torch.save`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -46,7 +47,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor of a folder; its chunks cover it without overlap."""
+    """Describes a tensor of a folder; the chunks cover the tensor without overlap."""
 
     name: str
     dtype: torch.dtype
@@ -56,7 +57,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class DcpFolder:
-    """The tensors of a folder by key, and the keys of everything else (numbers, schedules, generators)."""
+    """Holds the tensors of a folder by key, and the keys of other entries, such as numbers and generators."""
 
     path: Path
     tensors: dict[str, SavedTensor]
@@ -94,7 +95,7 @@ def read_dcp_folder(path: Path) -> DcpFolder:
 
 
 class _Record:
-    """Replaces an object of the pickle, and keeps its state."""
+    """Replaces an object of one of torch's classes in the pickle, and keeps its state."""
 
     state: Any = None
 
@@ -106,7 +107,7 @@ class _Record:
 
 
 class _TensorRecord(_Record):
-    """Replaces the metadata of a tensor, which distinguishes tensors from other entries."""
+    """Replaces torch's metadata of a tensor; other entries get other records."""
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -118,7 +119,7 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata": ["TensorProperties", "MEM_FORMAT_ENCODING"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo", "_StoragePrefix"],
     "torch.serialization": ["_get_layout"],
-    "builtins": ["getattr"],  # some releases of Python pickle members of an enum with it
+    "builtins": ["getattr"],  # some releases of Python pickle enum members with getattr
     "pathlib": ["PosixPath", "WindowsPath"],
     "pathlib._local": ["PosixPath", "WindowsPath"],
 }
@@ -143,7 +144,7 @@ def _unpickled(file: Path, stream: BinaryIO) -> Any:
             return _KNOWN[module, name]
 
     try:
-        # a few bytes of pickle can request gigabytes of memo, or keys that take years to hash
+        # a few bytes of pickle can request gigabytes for the memo, or keys that take years to hash
         for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
             is_far = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count
             if opcode.name == "DUP" or is_far:
@@ -163,7 +164,7 @@ def _checked(value: Any, kind: type, what: str) -> Any:
 
 
 def _state(record: Any, name: str) -> Any:
-    """Returns an attribute of a pickled object; None if it has no such attribute."""
+    """Returns an attribute of a pickled object, or None if the object has no such attribute."""
     return _checked(_checked(record, _Record, f"the owner of {name}").state, dict, f"the owner of {name}").get(name)
 
 
@@ -200,7 +201,7 @@ def _tensor(file: Path, name: str, entry: _TensorRecord, locations: dict[Any, An
 
 
 def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Returns whether boxes cover a shape exactly, without overlap."""
+    """Returns whether the chunks' boxes cover a shape exactly, without overlap."""
     for chunk in chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             return False
@@ -217,10 +218,11 @@ def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
 
 
 def read_saved(saved: SavedTensor) -> torch.Tensor:
-    """Reads a whole tensor of a folder, with the memory of the tensor and one chunk.
+    """Reads a whole tensor of a folder; needs memory for the tensor and one chunk.
 
     Raises:
-        CheckpointError: a chunk is missing, truncated or not as the metadata says; names the file and the tensor.
+        CheckpointError: a chunk is missing, truncated or differs from the metadata; the error names the file and the
+            tensor.
     """
     if len(saved.chunks) == 1 and saved.chunks[0].sizes == saved.shape:
         return _read_chunk(saved, saved.chunks[0])
@@ -250,7 +252,7 @@ def _read_chunk(saved: SavedTensor, chunk: Chunk) -> torch.Tensor:
     if (tensor.dtype, tuple(tensor.shape)) != (saved.dtype, chunk.sizes):
         actual, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(chunk.sizes)}"
         raise refused(f"is {actual} there, and {wanted} by the folder's metadata")
-    return tensor.resolve_conj().resolve_neg()  # a view's lazy conjugation or negation is not in its memory
+    return tensor.resolve_conj().resolve_neg()  # torch may conjugate or negate lazily, without changing the memory
 
 
 def _refused(file: Path, problem: str, hint: str = "copy the folder again, whole") -> CheckpointError:
@@ -262,10 +264,10 @@ def write_dcp_folder(path: Path, specs: Sequence[TensorSpec], read: Callable[[st
 
     Args:
         specs: the tensors to write; the names are the keys.
-        read: returns a tensor by its name; it is called when the previous one was written.
+        read: returns a tensor by its name; called for a tensor after the previous one was written.
 
     Raises:
-        CheckpointError: `path` is taken, or the disk is full or fails. The errors of `read`.
+        CheckpointError: `path` is taken, or the disk is full or fails. Errors of `read` are raised as they are.
     """
 
     class ReadWhenWritten(DefaultSavePlanner):

@@ -1,7 +1,7 @@
 """Defines the fields of a rollout batch, and converts or refuses what a caller passes for them.
 
 A caller passes arrays, per-sample records or slime's rollout dict. Records and slime's dict are first converted to
-columns: for each field, the caller's name of it (for errors) and one entry per sample.
+columns: a column has the caller's name for the field, which errors show, and one entry per sample.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def refuse(field: str, message: str, hint: str) -> NoReturn:
 
 
 def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str = "") -> NoReturn:
-    """Raises a BatchError that `name` is not a known `what`, with the most similar of the `known` names as a hint."""
+    """Raises a BatchError: `name` is not `what`. The hint is the most similar name in `known`."""
     nearest = difflib.get_close_matches(str(name)[:60], list(known), n=1, cutoff=0.0)[0]
     refuse(str(name)[:60], f"{short_repr(name)} is not {what}", f"write {nearest!r} if that is meant{otherwise}")
 
@@ -48,15 +48,15 @@ def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str
 def as_array(
     field: str, value: Any, *, label: str, place: Callable[[int], str], size: int | None = None
 ) -> npt.NDArray[Any]:
-    """Returns `value` as a flat, contiguous array of the field's dtype; the same object if it already is one.
+    """Returns `value` as a flat, contiguous array of the field's dtype; if it already is one, returns the same object.
 
     Args:
         label: the name of the value in errors.
-        place: describes the entry with an index in errors.
-        size: the required number of entries; None: any.
+        place: returns the description of the entry at an index, for errors.
+        size: the required number of entries; None means any number.
 
     Raises:
-        BatchError: the size or shape is wrong, or the conversion would lose something other than float32 rounding.
+        BatchError: the size or shape is wrong, or the conversion would change a value by more than float32 rounding.
     """
     dtype = DTYPES[field]
     if np.ma.is_masked(value):
@@ -77,7 +77,7 @@ def as_array(
     if array.dtype.kind not in kinds:
         message = f"{label} has dtype {array.dtype}, e.g. {array[0]} at {place(0)}; it must be {dtype}"
         refuse(field, message, f"pass {numbers}")
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which the batch's constructor refuses
+    with np.errstate(over="ignore"):  # too large float64 become inf, which the batch's constructor refuses
         converted = array.astype(dtype)
     if dtype != np.float32 and not (same := converted == array).all():
         index = int(np.argmin(same))
@@ -87,7 +87,7 @@ def as_array(
 
 
 def as_scalar(field: str, value: Any) -> float | int | None:
-    """Returns a temperature above 0 or a weight version from 0 as a Python number; None stays None."""
+    """Returns a temperature (above 0) or a weight version (at least 0) as a Python number; None stays None."""
     if value is None:
         return None
     try:
@@ -96,7 +96,7 @@ def as_scalar(field: str, value: Any) -> float | int | None:
         number = np.empty(0)
     kinds, rule = ("iuf", "a finite number above 0") if field == "temperature" else ("iu", "a whole number from 0")
     if number.ndim == 0 and number.dtype.kind in kinds:
-        if field == "temperature" and 0 < float(number) < np.inf:  # as a float, since a wider one may round to 0 or inf
+        if field == "temperature" and 0 < float(number) < np.inf:  # a wider number may round to 0 or inf as a float
             return float(number)
         if field == "weight_version" and 0 <= number <= np.iinfo(np.int64).max:
             return int(number)
@@ -116,7 +116,7 @@ _SAMPLE_KEYS = {  # key of one sample -> field of the batch
     **{name: name for name in PER_RESPONSE_TOKEN},
 }
 
-_SLIME_KEYS = {  # key of slime's rollout dict -> field of the batch; if two keys have one field, the later one is used
+_SLIME_KEYS = {  # key of slime's rollout dict -> field of the batch; the later of two keys with one field is used
     "tokens": "tokens",
     "response_lengths": "response_lengths",
     "rewards": "rewards",
@@ -127,12 +127,12 @@ _SLIME_KEYS = {  # key of slime's rollout dict -> field of the batch; if two key
     "log_probs": "old_log_probs",
     **{name: name for name in ("rollout_log_probs", "ref_log_probs", "values", "advantages", "returns")},
 }
-_SLIME_IGNORED = (  # bookkeeping, and slime's own schedule and denominators
+_SLIME_IGNORED = (  # keys for slime's bookkeeping, schedule and denominators
     *("total_lengths", "truncated", "sample_indices", "prompt", "round_number", "metadata", "weight_versions"),
     *("rollout_ids", "rollout_mask_sums", "max_seq_lens", "dynamic_global_batch_size", "global_batch_sizes"),
     *("num_microbatches", "micro_batch_indices"),
 )
-_SLIME_REFUSED = {  # ignoring these silently would train on something else than what was sampled
+_SLIME_REFUSED = {  # ignoring these keys silently would train on other data than was sampled
     "partition": "the dict is one rank's share, whose raw_reward is still that of all ranks",
     "pixel_values": "images are not supported",
     "multimodal_train_inputs": "inputs other than tokens are not supported",
@@ -172,9 +172,9 @@ def fields_from_slime(
 ) -> dict[str, npt.NDArray[Any]]:
     """Returns the array fields of a batch of slime's rollout dict, as `RolloutBatch.from_slime` describes.
 
-    Source: `_convert_samples_to_train_data` in slime/ray/rollout.py. The keys that are used, ignored and refused are
-    the tables above; unknown keys are refused. `log_probs` are those of slime's trainer. `weight_versions` is ignored,
-    since it has one list per sample: pass `weight_version`.
+    Source: `_convert_samples_to_train_data` in slime/ray/rollout.py. The tables above list the keys that are used,
+    ignored and refused; unknown keys are refused. `log_probs` are log-probs that slime's trainer computed.
+    `weight_versions` is ignored, since it is a list per sample; pass `weight_version` instead.
     """
     if not isinstance(data, Mapping):
         refuse("data", f"data is a {type(data).__name__}", "pass the dict that slime's RolloutManager builds")
@@ -206,7 +206,7 @@ def fields_from_slime(
 
 
 def _is_list(value: Any) -> bool:
-    """Returns whether the value has entries by index, as lists, arrays and tensors have; a 0-d array has none."""
+    """Returns whether the value can be indexed like a list, an array or a tensor; a 0-d array cannot."""
     if isinstance(value, Mapping | str | bytes) or not hasattr(value, "__getitem__"):
         return False
     try:
@@ -216,7 +216,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
-    """Returns the array fields of a batch with `lengths`: concatenates each column, and drops columns of None."""
+    """Concatenates each column, drops columns of None, and adds `lengths`; returns the array fields of a batch."""
     num_samples = len(columns["tokens"][1]) if "tokens" in columns else 0
     if num_samples == 0:
         refuse("tokens", "there are no samples; a batch has at least one", "skip the update when nothing was sampled")
@@ -241,7 +241,7 @@ def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
 
 
 def _parts(field: str, key: str, entries: Sequence[Any], num_samples: int) -> list[npt.NDArray[Any]]:
-    """Returns one array per sample; an empty list if every entry is None."""
+    """Returns one array per sample, or an empty list if every entry is None."""
     if len(entries) != num_samples:
         refuse(field, f"{key} has {len(entries)} entries for {num_samples} samples", "pass one entry per sample")
     lacking = [i for i, entry in enumerate(entries) if entry is None]

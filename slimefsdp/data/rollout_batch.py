@@ -1,12 +1,12 @@
-"""RolloutBatch: a batch of sampled sequences, validated once when it is made, and immutable.
+"""Defines RolloutBatch, an immutable batch of sampled sequences that its constructor validates.
 
 Ragged fields are flat arrays with lengths: B samples, T = sum of lengths, R = sum of response_lengths. The tokens of a
 sample are its prompt followed by its response, so the response is always its last `response_length` tokens. There is no
-padding, and no token id stands for it.
+padding, and no token id is reserved for padding.
 
-On disk a batch is one safetensors file with a tensor for each present field, of its name and dtype. The metadata has a
-sha256 of the tensors' names, dtypes, shapes and bytes, which is checked when the file is read. A file without it,
-from an earlier version or another program, is read unchecked.
+On disk a batch is one safetensors file with a tensor for each present field; names and dtypes are those of the fields.
+The metadata has a sha256 of the tensors' names, dtypes, shapes and bytes, which is checked when the file is read. A
+file without a sha256, from an earlier version or another program, is read without this check.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ _DIGEST = "sha256"
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """One sampled sequence, for `RolloutBatch.from_samples`; None: absent, on all samples or on none.
+    """Holds one sampled sequence, for `RolloutBatch.from_samples`.
+
+    A field that is None is absent; it must then be None in all samples.
 
     Fields of response tokens have one entry for each of the last `response_length` tokens.
     """
@@ -66,9 +68,9 @@ class Sample:
     group_id: int | None = None  # samples of one prompt share an id
     baseline_reward: float | None = None
     loss_mask: npt.ArrayLike | None = None  # response tokens; False for tokens that the policy did not choose
-    rollout_log_probs: npt.ArrayLike | None = None  # response tokens; by the engine, at the sampling temperature
-    weight_versions: npt.ArrayLike | None = None  # response tokens; the weight version that drew each
-    advantages: npt.ArrayLike | None = None  # response tokens, as all fields below
+    rollout_log_probs: npt.ArrayLike | None = None  # response tokens; by the sampling engine, at its temperature
+    weight_versions: npt.ArrayLike | None = None  # response tokens; the weight version that drew each token
+    advantages: npt.ArrayLike | None = None  # response tokens; so are all fields below
     returns: npt.ArrayLike | None = None
     values: npt.ArrayLike | None = None
     old_log_probs: npt.ArrayLike | None = None
@@ -80,23 +82,24 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RolloutBatch:
-    """Sampled sequences with all their known fields: the input of a trainer.
+    """Holds a batch of sampled sequences, the input of a trainer.
 
     Arrays may be passed as lists, or in another dtype if the conversion loses nothing but float32 rounding. An array of
     the right dtype is kept as a read-only view without a copy: do not write to it afterwards. Compare batches with
     `same_as`, since `==` compares identity.
 
     Raises:
-        BatchError: a field breaks a rule; the error names the field, the sample, the value, the rule and the way out.
+        BatchError: a field breaks a rule; the error names the field, the sample, the value, the rule, and a way to
+            correct it.
     """
 
     tokens: Int64  # [T] prompt + response of each sample, one after another
     lengths: Int64  # [B] tokens per sample
     response_lengths: Int64  # [B] number of trailing response tokens; 1 <= response_length < length
     rewards: Float32 | None = None  # [B]
-    group_ids: Int64 | None = None  # [B] samples of one prompt share an id
+    group_ids: Int64 | None = None  # [B] samples of the same prompt have the same id
     loss_mask: Bool | None = None  # [R] False for tokens that the policy did not choose; None: all True
-    rollout_log_probs: Float32 | None = None  # [R] by the engine that sampled, at the sampling temperature
+    rollout_log_probs: Float32 | None = None  # [R] by the sampling engine, at its temperature
     advantages: Float32 | None = None  # [R]
     returns: Float32 | None = None  # [R]
     values: Float32 | None = None  # [R]
@@ -104,14 +107,14 @@ class RolloutBatch:
     ref_log_probs: Float32 | None = None  # [R]
     token_rewards: Float32 | None = None  # [R]
     baseline_rewards: Float32 | None = None  # [B] baseline of each reward, e.g. the reward of a greedy response
-    weight_versions: Int64 | None = None  # [R] the weight version that drew each token, if they differ
-    loss_weights: Float32 | None = None  # [R] factor on the loss of each token, of any sign; None: all 1
-    target_tokens: Int64 | None = None  # [R] tokens to score instead of the sampled ones; None: the sampled tokens
+    weight_versions: Int64 | None = None  # [R] the weight version that drew each token, if there are several
+    loss_weights: Float32 | None = None  # [R] factor on the loss of each token, of any sign; None means 1
+    target_tokens: Int64 | None = None  # [R] tokens whose log-probs are computed; None means the sampled tokens
     temperature: float | None = None  # the sampling temperature
-    weight_version: int | None = None  # the weight version that sampled; the oldest one if there are several
+    weight_version: int | None = None  # the weight version that sampled; if there are several, the oldest
 
     def __new__(cls, *values: Any, **fields: Any) -> RolloutBatch:
-        """Raises BatchError for arguments for which `__init__` would raise a TypeError."""
+        """Raises a BatchError for missing, surplus or unknown arguments, instead of the TypeError of `__init__`."""
         for name in fields:
             if name not in DTYPES:
                 refuse_unknown(name, DTYPES, "a field of RolloutBatch")
@@ -142,7 +145,7 @@ class RolloutBatch:
         fits = (self.response_lengths >= 1) & (self.response_lengths < self.lengths)
         rule = f"must be at least 1 and less than the sample's length, {self.lengths[np.argmin(fits)]}"
         self._require("response_lengths", fits, rule, "drop samples whose prompt or response is empty")
-        # summed as float, since lengths from a damaged file could wrap an int64 sum around to a plausible number
+        # summed as floats, because an int64 sum of damaged lengths could overflow to a plausible number
         self._normalise("tokens", int(self.lengths.sum(dtype=np.float64)))
         for name in ("rewards", "group_ids", "baseline_rewards"):
             self._normalise(name, self.num_samples)
@@ -153,7 +156,7 @@ class RolloutBatch:
             object.__setattr__(self, name, as_scalar(name, getattr(self, name)))
 
     def _normalise(self, name: str, size: int | None) -> None:
-        """Replaces a field by a read-only array of its dtype with `size` entries; None: any size."""
+        """Replaces a field by a read-only array of the field's dtype. Its size must be `size`, unless that is None."""
         value = getattr(self, name)
         if value is None and name not in REQUIRED:
             return
@@ -190,7 +193,7 @@ class RolloutBatch:
             refuse(name, message, hint)
 
     def _place(self, name: str, index: int) -> str:
-        """Describes an entry of a field: its sample, and the position in the sample."""
+        """Returns a description of a field's entry: its sample, and its position in the sample."""
         if name in PER_SAMPLE:
             return f"sample {index}"
         offsets, unit = (self.token_offsets, "token") if name == "tokens" else (self.response_offsets, "response token")
@@ -216,12 +219,12 @@ class RolloutBatch:
 
     @property
     def response_offsets(self) -> Int64:
-        """Returns [B + 1] offsets; sample i is response_offsets[i] : response_offsets[i + 1] of an [R] field."""
+        """Returns [B + 1] offsets; a field [R] has sample i at response_offsets[i] : response_offsets[i + 1]."""
         return _offsets(self.response_lengths)
 
     @property
     def mask(self) -> Bool:
-        """Returns [R], True for tokens that are trained: `loss_mask`, or all True without one."""
+        """Returns `loss_mask`, [R], True for tokens that are trained; all True if `loss_mask` is None."""
         return np.ones(self.num_response_tokens, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
 
     @property
@@ -234,7 +237,7 @@ class RolloutBatch:
         return np.logical_or.reduceat(values, self.response_offsets[:-1])  # every response has a token
 
     def trained_tokens(self, skipped: Int64 | int = 0) -> Int64:
-        """Returns [B], the number of trained tokens of each sample without the first `skipped` of its response."""
+        """Returns the number of trained tokens of each response, not counting its first `skipped` tokens; [B]."""
         skipped = np.minimum(skipped, self.response_lengths)
         if self.loss_mask is None:
             return self.response_lengths - skipped
@@ -243,7 +246,7 @@ class RolloutBatch:
         return before[offsets[1:]] - before[offsets[:-1] + skipped]
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raises BatchError if a token id is not below `vocab_size`, naming its sample, position and value."""
+        """Raises a BatchError if a token id is at least `vocab_size`; the error names sample, position and value."""
         for name in ("tokens", "target_tokens"):
             if (ids := getattr(self, name)) is not None:
                 rule = f"must be below the model's vocabulary size, {vocab_size}"
@@ -257,10 +260,10 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """Makes a batch of a `Sample` for each sequence.
+        """Returns a batch of the given samples, each a `Sample`.
 
-        A sample may also be a mapping with the fields of `Sample` as keys, of which others are refused, or any object
-        with them as attributes, of which others are ignored.
+        A sample may also be a mapping whose keys are fields of `Sample`, or another object with these fields as
+        attributes. Other keys of a mapping are refused, other attributes of an object are ignored.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 
@@ -274,26 +277,26 @@ class RolloutBatch:
         temperature: float | None = None,
         weight_version: int | None = None,
     ) -> RolloutBatch:
-        """Makes a batch from slime's rollout dict, as its RolloutManager builds it before splitting over dp ranks.
+        """Returns a batch of slime's rollout dict, as slime's RolloutManager builds it before splitting over dp ranks.
 
         Args:
             data: lists with one entry per sample; `fields_from_slime` in slimefsdp/data/fields.py says which keys are
                 used, ignored and refused.
-            samples_per_group: slime's n_samples_per_prompt: makes group_ids of this many consecutive samples. Without
-                it they are the key `group_ids` or `group_index`, or None.
-            reward_key: the list to use as rewards; by default `raw_reward`, or `rewards` if that is missing. slime's
+            samples_per_group: slime's n_samples_per_prompt; group_ids are then made for groups of this many consecutive
+                samples. None means that group_ids are read from the key `group_ids` or `group_index`, if present.
+            reward_key: the key of the rewards; None means `raw_reward`, or `rewards` if that is missing. slime's
                 `rewards` are already normalised within groups under its GRPO-like estimators, and would be normalised
-                twice. Use them if a custom post-processing makes them, with normalisation switched off here.
+                twice here. Choose `rewards` if slime post-processes them, and switch normalisation off here.
         """
         fields = fields_from_slime(data, samples_per_group, reward_key)
         return cls(**fields, temperature=temperature, weight_version=weight_version)
 
     def to_samples(self) -> list[dict[str, Any]]:
-        """Returns one dict per sample in the form of `from_samples`; arrays are views, and absent fields left out."""
+        """Returns one dict per sample, as `from_samples` takes; arrays are views, and absent fields have no key."""
         return samples_from_fields(self._present())
 
     def select(self, indices: npt.ArrayLike) -> RolloutBatch:
-        """Returns a new batch of the samples `indices` (integers from 0 to B - 1, repeats allowed) in that order."""
+        """Returns a new batch with the samples at `indices` (0 to B - 1, repeats allowed), in this order."""
         try:
             chosen = np.asarray(indices)
         except (TypeError, ValueError) as error:  # ragged lists
@@ -313,7 +316,7 @@ class RolloutBatch:
         return self.replace(**{name: value[rows[name]] for name, value in self._present().items() if name in rows})
 
     def replace(self, **fields: Any) -> RolloutBatch:
-        """Returns a new, validated batch with some fields replaced; None removes an optional field."""
+        """Returns a new, validated batch in which the given fields are replaced; None removes an optional field."""
         for name in fields.keys() - DTYPES.keys():
             refuse_unknown(name, DTYPES, "a field of RolloutBatch")
         return dataclasses.replace(self, **fields)
@@ -340,7 +343,7 @@ class RolloutBatch:
         """Writes the batch as one safetensors file, atomically.
 
         Raises:
-            BatchError: the file cannot be written; its cause is the OSError.
+            BatchError: the file cannot be written; the error's cause is the OSError.
         """
         _require_path(path)
         tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in self._present().items()}
@@ -366,7 +369,7 @@ class RolloutBatch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RolloutBatch:
-        """Reads a file of `save`; raises BatchError if the file is missing, damaged or of another kind."""
+        """Reads a batch that `save` wrote; raises a BatchError if the file is missing, damaged or something else."""
         _require_path(path)
         fields = _read_fields(os.fspath(path))
         try:
@@ -379,7 +382,7 @@ class RolloutBatch:
         return {name: value for name in DTYPES if (value := getattr(self, name)) is not None}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # skips the validation, which would otherwise be repeated in every process that unpickles the batch
+        # unpickling skips the validation, which the sending process has done
         return (_restore, tuple(getattr(self, name) for name in DTYPES))
 
 
@@ -405,7 +408,7 @@ def _offsets(lengths: Int64 | Bool) -> Int64:
 
 
 def _ragged_rows(offsets: Int64, chosen: Int64) -> Int64:
-    """Returns the flat indices of the runs `chosen`, in that order, in an array that is cut at `offsets`."""
+    """Returns the flat indices of the samples `chosen`, in this order, in an array whose samples start at `offsets`."""
     lengths = np.diff(offsets)[chosen]
     return np.arange(lengths.sum(), dtype=np.int64) + np.repeat(offsets[chosen] - _offsets(lengths)[:-1], lengths)
 
@@ -419,11 +422,11 @@ def _require_path(path: object) -> None:
 
 
 def _read_fields(path: str) -> dict[str, Any]:
-    """Reads the fields in exactly the dtypes that were written, and checks the digest, but neither sizes nor values.
+    """Reads the fields in their stored dtypes, and checks the digest; sizes and values are not checked.
 
     Raises:
-        BatchError: names the file: it is missing, not a safetensors file, was changed since it was written, or has
-            other tensors than the fields.
+        BatchError: the file is missing, is not a safetensors file, was altered, or has tensors other than the fields;
+            the error names the file.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():  # a pipe would block
@@ -444,7 +447,7 @@ def _read_fields(path: str) -> dict[str, Any]:
         raise BatchError(f"{path} cannot be read as a safetensors file: {error}", hint=_HINT) from error
     if _DIGEST in metadata:
         is_damaged = metadata[_DIGEST] != _digest(tensors)
-    else:  # metadata with a name and a value as long as the digest's is a damaged digest; other metadata is allowed
+    else:  # an entry with the lengths of a digest's name and value is a damaged digest; others are allowed
         is_damaged = any((len(name), len(value)) == (len(_DIGEST), 64) for name, value in metadata.items())
     if is_damaged:
         raise BatchError(

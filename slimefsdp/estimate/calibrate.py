@@ -1,7 +1,7 @@
 """Measures the rates of this machine: matrix products, attention, memory, and communication between ranks.
 
-Every figure is the best of several rounds, to exclude the effect of other work on the machine. The ranks are separate
-processes without Ray.
+Every rate is the best of several rounds, because other processes on the machine can only slow a round down. The ranks
+are processes without Ray.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from slimefsdp.estimate.hardware import Rates
 _TIMEOUT_S = 600.0
 _ROUNDS = 5
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 4, 64
-_FORWARDS = (
-    3.5  # attention's FLOPs / those of its forward; backward recomputes the scores and has two products for each
-)
+_FORWARDS = 3.5  # FLOPs of attention's forward and backward / FLOPs of forward; backward has five products, forward two
 
 
 def calibrate(device_type: str, dtype: str, ranks: int, *, scale: float = 1.0) -> tuple[Rates, dict[str, Any]]:
-    """Starts `ranks` processes on this machine and returns their result of `measure_rates`.
+    """Starts `ranks` processes on this machine, and returns the result of `measure_rates` in them.
 
     Args:
-        device_type: cpu or cuda; on CUDA each rank has a device.
+        device_type: cpu or cuda; on CUDA each rank has its own device.
         dtype: dtype of matrix products and attention, such as bfloat16.
+        scale: see `measure_rates`.
     """
     results: Any = mp.get_context("spawn").SimpleQueue()
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # passed to rank 0 open, so that the port stays reserved
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # stays open in rank 0, which reserves the port
         mp.spawn(_rank, (ranks, listener, device_type, dtype, scale, results), nprocs=ranks)  # raises a rank's error
     measured: tuple[Rates, dict[str, Any]] = results.get()
     return measured
@@ -50,7 +49,7 @@ def calibrate(device_type: str, dtype: str, ranks: int, *, scale: float = 1.0) -
 def _rank(
     rank: int, ranks: int, listener: socket.socket, device_type: str, dtype: str, scale: float, results: Any
 ) -> None:
-    # torch 2.13 deprecates the names of collectives that torch 2.11 has
+    # torch 2.13 warns of collectives by the names that torch 2.11 needs
     warnings.simplefilter("ignore", FutureWarning)
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cpu":
@@ -64,7 +63,7 @@ def _rank(
     )  # fmt: skip
     measured = measure_rates(device, getattr(torch, dtype), dist.group.WORLD, scale=scale)
     if rank == 0:
-        results.put(measured)  # small enough for the pipe's buffer, so this does not wait for a reader
+        results.put(measured)  # does not block, since this fits the pipe's buffer
     dist.barrier()
     dist.destroy_process_group()
 
@@ -72,12 +71,13 @@ def _rank(
 def measure_rates(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, scale: float = 1.0
 ) -> tuple[Rates, dict[str, Any]]:
-    """Collective: returns the rates of the slowest rank, equal on every rank, and this rank's measurements.
+    """Collective: returns the rates of the slowest rank, which are equal on every rank, and this rank's measurements.
 
     Args:
         dtype: dtype of matrix products and attention.
-        group: the ranks that communicate; for None or one rank, copies on the device are measured instead.
-        scale: factor on the measured sizes; below 1 is quicker and less accurate.
+        group: the ranks whose communication is measured; with None or a single rank, copies on the device are measured
+            instead.
+        scale: factor on the sizes of the measured operations; a factor below 1 is quicker and less accurate.
     """
     on_cuda = device.type == "cuda"
     sizes = [max(64, round(n * scale)) for n in ((2048, 4096, 8192) if on_cuda else (512, 1024, 2048))]
@@ -113,7 +113,7 @@ def _product_tflops(n: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _attention_tflops(tokens: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the rate of one causal sequence, forward and backward, computed as in training."""
+    """Returns the rate of attention in one causal sequence, forward and backward, computed as in training."""
     attention = Attention(Choice("local", "one rank"))
     attend = attention.for_pack(attention.layout([0, tokens]), device)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a model: those that an update needs, and those that are executed here.
+"""Counts the floating-point operations of a model: those that an update needs, and those that it executes.
 
 A multiply and an add are two operations. Norms, activations and softmaxes are not counted, as memory bounds their time.
 """
@@ -14,7 +14,7 @@ from slimefsdp.model_spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    layers: float  # products with the weights of decoder layers
+    layers: float  # matrix products with the weights of decoder layers
     attention: float  # queries with keys, probabilities with values
     head: float  # the projection to the vocabulary
 
@@ -37,9 +37,11 @@ def forward_flops(
     """Returns the operations of one forward pass.
 
     Args:
-        lengths: tokens of every sample, or of every node if samples share prefixes; in any shape.
-        counted_rows: number of tokens whose log-probs are computed, i.e. rows of the head; 0 for a critic.
-        depths: tokens that precede each node in its samples, in the shape of `lengths`; None: nothing is shared.
+        lengths: tokens of every sample, in any shape; if samples share prefixes, tokens of every node of the prefix
+            tree.
+        counted_rows: rows of the head, which are the tokens whose log-probs are computed; 0 for a critic.
+        depths: number of tokens that precede each node in its samples, in the shape of `lengths`; None means that
+            samples share nothing.
         adapter_parameters: parameters of adapters, in addition to the layers' weights.
     """
     starts = np.zeros(lengths.shape) if depths is None else depths.astype(np.float64)
@@ -72,7 +74,8 @@ def training_flops(
 
     Args:
         lengths, counted_rows, depths, adapter_parameters: see `forward_flops`.
-        trained_share: trained weights / all weights. Products with a frozen weight still have a gradient of the input.
+        trained_share: trained weights / all weights. A product with a frozen weight still computes the gradient of its
+            input.
     """
     forward = forward_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths)
     of_weights, of_adapters = 2 + trained_share, 6.0 * adapter_parameters * float(lengths.sum())
@@ -80,9 +83,10 @@ def training_flops(
 
 
 def executed_flops(needed: Flops, forward: Flops, *, recomputed_layers: float = 0, recomputed_head: float = 0) -> Flops:
-    """Returns the operations of a forward and backward pass that are executed here, recomputation included.
+    """Returns the operations that a forward and backward pass executes, including recomputation.
 
-    Attention's backward recomputes the products of queries and keys, and the head's backward the logits not kept.
+    Attention's backward recomputes the products of queries and keys. The head's backward recomputes logits that are not
+    kept.
 
     Args:
         needed: the result of `training_flops`.
@@ -98,6 +102,6 @@ def executed_flops(needed: Flops, forward: Flops, *, recomputed_layers: float = 
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
-    """Returns the numbers of (query, key) pairs within the first `lengths` tokens of causal sequences."""
+    """Returns the number of (query, key) pairs within the first `lengths` tokens of causal sequences."""
     span = lengths if window is None else np.minimum(lengths, window)
     return span * (span + 1) / 2 + (lengths - span) * span

@@ -1,4 +1,4 @@
-"""Provides the memory and rates of devices: measured by `slimefsdp plan --calibrate`, or from data sheets."""
+"""Provides the memory and rates of devices, from data sheets or measured by `slimefsdp plan --calibrate`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PEAK_TFLOPS = {
     "GH200": 989.4,
     "B200": 2250.0,
 }
-# GB of memory; GB/s of this memory, of links between devices of a node, and of the link to the host
+# GB of memory; GB/s of the memory, of links between the devices of a node, and of the link to the host
 _STATED: dict[str, tuple[float, float, float, float]] = {
     "A100": (80, 2000, 200, 25),
     "H100": (80, 3350, 350, 50),
@@ -43,31 +43,31 @@ _STATED: dict[str, tuple[float, float, float, float]] = {
     "CPU": (0, 5, 1, 5),
 }
 DEVICES = tuple(_STATED)
-_CORE_TFLOPS = 0.05  # of one CPU core in float32
-_REACHED = 0.6  # share of the stated peak that large products reach
-HEADROOM = 0.9  # usable share of memory: estimates may be off by a tenth, and allocators reserve more than is in use
+_CORE_TFLOPS = 0.05  # float32 rate of one CPU core
+_REACHED = 0.6  # share of the vendor's peak that large matrix products reach
+HEADROOM = 0.9  # usable share of memory: estimates may be off by a tenth, and allocators reserve unused memory
 
-# bounds far from any device's rates, within which all results stay finite
+# accepted rates, far beyond those of any device; within these bounds all results are finite
 LEAST_RATE, MOST_RATE = 1e-9, 1e9
-_MAX_BYTES = 1_000_000  # a calibration has about two thousand
+_MAX_BYTES = 1_000_000  # a calibration has about two thousand bytes
 
 
 def peak_tflops(device_name: str) -> float | None:
     """Returns the vendor's half-precision TFLOP/s of a device by its driver's name; None if unknown."""
-    if "Laptop" in device_name:  # laptop chips have the names of faster desktop chips
+    if "Laptop" in device_name:  # laptop chips have the same names as faster desktop chips
         return None
     return next((rate for name, rate in _PEAK_TFLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    source: str  # origin of the numbers
+    source: str  # where the numbers come from
     matrix_tflops: float  # TFLOP/s of matrix products in the compute dtype; a multiply and an add are two operations
     attention_tflops: float  # TFLOP/s of attention, forward and backward
     memory_gbps: float  # 10^9 bytes per second read or written on the device
     comm_gbps: float  # 10^9 bytes per second that a rank sends in collectives
     host_gbps: float  # 10^9 bytes per second between device and host
-    dtype: str | None = None  # dtype of the measured products; None: for any dtype
+    dtype: str | None = None  # dtype of the measured products; None means that the rates are for any dtype
 
     @property
     def attention_slowdown(self) -> float:
@@ -83,8 +83,8 @@ class Rates:
 @dataclass(frozen=True, slots=True)
 class Device:
     rates: Rates
-    memory_bytes: int | None  # None: not known
-    named_by: str | None  # the flag that gave the memory; None: it is a guess
+    memory_bytes: int | None  # None means unknown
+    named_by: str | None  # the flag that gave the memory; None means a guess
     on_cpu: bool
 
     def has_room(self, held: int) -> bool:
@@ -102,7 +102,7 @@ def guessed_rates(device: str, compute_bytes: int) -> Rates:
 
     Args:
         device: one of DEVICES.
-        compute_bytes: bytes of an element; wider dtypes than half precision are proportionally slower.
+        compute_bytes: bytes of an element; dtypes wider than half precision are proportionally slower.
     """
     _, memory, comm, host = _STATED[device]
     tflops = _CORE_TFLOPS
@@ -112,12 +112,12 @@ def guessed_rates(device: str, compute_bytes: int) -> Rates:
 
 
 def device_bytes(device: str) -> int | None:
-    """Returns the memory of one of DEVICES; None for a CPU."""
+    """Returns the bytes of memory of one of DEVICES; None for a CPU."""
     return round(_STATED[device][0] * 1e9) or None
 
 
 def write_calibration(path: Path, rates: Rates, details: Mapping[str, Any]) -> None:
-    """Writes rates and details of their measurement to a file for `read_calibration`.
+    """Writes rates, and details of their measurement, to a file that `read_calibration` can read.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -133,7 +133,7 @@ def read_calibration(path: Path, *, field: str) -> Rates:
     """Returns the rates in a file that `write_calibration` wrote.
 
     Raises:
-        ConfigError: there is no such file, or it is not a calibration; names `field`.
+        ConfigError: there is no such file, or it is not a calibration; the error names `field`.
     """
 
     def refused(problem: str) -> ConfigError:

@@ -1,8 +1,8 @@
-"""Estimates the memory of one rank in training, at rest and at the peak of an update.
+"""Estimates a rank's memory in training: between updates, and at the peak of an update.
 
-Activations are counted operation by operation for decoder layers as transformers implements them: norms in float32, a
-gated MLP, rotary positions. The same counts are only rough for mixtures of experts and layers without a gate.
-Workspace of kernels, memory that the allocator reserves, and padding are not counted.
+Activations are counted for each operation of a decoder layer as transformers implements it: norms in float32, a gated
+MLP, rotary positions. The counts are only rough for mixtures of experts and for MLPs without a gate. Workspace of
+kernels, memory that the allocator reserves, and padding are not counted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Memory:
     parameters: int
     gradients: int
     optimizer: int
-    unsharded: int = 0  # parameters gathered in the compute dtype, and their gradients before they are summed
+    unsharded: int = 0  # parameters gathered in the compute dtype, and gradients before their reduction
     activations: int = 0  # of decoder layers
     head: int = 0  # logits, hidden rows, gradient of the head's weight
     buffers: int = 0  # of collectives and the optimiser
-    others: int = 0  # colocated reference and critic
-    host: int = 0  # bytes on the host due to offloading and sleep, not on the device
+    others: int = 0  # memory of the colocated reference and critic
+    host: int = 0  # host memory for offloaded and sleeping states, not part of `total`
 
     @property
     def total(self) -> int:
@@ -44,18 +44,18 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Holds the bytes of one token in one decoder layer; `sums` and `sums_backward` do not depend on tokens."""
+    """Holds the bytes of one token in one decoder layer; `sums` and `sums_backward` are bytes of the layer."""
 
-    norms: int  # saved by norms, and by products for their normed inputs
+    norms: int  # saved by norms, and by the products that follow norms
     attention: int  # from queries, keys and values to the output
     mlp: int
-    adapters: int  # saved for A and B
-    products: int  # saved under selective recomputation: results of matrix products and attention's output
-    stream: int  # the hidden state between layers
-    is_stream_kept: bool  # whether the first norm saves the stream; in half precision it saves a float32 copy instead
-    mlp_backward: int  # additional memory of the MLP's backward, for the gradients of gate and up
+    adapters: int  # saved by the products with A and B
+    products: int  # saved under selective recomputation: the results of matrix products and of attention
+    stream: int  # hidden state between layers
+    is_stream_kept: bool  # whether the first norm saves the stream itself; in half precision it saves a float32 copy
+    mlp_backward: int  # additional memory of the MLP's backward, for gradients of gate and up
     attention_backward: int  # additional memory of attention's backward, for gradients of queries, keys and values
-    sums: int = 0  # stacks of experts with their adapters added
+    sums: int = 0  # stacks of experts plus the products of their adapters
     sums_backward: int = 0  # additional memory for the gradient of the largest stack
 
     @property
@@ -72,7 +72,8 @@ class LayerActivations:
         model, compute, wide, adapters = setup.model, setup.sizes.compute, setup.sizes.wide, setup.adapters
         hidden = model.hidden
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        # a norm saves its float32 input and the normed value before the weight; products save its output
+        # a norm saves its float32 input, and the normed value before the weight; the products that follow save the
+        # norm's output
         for_weight = compute if adapters is None else 0
         rotated_bytes = wide + compute + for_weight if model.has_head_norms else compute
         rows = model.intermediate * compute * model.active_experts
@@ -99,15 +100,15 @@ class LayerActivations:
 
 
 class HeadActivations(NamedTuple):
-    """Holds the bytes of the head in one micro-batch, from the final norm to log-probs."""
+    """Holds the bytes of the head for one micro-batch, from the final norm to log-probs."""
 
     kept: int  # saved from forward to backward
-    forward: int  # logits of the kept tiles, and exponentials of one tile
-    backward: int  # these logits, gradients of the hidden rows, and the float32 gradient of the weight
+    forward: int  # in forward: logits of the kept tiles, and exponentials of one tile
+    backward: int  # in backward: the same, gradients of the hidden rows, and the weight's float32 gradient
 
 
 def head_activations(setup: TrainingSetup, batch: MicroBatches) -> HeadActivations:
-    """Returns the bytes of the head; a critic has no rows and no logits."""
+    """Returns the bytes of the head; a critic has no head rows and no logits."""
     model, sizes, rows = setup.model, setup.sizes, batch.rows
     hidden, compute, wide = model.hidden, sizes.compute, sizes.wide
     is_frozen, is_half = setup.lora_rank is not None, compute != wide
@@ -116,13 +117,13 @@ def head_activations(setup: TrainingSetup, batch: MicroBatches) -> HeadActivatio
         return HeadActivations(norm_bytes, 0, 0)
     tiles = _head_tiles(setup, rows)
     tile = tiles.elements * wide
-    # on a CPU, half-precision weights are converted to float32 for products and their sums
+    # on a CPU, the head converts half-precision weights to float32, for each part of the vocabulary
     words = max(end - start for start, end in tiles.words)
     widened = words * hidden * wide * (1 + setup.full_kl) if is_half and setup.on_cpu else 0
     is_summed = len(tiles.words) > 1 or (is_half and setup.on_cpu)
     rows_gradient = rows * hidden * (wide if is_summed else compute)
     rows_gradient += rows * hidden * compute if is_summed and is_half else 0
-    # on CUDA, products use a tile's gradient in half precision; finally the weight's gradient exists in both dtypes
+    # on CUDA, a tile's gradient is converted to half precision; at the end the weight's gradient exists in both dtypes
     weight_gradient = tile * compute // wide if is_half and not setup.on_cpu else 0
     if not is_frozen:
         rounded_weight = model.vocab * hidden * compute if is_half else 0
@@ -138,7 +139,7 @@ def head_activations(setup: TrainingSetup, batch: MicroBatches) -> HeadActivatio
 def recomputed_head_share(setup: TrainingSetup, rows: int) -> float:
     """Returns the share of the head's logits that backward recomputes because they are not kept.
 
-    With a final logit soft-cap no logits are kept, but ModelSpec does not record it, so this case is ignored.
+    A head with a soft-cap keeps no logits. ModelSpec does not have the soft-cap, so the estimate ignores it.
     """
     return _head_tiles(setup, rows).recomputed_share
 
@@ -148,7 +149,7 @@ def _head_tiles(setup: TrainingSetup, rows: int) -> HeadTiles:
 
 
 def kept_activations(setup: TrainingSetup, layers: int, tokens: int) -> int:
-    """Returns the bytes on the device that the first `layers` layers save from forward to backward."""
+    """Returns the device memory that the first `layers` layers save from forward to backward."""
     layer, recomputed = LayerActivations.of(setup), setup.recomputed_among(layers)
     kept_if_recomputed = 0 if setup.inputs_on_host else layer.stream
     kept_if_recomputed += layer.products if setup.recompute == "selective" else 0
@@ -176,7 +177,7 @@ def most_gathered(setup: TrainingSetup) -> int:
     """Returns the largest number of bytes of gathered parameters and unsharded gradients at a time."""
     whole = setup.parameters
     if not setup.keeps_parameters_gathered:
-        # the root stays gathered from forward to backward, together with one other unit at a time
+        # the root stays gathered from forward to backward, and one other unit is gathered at a time
         unit = max(setup.layer_parameters, setup.model.embedding_unit_parameters)
         whole = min(whole, setup.model.root_parameters + unit)
     gradients = setup.trained_parameters * setup.sizes.reduce if setup.sharding == "optimizer" else 0
@@ -184,7 +185,7 @@ def most_gathered(setup: TrainingSetup) -> int:
 
 
 def step_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
-    """Returns the peak memory of an update of this model, without colocated models."""
+    """Returns the peak memory of an update of this model, not counting colocated models."""
     fullest = max(_moments(setup, batch), key=lambda moment: moment.total)
     inputs = setup.recomputed_among(setup.model.layers) * batch.tokens * setup.model.hidden * setup.sizes.compute
     host = inputs if setup.inputs_on_host else 0
@@ -195,7 +196,7 @@ def step_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
 
 
 def _moments(setup: TrainingSetup, batch: MicroBatches) -> Iterator[Memory]:
-    """Yields memory at the moments of an update that may be the peak."""
+    """Yields the memory at each moment of an update that may be the peak."""
     at_rest = memory_at_rest(setup)
     before = at_rest  # memory before the last micro-batch
     if batch.count == 1:
@@ -212,7 +213,7 @@ def _moments(setup: TrainingSetup, batch: MicroBatches) -> Iterator[Memory]:
 
 
 def _in_head(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Iterator[Memory]:
-    """Yields memory in the head's forward and backward, when the activations of all layers are saved."""
+    """Yields the memory in the head's forward and in its backward, when the activations of all layers are saved."""
     head, layers = head_activations(setup, batch), setup.model.layers
     in_flight = setup.layer_parameters * setup.sizes.compute if setup.shards > 1 else 0
     state = replace(
@@ -225,7 +226,7 @@ def _in_head(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Itera
 
 
 def _in_last_layers(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Iterator[Memory]:
-    """Yields memory in the backward of the last layers: in the MLP, in attention, and when gradients are summed."""
+    """Yields the memory in the backward of the last two layers: in the MLP, in attention, and in the reduction."""
     model, sizes, tokens, trained = setup.model, setup.sizes, batch.tokens, setup.trained_share
     layer, reduce_buffers = LayerActivations.of(setup), _reduce_buffers(setup)
     unit, unit_gradients = setup.layer_parameters * sizes.compute, setup.trained_layer_parameters * sizes.compute
@@ -238,7 +239,7 @@ def _in_last_layers(setup: TrainingSetup, batch: MicroBatches, before: Memory) -
         below = kept_activations(setup, current, tokens)
         if setup.recompute != "none" and not layer.is_stream_kept:
             below += layer.stream * tokens
-        # the next layer is being gathered, and the gradients of the previous one are being reduced
+        # meanwhile the next layer is gathered, and the previous layer's gradients are reduced
         prefetched = 0
         if setup.shards > 1 and not setup.keeps_parameters_gathered and done < model.layers - 1:
             prefetched = unit * (2 if setup.on_cpu and not done else 1)
@@ -258,11 +259,11 @@ def _in_last_layers(setup: TrainingSetup, batch: MicroBatches, before: Memory) -
 
 
 def _at_embedding(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Iterator[Memory]:
-    """Yields memory at the last gradients, those of the embedding and the head, which are summed if they are tied."""
+    """Yields the memory when the gradients of the embedding and the head are reduced, which are added if tied."""
     model, sizes = setup.model, setup.sizes
     size = round(model.embedding_parameters * setup.trained_share)
     untied = model.embedding_unit_parameters * sizes.compute
-    # if gradients accumulate unsharded, parameters are freed only in the last micro-batch
+    # if gradients accumulate unsharded, parameters stay gathered until the last micro-batch
     done = 0 if before.unsharded else model.layers
     unsharded = before.unsharded + _gathered(setup, 0, done) + untied
     stream = batch.tokens * model.hidden * sizes.compute
@@ -279,8 +280,7 @@ def _at_embedding(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> 
 def _gathered(setup: TrainingSetup, at_work: int, done: int = 0) -> int:
     """Returns the bytes of gathered parameters.
 
-    Args:
-        at_work: bytes of the currently gathered layers, if layers are gathered one by one.
+    Args: at_work: bytes of the layers that are gathered at this moment, if layers are gathered one by one.
         done: number of layers whose backward is complete.
     """
     compute = setup.sizes.compute
@@ -290,14 +290,14 @@ def _gathered(setup: TrainingSetup, at_work: int, done: int = 0) -> int:
 
 
 def _reduce_buffers(setup: TrainingSetup) -> int:
-    """Returns the number of buffers of the size of an FSDP unit that the reduction of its gradients needs."""
+    """Returns how many buffers, each as large as an FSDP unit, the reduction of the unit's gradients needs."""
     if setup.shards > 1:
         return (2 if setup.on_cpu else 1) + (setup.mesh.dp_replicate > 1)
     return 2 if setup.mesh.ranks > 1 else 1
 
 
 def training_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
-    """Returns the peak memory of the policy's update, with colocated models where they are while unused."""
+    """Returns the peak memory of the policy's update, including the colocated models that wait meanwhile."""
     waiting = _Waiting.of(setup)
     training = step_memory(setup, batch)
     return _on_one_memory(setup, replace(training, others=waiting.on_device, host=training.host + waiting.on_host))
@@ -312,7 +312,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
     policy = on_host if setup.states_on_host else policy
     reference, critic = setup.reference_setup, setup.critic_setup
     if reference is not None and colocated.reference_rests_on_host and not setup.full_kl:
-        # nothing is saved for a backward; only one layer's activations exist
+        # there is no backward, so only one layer's activations exist
         from_host = colocated.reference_computes_from_host or setup.states_on_host
         awake = 0 if from_host else waiting.reference
         resting = on_host if colocated.reference_takes_policys_place else policy
@@ -326,7 +326,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
         moments.append(_on_one_memory(setup, moment))
     if critic is not None:
         training = step_memory(critic, replace(batch, rows=0))
-        # while the critic trains, it does not count among the waiting models
+        # the critic is no waiting model while it trains
         resting_on_host = waiting.on_host - waiting.critic
         awake = policy.total + (0 if setup.states_on_host else waiting.reference - resting_on_host)
         moment = replace(training, others=awake, host=training.host + policy.host + resting_on_host)
@@ -335,7 +335,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
 
 
 def _on_one_memory(setup: TrainingSetup, moment: Memory) -> Memory:
-    """Adds the host's bytes to the device's on a CPU, where both are the same memory."""
+    """On a CPU, where host and device share their memory, adds the host's bytes to the device's."""
     return replace(moment, others=moment.others + moment.host, host=0) if setup.on_cpu else moment
 
 

@@ -1,6 +1,6 @@
 """Estimates the time of an update, recommends the fastest setup that fits, and finds the longest sample that fits.
 
-The compared setups are variations of one: of its sharding, recomputation and offloading.
+The compared setups vary the sharding, recomputation and offloading of one setup.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepTime:
 
     products: float  # matrix products with weights, including the head's
     attention: float
-    memory: float  # reading and writing of activations, parameters and optimiser state
+    memory: float  # reads and writes of activations, parameters and optimiser state
     comm: float
     host: float  # copies between device and host
 
@@ -43,12 +43,12 @@ class StepTime:
 
 
 def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTime:
-    """Returns the lower bound on the time of an update.
+    """Returns a lower bound on the time of an update.
 
-    Under `full` recomputed layers are computed again as a whole, under `selective` without products and attention.
+    With recomputation `full`, layers are computed again as a whole; with `selective`, without products and attention.
     """
     model, sizes, ranks = setup.model, setup.sizes, setup.mesh.ranks
-    slowdown = schedule.imbalance.micro_batches  # time of the slowest rank / the mean
+    slowdown = schedule.imbalance.micro_batches  # time of the slowest rank / mean time
     micro_batches, tokens = schedule.largest.count, schedule.computed_tokens / len(schedule.updates) / ranks
     recomputed, layer = setup.recomputed_share, LayerActivations.of(setup)
     executed = executed_flops(
@@ -57,7 +57,7 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
         recomputed_layers=recomputed if setup.recompute in ("full", "offload") else 0.0,
         recomputed_head=recomputed_head_share(setup, schedule.largest.rows),
     )
-    # Muon assigns matrices to all ranks; its iterations on adapters are negligible
+    # Muon distributes matrices over all ranks; the cost of its iterations on adapters is negligible
     muon = model.newton_schulz_flops(setup.newton_schulz_steps) * setup.trained_share / ranks
     model_parameters, adapters = (
         model.parameters * setup.trained_share / setup.shards,
@@ -76,7 +76,7 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
         to_host += optimizer
     else:
         touched += optimizer
-    if setup.inputs_on_host:  # to the host and back
+    if setup.inputs_on_host:  # copies to the host and back
         to_host += 2 * layer.stream * model.layers * tokens * recomputed
     return StepTime(
         products=(slowdown * (executed.layers + executed.head) + muon) / (1e12 * rates.matrix_tflops),
@@ -98,11 +98,11 @@ class Candidate:
         return cls(setup, peak_memory(setup, schedule.largest), step_time(setup, schedule, rates))
 
     def tokens_per_second(self, schedule: Schedule) -> float:
-        """Returns the throughput of all ranks at the estimated time; a shared prefix counts in each of its samples."""
+        """Returns the throughput of all ranks; the tokens of a shared prefix count in each of its samples."""
         return schedule.tokens / len(schedule.updates) / self.seconds.total
 
     def mfu(self, schedule: Schedule, rates: Rates) -> float:
-        """Returns the FLOPs that the update needs / the FLOPs that the device could do in its time."""
+        """Returns the FLOPs that the update needs / the FLOPs of matrix products that fit into its time."""
         needed = schedule.needed_flops.total / self.setup.mesh.ranks
         return needed / (self.seconds.total * rates.matrix_tflops * 1e12)
 
@@ -111,18 +111,18 @@ class Candidate:
 class Recommendation:
     chosen: Candidate
     candidates: tuple[Candidate, ...]  # fastest first
-    recommended: Candidate | None  # None: nothing fits
+    recommended: Candidate | None  # None means that nothing fits
     advice: str
 
 
 def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selective: bool = True) -> Recommendation:
-    """Compares the setup with variations of it, and recommends the fastest that fits the device.
+    """Compares the setup with variations of it, and recommends the fastest setup that fits the device.
 
     Args:
-        selective: whether selective recomputation is possible; it is not for compiled layers.
+        selective: whether selective recomputation is possible; compiled layers do not support it.
 
     Raises:
-        ResourceError: nothing fits the memory given by a flag; the hint says what would.
+        ResourceError: no setup fits the memory that a flag gives; the hint names changes that would make one fit.
     """
     chosen = Candidate.of(setup, schedule, device.rates)
     compared = [
@@ -147,7 +147,7 @@ def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selec
 
 
 def _ways_to_train(setup: TrainingSetup, recomputations: tuple[Recompute, ...]) -> Iterator[TrainingSetup]:
-    """Yields every sharding with each recomputation, with states on the device and, if it is separate, on the host."""
+    """Yields every combination of sharding, recomputation, and, unless on a CPU, states on device or host."""
     for sharding in SHARDINGS:
         for recompute in recomputations:
             if recompute == "full" and setup.recompute == "offload":
@@ -167,10 +167,10 @@ def _advice(chosen: Candidate, recommended: Candidate, device: Device) -> str:
 
 
 def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least_bytes: int) -> str:
-    """Returns changes that would make the run fit by the estimate, as text.
+    """Returns a text with changes that would make the run fit, according to the estimate.
 
     Args:
-        least_bytes: memory of the smallest variation.
+        least_bytes: memory of the variation that needs least.
     """
     cp, batch = setup.mesh.cp, schedule.largest
     ways = []
@@ -189,13 +189,13 @@ def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least
 
 
 def with_cap(batch: MicroBatches, tokens: int) -> MicroBatches:
-    """Returns the same update in more micro-batches of `tokens` tokens each."""
+    """Returns the same update, divided into micro-batches of `tokens` tokens each."""
     rows = max(1, round(tokens * batch.rows / batch.tokens))
     return MicroBatches(tokens, rows, -(-batch.count * batch.tokens // tokens))
 
 
 def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> int | None:
-    """Returns the smallest mesh.dp, in powers of two times the current one, with which some variation fits, or None."""
+    """Returns the smallest mesh.dp, a power of two times the current one, with which some variation fits, or None."""
     mesh = setup.mesh
     while mesh.shard_ranks <= _MOST_RANKS:
         if _some_way_fits(replace(setup, mesh=mesh), batch, memory_bytes):
@@ -205,7 +205,7 @@ def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: i
 
 
 def _some_way_fits(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> bool:
-    """Returns whether some variation fits; only those that recompute every layer are tried, as they need least."""
+    """Returns whether some variation fits. Tries only those that recompute every layer, which need least memory."""
     ways = _ways_to_train(setup, ("full",))
     return any(fits(peak_memory(way, batch).total, memory_bytes) for way in ways)
 
@@ -221,17 +221,17 @@ def largest(does: Callable[[int], bool], most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LongestContext:
-    """Holds a setup, and the longest sample that fits it."""
+    """Holds a setup, and the longest sample whose training fits the memory."""
 
     setup: TrainingSetup
-    tokens: int  # length of the sample; 0: none fits
+    tokens: int  # length of the sample; 0 if none fits
     memory: Memory  # a rank's peak memory with a sample of this length
 
     @property
     def attention_workspace(self) -> int:
-        """Returns the bytes that flash attention's backward allocates: float32 gradients of queries, a sum per head.
+        """Returns the bytes that flash attention's backward allocates: float32 gradients of queries, and sums per head.
 
-        Memory estimates do not include them; they must fit into the headroom.
+        Memory estimates do not include these bytes, so they must fit into the memory that stays free.
         """
         model = self.setup.model
         return -(-self.tokens // self.setup.mesh.cp) * model.heads * (model.head_dim + 1) * 4
@@ -240,12 +240,12 @@ class LongestContext:
 def longest_contexts(
     setup: TrainingSetup, memory_bytes: int, *, counted_share: float = 1.0, most_tokens: int = MOST_TOKENS
 ) -> list[LongestContext]:
-    """Returns the longest sample under the setup, and under other settings for activations and states.
+    """Returns the longest sample under the setup, and under each other setting for activations and states.
 
     Args:
         memory_bytes: memory of a rank's device, of which a tenth stays free.
-        counted_share: share of a sample's tokens that the head projects.
-        most_tokens: upper limit, such as the number of positions that the model learned.
+        counted_share: share of a sample's tokens whose log-probs are computed.
+        most_tokens: upper limit, such as the number of learned positions of the model.
     """
     ways = [setup]
     for offload in (False,) if setup.on_cpu else (False, True):

@@ -1,6 +1,6 @@
-"""Reads samples for `plan`, and computes the load of their plan on a mesh: tokens, balance, traffic and FLOPs.
+"""Reads samples for `slimefsdp plan`, and computes the load of their plan on a mesh: tokens, balance, bytes and FLOPs.
 
-Plans and layouts are those of training, so counts are exact; the balance of time is the planner's estimate.
+Plans and layouts are computed as in training, so counts are exact. Times are estimates of the planner's cost model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HINT = (
     "write fixed(512), uniform(16, 4096) or lognormal(1000, 0.8, 16, 8192) (mean in tokens, sigma of the logarithm, "
     "shortest, longest), or name a file: of RolloutBatch.save, or a JSON list of lengths"
 )
-_PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts only attention's pairs, n^2 / 2
+_PAIRS = CostModel(linear=0.0, quadratic=0.5, comm=0.0)  # counts only the (query, key) pairs of attention, n^2 / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,29 @@ class UpdateSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CpImbalance:
-    """Holds loads of the busiest cp rank / the mean, summed over packs because ranks wait in each; 1 is ideal."""
+    """Holds ratios of the busiest cp rank's load to the mean load;
+
+    1 is ideal. Both are summed over packs, because ranks wait for each other in every pack.
+    """
 
     tokens: float
     pairs: float  # pairs of attention
     work: float  # estimated time of matrix products and attention
-    worst_tokens: float  # of the worst pack
+    worst_tokens: float  # the ratio of the worst pack
     worst_work: float
 
 
 @dataclass(frozen=True, slots=True)
 class Imbalance:
-    data_ranks: float  # estimated time, summed over updates
-    micro_batches: float  # the same, if data ranks wait for each other after every micro-batch
+    data_ranks: float  # ratio of estimated times, summed over updates
+    micro_batches: float  # the same, for data ranks that wait for each other after every micro-batch
     cp: CpImbalance
     zigzag: CpImbalance  # for a layout that cuts every sequence
 
 
 @dataclass(frozen=True, slots=True)
 class CommBytes:
-    """Holds the bytes that attention sends in one layer in the mean update, over all ranks."""
+    """Holds the bytes that all ranks together send for attention in one layer, in the mean update."""
 
     forward: int
     backward: int
@@ -82,12 +85,12 @@ class Schedule:
     samples: int
     tokens: int  # of all samples; a shared prefix counts in each of them
     longest: int
-    computed_tokens: int  # a shared prefix of a pack counts once, here and in the following fields
+    computed_tokens: int  # here and below, a shared prefix counts once per pack
     updates: tuple[UpdateSchedule, ...]
     tokens_per_rank: tuple[int, float, int]  # (fewest, mean, most) over the whole step
     largest: MicroBatches  # the largest micro-batch of a rank, and the largest number of micro-batches of an update
     imbalance: Imbalance
-    comm: dict[Strategy, tuple[float, float] | None]  # CommBytes without recomputation; None: heads do not divide
+    comm: dict[Strategy, tuple[float, float] | None]  # CommBytes without recomputation; None if heads do not divide
     needed_flops: Flops  # forward and backward of the mean update without recomputation, over all ranks
     forward_flops: Flops
 
@@ -96,13 +99,13 @@ class Schedule:
         return sum(update.micro_batches for update in self.updates) / len(self.updates)
 
     def comm_bytes(self, strategy: Strategy, setup: TrainingSetup) -> CommBytes | None:
-        """Returns the bytes that a strategy sends, including what recomputed layers send again; None: not possible."""
+        """Returns the bytes that a strategy sends, including recomputation, or None if the strategy is not possible."""
         if (once := self.comm[strategy]) is None:
             return None
         return CommBytes(round(once[0] * (1 + setup.recomputed_share)), round(once[1]))
 
     def attention_bytes_per_rank(self, setup: TrainingSetup) -> int:
-        """Returns the bytes that the mean rank sends for attention in an update, in all layers."""
+        """Returns the mean over ranks of the bytes sent for attention in an update, in all layers."""
         sent = self.comm_bytes(self.strategy, setup)
         assert sent is not None
         return sent.total * setup.model.layers // setup.mesh.ranks
@@ -160,7 +163,7 @@ def measure_schedule(
         imbalance=imbalance,
         comm={
             name: _comm_bytes(packs, setup, name, num_updates)
-            # the strategy in use is always included, so that it raises its error
+            # the strategy in use is always computed, so that it raises its error
             if name != "ulysses" or model.heads % setup.mesh.cp == 0 or strategy == name
             else None
             for name in STRATEGIES
@@ -171,13 +174,13 @@ def measure_schedule(
 
 
 def lightest_strategy(schedule: Schedule, setup: TrainingSetup) -> Strategy:
-    """Returns the strategy that sends least for these samples, among those that can serve the model."""
+    """Returns the strategy that sends least for these samples, among the strategies that support the model."""
     sent = {
         name: comm.total
         for name in serving_strategies(AttentionShape.of_model_spec(setup.model), setup.mesh.cp)
         if (comm := schedule.comm_bytes(name, setup)) is not None
     }
-    # prefers the strategy in use among equals
+    # of equal strategies, the strategy in use is preferred
     return min(sent, key=lambda name: (sent[name], name != schedule.strategy))
 
 
@@ -197,7 +200,7 @@ class _Pack(NamedTuple):
 
 
 def _packs_of(plan: Plan, lengths: np.ndarray) -> Iterator[_Pack]:
-    """Yields the packs that have samples, without dummies."""
+    """Yields the packs that have samples; empty packs are left out."""
     for index, update in enumerate(plan.updates):
         for data_rank, of_rank in enumerate(update):
             for step, samples in enumerate(of_rank):
@@ -211,10 +214,10 @@ def _packs_of(plan: Plan, lengths: np.ndarray) -> Iterator[_Pack]:
 
 
 def _balance(plan: Plan, packs: list[_Pack], cp: int, cost: CostModel) -> tuple[Imbalance, tuple[int, float, int], int]:
-    """Lays out every pack.
+    """Lays out every pack over the cp ranks, and compares their loads.
 
     Returns:
-        Imbalances; (fewest, mean, most) tokens of a rank in the step; and the most tokens of a rank in a pack.
+        The imbalance; (fewest, mean, most) tokens of a rank in the step; and the most tokens of a rank in a pack.
     """
     times = [np.zeros((len(update), len(update[0]))) for update in plan.updates]  # [data ranks, micro-batches] each
     per_rank = np.zeros((len(plan.updates[0]), cp), dtype=np.int64)
@@ -238,7 +241,7 @@ def _balance(plan: Plan, packs: list[_Pack], cp: int, cost: CostModel) -> tuple[
 def _loads(layout: Layout, pack: _Pack, cost: CostModel) -> np.ndarray:
     """Returns tokens, pairs and work of every cp rank, [3, cp]."""
     pairs, work = (work_of(layout, pack.offsets, model, pack.forest) for model in (_PAIRS, cost.of_owner()))
-    if cost.splits_heads:  # pairs are split by heads, evenly over the ranks
+    if cost.splits_heads:  # every rank has the same number of heads, and thus of pairs
         pairs = np.full(len(layout), pairs.mean())
     return np.array([tokens_of(layout), pairs, work])
 
@@ -251,7 +254,7 @@ def _cp_imbalance(loads: np.ndarray) -> CpImbalance:
 
 
 def _comm_bytes(packs: list[_Pack], setup: TrainingSetup, strategy: Strategy, num_updates: int) -> tuple[float, float]:
-    """Returns the (forward, backward) bytes of the mean update in a layer, with packs laid out for this strategy."""
+    """Returns the (forward, backward) bytes that a layer sends in the mean update, with layouts for this strategy."""
     cost = CostModel.of_model(setup.model, strategy=strategy, bytes_per_element=setup.sizes.compute)
     sent = np.zeros(2)
     for pack in packs:
@@ -263,10 +266,10 @@ def _comm_bytes(packs: list[_Pack], setup: TrainingSetup, strategy: Strategy, nu
 
 
 def read_samples(text: str, num_samples: int, *, seed: int = 0) -> np.ndarray | RolloutBatch:
-    """Returns the samples that `--lengths` names: a saved batch, the lengths in a file, or `draw_lengths`.
+    """Returns the samples that `--lengths` names: a saved batch, the lengths in a file, or drawn lengths.
 
     Raises:
-        ConfigError: the text is neither a distribution nor a file.
+        ConfigError: the text is neither a distribution of `draw_lengths` nor a file.
         BatchError: the file is not a RolloutBatch or a JSON list of lengths.
     """
     if _DISTRIBUTION.fullmatch(text):
@@ -295,7 +298,7 @@ def read_samples(text: str, num_samples: int, *, seed: int = 0) -> np.ndarray | 
 def draw_lengths(text: str, num_samples: int, *, seed: int = 0) -> np.ndarray:
     """Returns lengths in tokens, int64 [num_samples], drawn from a distribution such as `uniform(16, 4096)`.
 
-    The mean of lognormal(mean, sigma, min, max) is that of the distribution before values are clipped to [min, max].
+    In lognormal(mean, sigma, min, max), `mean` is the mean before values are clipped to [min, max].
 
     Raises:
         ConfigError: the text is not a distribution of positive lengths.

@@ -18,7 +18,7 @@ Recompute = Literal["none", "full", "selective", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Holds the number of ranks along each mesh axis; cp ranks share packs, dp x cp ranks a copy of the model."""
+    """Holds the number of ranks along each mesh axis; cp ranks share a pack, and dp x cp ranks a copy of the model."""
 
     dp_replicate: int = 1
     dp: int = 1
@@ -39,14 +39,14 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True)
 class ByteSizes:
-    """Holds the bytes per element of tensors that a rank stores and sends, and the number of optimiser states."""
+    """Holds the bytes per element of the tensors that a rank stores and sends, and the number of optimiser states."""
 
     compute: int = 2  # parameters and activations in forward and backward
     master: int = 4  # parameters, gradients and optimiser state at rest
     reduce: int = 4  # gradients in reductions over ranks
-    optimizer_states: int = 2  # tensors of the parameters' size: 2 for AdamW, 1 for momentum alone
-    matrix_states: int | None = None  # states of the layers' matrices and of adapters; None: optimizer_states
-    state: float | None = None  # optimiser state; None: master
+    optimizer_states: int = 2  # states per parameter: 2 for AdamW, 1 for momentum alone
+    matrix_states: int | None = None  # states per parameter of layer matrices and adapters; None means optimizer_states
+    state: float | None = None  # optimiser state; None means `master`
 
     def state_bytes(self, others: float, matrices: float) -> float:
         """Returns the bytes of optimiser state.
@@ -61,13 +61,13 @@ class ByteSizes:
 
     @property
     def wide(self) -> int:
-        """Returns the bytes of an element of norms, softmaxes and accumulators of attention's gradients."""
+        """Returns the bytes per element of norms, softmaxes and sums of attention's gradients."""
         return max(4, self.compute)
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedModels:
-    """Holds the models in the policy's processes, which are sharded like it, and where they are while unused."""
+    """Holds the other models in the policy's processes, which are sharded like the policy, and where they wait."""
 
     reference: ModelSpec | None = None
     reference_rests_on_host: bool = True
@@ -78,9 +78,9 @@ class ColocatedModels:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Describes a model and how it is trained: everything that memory and time depend on, except the batch.
+    """Describes a model and how it is trained: all that memory and time depend on, except the batch.
 
-    Fields that come from a setting have its name.
+    A field that comes from a setting has the setting's name.
     """
 
     model: ModelSpec
@@ -89,11 +89,11 @@ class TrainingSetup:
     sizes: ByteSizes = field(default_factory=ByteSizes)
     recompute: Recompute = "none"
     cpu_offload: bool = False
-    trained_share: float = 1.0  # trained parameters / all parameters of the model, without adapters
+    trained_share: float = 1.0  # trained parameters / all parameters, not counting adapters
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ("attention", "mlp")
     is_optimizer_fused: bool = False
-    newton_schulz_steps: int = 0  # iterations of Muon; 0 for other optimisers
+    newton_schulz_steps: int = 0  # iterations of Muon; 0 with other optimisers
     entropy_grad: bool = False  # the loss differentiates entropies
     full_kl: bool = False  # the loss differentiates the KL over the whole vocabulary
     on_cpu: bool = False  # device and host share their memory, and gloo makes copies of what it sends
@@ -109,12 +109,12 @@ class TrainingSetup:
 
     @property
     def states_on_host(self) -> bool:
-        """Returns whether parameters, gradients and optimiser state are outside of the device's memory."""
+        """Returns whether parameters, gradients and optimiser state are in host memory, apart from the device's."""
         return self.cpu_offload and not self.on_cpu
 
     @property
     def inputs_on_host(self) -> bool:
-        """Returns whether the inputs of recomputed layers are outside of the device's memory."""
+        """Returns whether the inputs of recomputed layers are in host memory, apart from the device's."""
         return self.recompute == "offload" and not self.on_cpu
 
     @cached_property
@@ -164,15 +164,19 @@ class TrainingSetup:
 
     @property
     def reference_setup(self) -> TrainingSetup | None:
-        """Returns the colocated reference model as a setup in which nothing is trained; None if there is none."""
+        """Returns the setup of the colocated reference model, in which nothing is trained;
+
+        None without such a model.
+        """
         model = self.colocated.reference
         return None if model is None else replace(self, model=model, trained_share=0.0, lora_rank=None)
 
     @property
     def critic_setup(self) -> TrainingSetup | None:
-        """Returns the colocated critic as a separate setup; None if there is none.
+        """Returns the setup of the colocated critic; None without a critic.
 
-        All of it is trained, except under adapters. It has no head over the vocabulary, which `is_tied` accounts for.
+        All parameters of the critic are trained, unless it has adapters. `is_tied` is set because a critic has no
+        weight for a head over the vocabulary.
         """
         if (model := self.colocated.critic) is None:
             return None
@@ -192,8 +196,8 @@ def setup_of(
     """Returns the setup that settings describe, with `full` sharding if fsdp.sharding is auto.
 
     Args:
-        mesh: the ranks, because mesh.dp in the settings may be auto.
-        reference, critic: counted if the settings colocate such a model with the policy.
+        mesh: the actual mesh, because mesh.dp in the settings may be auto.
+        reference, critic: included if the settings colocate this model with the policy.
     """
     precision, optim, lora = config.precision, config.optim, config.lora
     compute = ELEMENT_BYTES[precision.compute_dtype]
@@ -211,7 +215,7 @@ def setup_of(
             reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
             optimizer_states=1 if optim.name == "sgd" else 2,
             matrix_states=1 if optim.name == "muon" else None,
-            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[  # includes scales of blocks
+            state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[  # includes the scales of blocks
                 optim.state_dtype if isinstance(optim, AdamWSettings) else "auto"
             ],
         ),

@@ -26,7 +26,7 @@ class ShardingTraffic:
     all_gather: int
     reduce_scatter: int
     all_reduce: int
-    copied: int = 0  # bytes read and written on the device to gather parameters and sum gradients
+    copied: int = 0  # bytes that the device reads and writes to gather parameters and sum gradients
 
     @property
     def total(self) -> int:
@@ -34,10 +34,10 @@ class ShardingTraffic:
 
 
 def gathered_parameters(setup: TrainingSetup, micro_batches: float) -> float:
-    """Returns the number of parameters that a rank gathers in an update, each counted as often as it is gathered.
+    """Returns the number of parameters that a rank gathers in an update; a parameter counts as often as it is gathered.
 
-    Under `full` they are gathered in forward and, except for the root's, again in backward of every micro-batch; under
-    `keep_parameters` once in a micro-batch, and under `optimizer` once in an update.
+    Under `full`, parameters are gathered in the forward of every micro-batch, and, except for the root's, again in
+    backward. Under `keep_parameters` they are gathered once in a micro-batch, under `optimizer` once in an update.
     """
     if setup.sharding == "optimizer":
         return float(setup.parameters)
@@ -49,7 +49,8 @@ def gathered_parameters(setup: TrainingSetup, micro_batches: float) -> float:
 def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> ShardingTraffic:
     """Returns the bytes that a rank sends in an update to gather parameters and sum gradients.
 
-    Gradients are summed over shards and then over copies of the model, in every micro-batch, or under `optimizer` once.
+    Gradients are summed over shards and then over copies of the model: in every micro-batch, but under `optimizer` once
+    in an update.
     """
     shards, copies = setup.shards, setup.mesh.ranks // setup.shards
     gathered = gathered_parameters(setup, micro_batches) * setup.sizes.compute
@@ -65,14 +66,14 @@ def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> Sharding
 
 
 def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes: int | None) -> Sharding:
-    """Returns the level that sends least, and then copies least, among those that fit the memory.
+    """Returns the level that sends least, and of equal levels the one that copies least, if it fits the memory.
 
-    If none fits, returns the level with the least memory. The level of `setup` is ignored.
+    If none fits, returns the level that needs least memory. `setup.sharding` is ignored.
 
     Args:
-        memory_bytes: free memory of a rank; None: unlimited.
+        memory_bytes: free memory of a rank; None means unlimited.
     """
-    # with a single micro-batch, gradients are summed once at every level
+    # two micro-batches, because with one the levels would not differ in how often gradients are summed
     batch = MicroBatches(max_tokens_per_rank, rows=max_tokens_per_rank, count=2)
     limit = sys.maxsize if memory_bytes is None else int(HEADROOM * memory_bytes)
     setups = [replace(setup, sharding=level) for level in AUTO_LEVELS]
@@ -101,10 +102,10 @@ def attention_comm_bytes(
     Ring and all_gather send gradients with `sizes.wide` bytes per element, Ulysses in the compute dtype.
 
     Args:
-        parents: the parent of every node of the pack; None: no node has a parent.
+        parents: the parent of every node of the pack's prefix tree; None means that samples share no prefix.
 
     Raises:
-        ConfigError: the strategy is Ulysses, and cp does not divide the heads.
+        ConfigError: the strategy is `ulysses`, and cp does not divide the heads.
     """
     cp = len(layout)
     if cp == 1:

@@ -1,4 +1,4 @@
-"""Writes files and folders so that they are on disk whole or not at all, with checksums and locks on folders."""
+"""Writes files and folders completely or not at all, with checksums and locks on folders."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from slimefsdp import heartbeat
 from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.io.user_files import can_keep_files, is_deeper, parse_json, refuse_unless_plain
 
-MAX_JSON_BYTES = 64 << 20  # far above any real index; keeps a manipulated file from filling the memory
-MAX_DEPTH = 64  # nesting of JSON; libraries fail in different ways on deeper values
+MAX_JSON_BYTES = 64 << 20  # far above any real index, so that a manipulated file cannot fill the memory
+MAX_DEPTH = 64  # levels of nesting in JSON; libraries fail differently on deeper values
 LOCK = ".lock"
 _CHUNK_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ class FileRecord:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Reads a whole file and returns its record; releases the interpreter lock while hashing. Raises OSError."""
+    """Reads a whole file and returns its record; releases the interpreter lock while hashing."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
@@ -50,7 +50,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Makes a hard link to a file that is never written again, or a copy if the file system has no links."""
+    """Makes a hard link to a file that will not be changed, or a copy if the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -73,7 +73,7 @@ def io_reported(path: Path, call: str) -> Iterator[None]:
 
 @contextmanager
 def disk_reported(path: Path) -> Iterator[None]:
-    """Turns an OSError inside the block, such as of a full disk, into a ResourceError that names the file."""
+    """Turns an OSError inside the block, such as a full disk, into a ResourceError that names the file."""
     try:
         yield
     except OSError as error:
@@ -85,7 +85,7 @@ def disk_reported(path: Path) -> Iterator[None]:
 
 
 def json_bytes(value: Any, what: str) -> bytes:
-    """Returns `value` as strict JSON; CheckpointError if it would not be read back equal (NaN, tuples, tensors, ..)."""
+    """Returns `value` as strict JSON; raises a CheckpointError for values that JSON changes, such as NaN and tuples."""
 
     def refused(problem: str, hint: str) -> CheckpointError:
         return CheckpointError(f"{what} {problem}", field=what, hint=hint)
@@ -106,7 +106,7 @@ def json_bytes(value: Any, what: str) -> bytes:
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:
-    """Returns a parsed file and its bytes; CheckpointError if it is missing, over MAX_JSON_BYTES or not strict JSON."""
+    """Returns (parsed file, its bytes); raises a CheckpointError if it is missing, too large or not strict JSON."""
     with io_reported(path, "load"):
         # lstat, since a link could lead out of the folder; reading a pipe would block
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > MAX_JSON_BYTES:
@@ -120,7 +120,7 @@ def read_json(path: Path) -> tuple[Any, bytes]:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Writes a file and waits until it is on disk."""
-    path.unlink(missing_ok=True)  # it may be a link that leads elsewhere
+    path.unlink(missing_ok=True)  # the file may be a link to another place
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -128,7 +128,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a folder, are on disk."""
+    """Waits until a file, or the list of a folder's entries, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -137,14 +137,14 @@ def sync(path: Path) -> None:
 
 
 def whole(value: Any) -> int:
-    """Returns a size or count read from JSON; ValueError if it is not an integer from 0 to 2^63."""
+    """Returns a size or count from JSON; raises a ValueError if it is not an integer in [0, 2^63)."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.100} is no whole number from 0 to 2^63")
     return value
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:
-    """Returns the error for a file of a checkpoint that is not what was saved."""
+    """Returns the error for a file of a checkpoint whose content is not the saved one."""
     hint = "load another checkpoint, or restore this one from a copy"
     return CheckpointError(f"{path} {problem}", field=path.name, hint=hint, call="load")
 
@@ -154,11 +154,13 @@ def damaged(path: Path, problem: str) -> CheckpointError:
 
 @contextmanager
 def new_folder(path: str | Path) -> Iterator[Path]:
-    """Yields an empty folder to write files into, which becomes `path` at the end; missing parents are made.
+    """Yields an empty folder to write files into; at the end of the block it is renamed to `path`.
+
+    Missing parents are made.
 
     Raises:
-        CheckpointError: `path` is taken, or the disk is full or fails. Neither `path` nor the temporary folder is left,
-            also if the block raises.
+        CheckpointError: `path` is taken, or the disk is full or fails. After any error, also one of the block, neither
+            `path` nor the temporary folder exists.
     """
     target = _resolved(path)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -175,17 +177,17 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             f"{target} could not be written: {error}", field="path", hint="check the space and the permissions there"
         ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # does not exist after the rename
+        shutil.rmtree(partial, ignore_errors=True)  # does nothing after the rename
 
 
 def require_free_folder(path: str | Path, *, field: str = "path") -> None:
-    """Checks that `path` can be made, or is an empty folder, since existing files are never overwritten.
+    """Checks that `path` is an empty folder or can be created; existing files are never overwritten.
 
     Args:
-        field: the setting or argument with this value, for the error.
+        field: the setting or argument with this path, for the error.
 
     Raises:
-        CheckpointError: it is taken, or no folder can be made there.
+        CheckpointError: the path is taken, or no folder can be created there.
     """
     target = _resolved(path, field)
     problem = None
@@ -214,7 +216,7 @@ def _resolved(path: str | Path, field: str = "path") -> Path:
 
 
 def remove(path: Path) -> None:
-    """Removes a folder with its content, a file, or a link but not its target."""
+    """Removes a file, a folder with its content, or a link, whose target stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -223,20 +225,23 @@ def remove(path: Path) -> None:
 
 # ---------------------------------------------------------------------- one writer of a folder
 
-_held: dict[Path, tuple[FileLock, os.stat_result]] = {}  # this process's locks by folder, with the stat of the file
+_held: dict[Path, tuple[FileLock, os.stat_result]] = {}  # folder -> this process's lock, and the lock file's stat
 
 
 class FolderLock:
-    """The lock on writing to a folder, which ends with its process; all objects of a process share it."""
+    """A lock that lets only one process write to a folder.
+
+    The lock is released when the process ends. All `FolderLock` objects that a process has for a folder share one lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self._folder = path.resolve()
         self._file = self._folder / LOCK
 
     def acquire(self) -> None:
-        """Takes the lock and makes a missing folder; does nothing if this process has the lock already.
+        """Takes the lock, and creates the folder if it is missing; does nothing if this process has the lock already.
 
-        On a file system without locks it only warns, and there is no protection.
+        On a file system without locks this only warns, and other processes can write, too.
 
         Raises:
             CheckpointError: another process has the lock (the error names its pid and host), or the folder cannot be
@@ -253,18 +258,18 @@ class FolderLock:
             _held[self._folder] = lock, self._file.stat()
 
     def require_free(self) -> None:
-        """Checks that `acquire` would succeed now; writes nothing. Raises the CheckpointError of `acquire`."""
+        """Checks, without writing, that `acquire` would succeed now; raises the CheckpointError of `acquire`."""
         if self._folder not in _held and self._folder.is_dir() and os.path.lexists(self._file):
             with io_reported(self._file, "save"):
                 self._locked().release()
 
     def release(self) -> None:
-        """Releases the lock; the file stays, since removing it could let two processes in."""
+        """Releases the lock; its file stays, since its removal could let two processes have a lock."""
         if self._folder in _held:
             _held.pop(self._folder)[0].release()
 
     def _locked(self) -> FileLock:
-        refuse_unless_plain(self._file)  # flock would accept a pipe; filelock itself follows no links
+        refuse_unless_plain(self._file)  # flock would accept a pipe; filelock refuses links itself
         lock = FileLock(self._file, thread_local=False)
         try:
             lock.acquire(blocking=False)
@@ -272,7 +277,7 @@ class FolderLock:
             try:
                 holder = json.loads(self._file.read_text())
                 user = f"process {holder['pid']} on {holder['host']}"
-            except (OSError, ValueError, TypeError, KeyError):  # the file was not written yet, or is damaged
+            except (OSError, ValueError, TypeError, KeyError):  # the file is damaged or not written yet
                 user = "a process that has just started"
             hint = "end that run, or choose another run.dir"
             raise CheckpointError(f"{self._folder} is used by {user}", field="run.dir", hint=hint) from error

@@ -1,8 +1,8 @@
-"""Models and data sets of the Hugging Face hub: recognises their ids, and finds or downloads their files.
+"""Recognises ids of models and data sets of the Hugging Face hub, and finds or downloads their files.
 
-A name is an id if it has the form `owner/name`, optionally followed by `@` and a branch, tag or commit, and there is
-no such path on this machine. huggingface_hub puts the files into the user's cache, in folders that are named by commit
-and never change. Importing this module does not import huggingface_hub.
+A name is an id if it has the form `owner/name`, optionally followed by `@` and a branch, tag or commit, and there is no
+such path on this machine. huggingface_hub puts the files into the user's cache, in a folder for each commit, whose
+content does not change. Importing this module does not import huggingface_hub.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slimefsdp.errors import ResourceError, SlimeError
 
 Kind = Literal["model", "dataset"]
 
-# a name that ends like a file's is not an id
+# a name with the ending of a data file is not an id
 _ID = re.compile(
     r"([A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?<!\.jsonl)(?<!\.json)(?<!\.parquet)(?:@(\w[\w./-]*))?", re.ASCII
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# the files to download; not the other formats in subfolders, nor Mistral's own copy of the weights
+# patterns of the files to download; they exclude other formats in subfolders, and Mistral's own copy of the weights
 _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _WEIGHT_FILES = ("*.safetensors",)
 _OTHER_FORMATS = ("*/*", "consolidated*")
@@ -33,7 +33,7 @@ _DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.csv", "*.arrow", "README.md"
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A model or data set of the hub with a revision; None: the newest of its main branch."""
+    """Names a model or data set of the hub and a revision; None means the newest revision of the main branch."""
 
     name: str
     revision: str | None = None
@@ -43,7 +43,7 @@ class HubId:
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Returns the id if a path has the form of one and does not exist; else None."""
+        """Returns the id if the path has the form of an id and does not exist; otherwise None."""
         match = _ID.fullmatch(str(path))
         return cls(match[1], match[2]) if match and not os.path.lexists(path) else None
 
@@ -53,12 +53,12 @@ class HubId:
 
 
 def reads_like_id(text: str) -> bool:
-    """Returns whether a text has the form of an id, whether or not such a path exists."""
+    """Returns whether a text has the form of an id, even if a path of this name exists."""
     return _ID.fullmatch(text) is not None
 
 
 def id_of_snapshot(folder: Path) -> HubId | None:
-    """Returns the id and commit of the model whose files a folder of the user's cache holds; None for other folders."""
+    """Returns the id and commit of the model in a folder of the user's cache; None for other folders."""
     repository = folder.parent.parent  # cache/models--owner--name/snapshots/commit
     kind, *owner_and_name = repository.name.split("--")
     if kind != "models" or len(owner_and_name) != 2 or folder.parent.name != "snapshots":
@@ -73,7 +73,7 @@ def bytes_there(hub_id: HubId, kind: Kind) -> int:
     for file in (_cache() / f"{kind}s--{hub_id.name.replace('/', '--')}" / "blobs").glob("*"):
         try:
             total += file.stat().st_size
-        except OSError:  # the download has finished and was renamed
+        except OSError:  # the file was renamed after its download
             continue
     return total
 
@@ -89,16 +89,17 @@ def snapshot(
 ) -> Path:
     """Returns the folder with the files of a model or data set; downloads those that are not in the user's cache.
 
-    The result is cached per process, and a repeated call does not contact the hub. Under HF_HUB_OFFLINE=1 no call does.
+    The result is cached per process, so a repeated call does not contact the hub. With HF_HUB_OFFLINE=1 the hub is
+    never contacted.
 
     Args:
         field: the setting that errors name.
         error: the class of the errors.
-        with_weights: whether to include a model's weights, besides its configuration and tokenizer.
+        with_weights: whether to include a model's weights, in addition to its configuration and tokenizer.
         shows_bars: whether huggingface_hub shows its progress bars.
 
     Raises:
-        `error`: the hub has no such name or revision or denies access, or it cannot be reached and the cache is
+        `error`: the hub has no such name or revision, or denies access; or the hub cannot be reached and the cache is
             incomplete.
         ResourceError: the disk is full.
     """
@@ -138,7 +139,7 @@ def _snapshot(hub_id: HubId, kind: Kind, with_weights: bool, shows_bars: bool, f
 
 
 def is_out_of_reach(error: SlimeError) -> bool:
-    """Returns whether an error of `snapshot` says that the hub could not be reached, which may change until a run."""
+    """Returns whether an error of `snapshot` says that the hub could not be reached, which may be temporary."""
     from huggingface_hub import errors
 
     return isinstance(error.__cause__, errors.LocalEntryNotFoundError)
@@ -151,7 +152,7 @@ def _cache() -> Path:
 
 
 def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
-    """Returns the problem and the way out, as texts."""
+    """Returns texts that describe the problem and the way out."""
     from huggingface_hub import constants, errors
 
     what = "model" if kind == "model" else "data set"

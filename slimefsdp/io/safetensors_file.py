@@ -1,8 +1,8 @@
-"""Writes safetensors files from tensors' own memory, and reads them into it.
+"""Writes safetensors files from the memory of tensors, and reads them into the memory of tensors.
 
-A file is written in one pass: each chunk is hashed and written while it is in the CPU's cache, and tensors are not
-copied. It is read with plain reads into the target, since the pages of a memory map would count as resident memory.
-Format: https://github.com/huggingface/safetensors#format
+A file is written in one pass, without copies of tensors: each chunk is hashed and written while it is in the CPU's
+cache. Files are not memory-mapped for reading, since mapped pages would count as resident memory. Format:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHUNK_BYTES = 1 << 20  # small enough to stay in the CPU's cache between hashin
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's entry in the header, which is written before its bytes."""
+    """Describes a tensor for the header, which is written before the tensors' bytes."""
 
     name: str
     dtype: torch.dtype
@@ -58,14 +58,14 @@ class TensorFileWriter:
     """Writes one safetensors file, tensor by tensor; a context manager.
 
     Args:
-        path: the file; an existing one is overwritten.
+        path: the file to write; an existing file is overwritten.
         specs: every tensor in the order of writing. Wider dtypes come first, so that each tensor is aligned, which the
             safetensors library requires.
         metadata: the header's `__metadata__`.
 
     Raises:
         CheckpointError: a name or dtype is not valid in the format, or the order leaves a tensor unaligned.
-        OSError: the disk is full or fails, here and in every method.
+        OSError: the disk is full or fails, raised by the constructor and by every method.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], *, metadata: dict[str, str] | None = None) -> None:
@@ -86,15 +86,15 @@ class TensorFileWriter:
         """Appends the next tensor of `specs`, which may be on any device and have any strides.
 
         Raises:
-            CheckpointError: it is not the next tensor. OSError.
+            CheckpointError: this is not the next tensor of `specs`.
         """
         spec = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
         wanted = self._left[-1] if self._left else None
         if spec != wanted:
             raise _refused(self._path, name, f"is {spec}, but {wanted or 'the end of the file'} comes next")
-        # a view's lazy conjugation or negation is not in its memory
+        # torch may conjugate or negate lazily, without changing the memory
         for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _CHUNK_BYTES // tensor.dtype.itemsize):
-            on_host = piece.cpu().contiguous()  # has a name so that it outlives the view of its memory
+            on_host = piece.cpu().contiguous()  # keeps the memory alive that is written below
             self._append(memory_of(on_host))
         self._left.pop()
         heartbeat.tick()
@@ -103,7 +103,7 @@ class TensorFileWriter:
         """Waits until the whole file is on disk; a repeated call returns the same record.
 
         Raises:
-            CheckpointError: tensors are missing. OSError.
+            CheckpointError: tensors of `specs` are missing.
         """
         if self._record is None:
             if self._left:
@@ -142,19 +142,19 @@ def read_rows(
     *,
     buffer_bytes: int = 1 << 20,
 ) -> None:
-    """Reads rows [start, end) of dim 0 of a saved tensor into `target`, and converts them to its dtype.
+    """Reads rows [start, end) of dim 0 of a saved tensor into `target`, and converts them to target's dtype.
 
-    Contiguous host memory of the same dtype is read into directly, any other target through a buffer.
+    Rows are read directly into contiguous host memory of the same dtype; for any other target they pass a buffer.
 
     Args:
         stream: the open file `entry.file`, buffered or not; its position does not matter.
-        start, end: 0 and 1 for a 0-d tensor.
+        start, end: rows to read; 0 and 1 for a 0-d tensor.
         target: [end - start, *entry.shape[1:]] on any device with any strides; 0-d for a 0-d tensor.
-        buffer_bytes: limit on the additional host memory.
+        buffer_bytes: largest size of the buffer.
 
     Raises:
-        OSError: the file ends too early or cannot be read; part of `target` may have been written.
-        CheckpointError: torch has no such dtype.
+        OSError: the file ends too early or cannot be read; part of `target` may be changed.
+        CheckpointError: torch does not have the saved tensor's dtype.
     """
     if entry.dtype not in TORCH_DTYPES:
         raise _refused(entry.file, "a tensor", f"is {entry.dtype}, which cannot be read")
@@ -177,7 +177,7 @@ def read_rows(
 
 
 def _header(path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:
-    """Returns the header: its length, and the JSON padded with spaces so that data begins at a multiple of 8."""
+    """Returns the header: its length, then JSON padded with spaces so that tensors start at a multiple of 8 bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for spec in specs:
@@ -199,7 +199,7 @@ def _header(path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | 
 
 
 def _pieces(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
-    """Yields the tensor in row-major order as views of at most `max_elements` each."""
+    """Yields views of the tensor, in row-major order, with at most `max_elements` elements each."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(max_elements)
     elif tensor.numel() <= max_elements:
@@ -212,7 +212,7 @@ def _pieces(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the bytes of a contiguous host tensor without a copy; valid while the tensor lives."""
-    # not through numpy, which fixes a storage's size, so that a sleep could not free the tensor any more
+    # numpy would make the storage non-resizable, so that the tensor's memory could no longer be freed by a sleep
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -1,7 +1,7 @@
-"""Reads the positions of the tensors in a safetensors file; the safetensors library checks the header.
+"""Reads from a safetensors file's header where its tensors are; the safetensors library checks the header.
 
-The bytes themselves are read by `slimefsdp.io.safetensors_file`, without the library's memory map. This module imports
-neither torch nor numpy, so that the command line can check a model folder quickly.
+`slimefsdp.io.safetensors_file` reads the tensors, without the library's memory map. This module imports neither torch
+nor numpy, so that the command line can check a model folder quickly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimefsdp.io.user_files import open_plain, parse_json, read_plain
 COPY_AGAIN = "copy or download the file again"
 _MAX_JSON_BYTES = 100_000_000  # the limit of the safetensors library for its headers
 _LFS_MARK = b"version https://git-lfs"
-# the format has dtypes of less than a byte (https://github.com/huggingface/safetensors, Dtype::bitsize)
+# some dtypes of the format have less than 8 bits (https://github.com/huggingface/safetensors, Dtype::bitsize)
 _DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -32,9 +32,9 @@ _DTYPE_BITS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The position of a tensor: `nbytes` bytes at the absolute `offset` of `file`, row-major, little-endian.
+    """Locates a tensor: `nbytes` bytes at byte `offset` of `file`, row-major and little-endian.
 
-    `dtype` is the format's own name, e.g. "BF16".
+    `dtype` is the format's name of the dtype, such as "BF16".
     """
 
     file: Path
@@ -54,14 +54,14 @@ def read_header(file: Path) -> TensorFile:
     """Reads the header of a safetensors file.
 
     Raises:
-        ModelError: the file violates the format. OSError: it cannot be read.
+        ModelError: the file violates the format. OSError: the file cannot be read.
     """
     with open_plain(file) as stream:  # the library would block on a pipe
         start = stream.read(len(_LFS_MARK))
     _refuse_lfs_pointer(file, start)
     try:
         with safe_open(file, "numpy") as library:
-            # the library has checked that the tensors fill the file in this order without gaps
+            # the library has checked that the tensors, in this order, fill the file without gaps
             slices = {name: library.get_slice(name) for name in library.offset_keys()}
             described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
             metadata = dict(sorted((library.metadata() or {}).items()))  # the library's order is random
@@ -73,7 +73,7 @@ def read_header(file: Path) -> TensorFile:
             raise ModelError(f"{file}: tensor {name:.200} has the unknown dtype {dtype}", hint="update slimefsdp")
         tensors[name] = TensorEntry(file, dtype, shape, offset, math.prod(shape) * _DTYPE_BITS[dtype] // 8)
         offset += tensors[name].nbytes
-    # tensors without elements share an offset, and the library's order of them is random
+    # tensors without elements have the offset of their successor, and the library returns them in random order
     ordered = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes, item[0]))
     return TensorFile(dict(ordered), metadata)
 
@@ -82,7 +82,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """Reads a JSON object from an untrusted file, such as a config.json.
 
     Raises:
-        ModelError: the file is not a JSON object, or has a key twice. OSError: it cannot be read.
+        ModelError: the file is not a JSON object, or has a key twice. OSError: the file cannot be read.
     """
     raw = read_plain(file, _MAX_JSON_BYTES)
     _refuse_lfs_pointer(file, raw)

@@ -1,8 +1,8 @@
-"""Expands paths that users write, and opens the files and reads the JSON that they name.
+"""Expands paths that users write, opens the files at these paths, and parses JSON.
 
 The files are untrusted: a pipe without a writer would block, a device has no end, and JSON with a duplicate key means
-different things to different readers. `~` and `$VAR` are expanded in all paths, in settings as on the command line;
-`$$` stands for a dollar.
+different things to different readers. `~` and `$VAR` are expanded in all paths, in settings and on the command line;
+`$$` means a dollar sign.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, BinaryIO
 
 from slimefsdp.errors import short_repr
 
-_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # as os.path.expandvars finds them
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)  # the syntax of os.path.expandvars
 
-_MOST_BYTES, _MOST_CHARACTERS = 255, 4000  # Linux's limits on one name and on a whole path
+_MOST_BYTES, _MOST_CHARACTERS = 255, 4000  # Linux's limits on a name and on a whole path
 
 
 class NoPath(ValueError):
-    """A text is not a usable path; `rule` says why, and `hint` the way out."""
+    """Says that a text is not a usable path: `rule` is the reason, and `hint` the way out."""
 
     def __init__(self, rule: str, hint: str) -> None:
         super().__init__(f"{rule}: {hint}")
@@ -36,8 +36,8 @@ def path_of(text: Any) -> Path:
     """Returns the path that a text names, with `~` and environment variables expanded.
 
     Raises:
-        NoPath: it is not a text, is too long for a file system, or names an unset variable or the home of an unknown
-            user. It is also refused if it has shell syntax or is a URL, which would become an odd local folder.
+        NoPath: `text` is not a str, is too long for a file system, or names an unset variable or the home of an unknown
+            user. Shell syntax and URLs are refused too, because they would become oddly named local folders.
     """
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise NoPath("must be a path", "write the path of a file or folder")
@@ -58,10 +58,10 @@ def path_of(text: Any) -> Path:
 
 
 def possible(path: Path) -> Path:
-    """Returns the path, if a file system can have it.
+    """Returns the path if a file system can have it.
 
     Raises:
-        NoPath: it has a NUL or half a surrogate pair, or a name in it or the whole path is too long.
+        NoPath: the path has a NUL or half a surrogate pair, or is too long, as a whole or in one name.
     """
     try:
         longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
@@ -75,7 +75,7 @@ def possible(path: Path) -> Path:
 
 
 def path_argument(text: str) -> Path:
-    """Applies `path_of` as the type of an argparse argument; the error message has the hint on its own line."""
+    """Returns `path_of(text)`, as the type of an argparse argument; errors have the hint on a line of its own."""
     try:
         return path_of(text)
     except NoPath as error:
@@ -87,10 +87,10 @@ _MEMORY_DISK = Path("/dev/shm")
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a plain file for reading without blocking; follows links.
+    """Opens a plain file for reading, without blocking; follows links.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, device, socket or folder. ValueError: the path has a NUL.
+        OSError: the path cannot be opened, or is a pipe, device, socket or folder. ValueError: the path has a NUL.
     """
     # an ordinary open of a pipe without a writer would block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -110,7 +110,7 @@ def read_plain(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """Reads a whole file of at most `most_bytes`.
 
     Raises:
-        OSError: as in `open_plain`, or the file is larger. ValueError: the path has a NUL.
+        OSError: see `open_plain`; or the file is larger. ValueError: the path has a NUL.
     """
     with open_plain(path) as file:
         raw = file.read(most_bytes + 1)
@@ -120,20 +120,20 @@ def read_plain(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def can_keep_files(folder: Path) -> bool:
-    """Returns whether a folder is on a real or memory disk, and not in a file system of the kernel such as /proc.
+    """Returns whether a folder is on a disk or in memory, and not in a file system of the kernel such as /proc.
 
     Raises:
-        OSError, RuntimeError: it is not a path, or a loop of links.
+        OSError, RuntimeError: `folder` is no possible path, or a loop of links.
     """
     resolved = folder.resolve()
     return resolved.is_relative_to(_MEMORY_DISK) or not any(resolved.is_relative_to(path) for path in _NO_DISK)
 
 
 def refuse_unless_plain(path: Path) -> None:
-    """Refuses an existing path that is not a plain file, before something is appended to it.
+    """Checks that a path is a plain file or does not exist, so that a file there can be appended to.
 
     Raises:
-        OSError: it is a pipe, device, socket or folder.
+        OSError: the path is a pipe, device, socket or folder.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
@@ -142,10 +142,10 @@ def refuse_unless_plain(path: Path) -> None:
 def parse_json(text: str | bytes) -> Any:
     """Parses a JSON text; bytes are UTF-8.
 
-    Numbers are those that Python accepts: integers of up to 4,300 digits, and NaN. Callers check the numbers they use.
+    Python's numbers are accepted, including NaN and integers of up to 4,300 digits, so callers must check numbers.
 
     Raises:
-        ValueError: it is not JSON, has a key twice, or is nested too deeply; the message is one line.
+        ValueError: the text is not JSON, has a key twice, or is nested too deeply; the message is one line.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -155,7 +155,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Returns whether lists and dictionaries are nested on more than `levels` levels."""
+    """Returns whether lists and dictionaries are nested more than `levels` deep."""
     level = [value]
     for _ in range(levels):
         inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))

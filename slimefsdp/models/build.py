@@ -41,12 +41,12 @@ class Trains:
     """Describes which parameters of a model are trained."""
 
     frozen: Sequence[str] = ()  # patterns for `DecoderModel.freeze`
-    # adds adapters and trains only them: other weights are frozen and stored in the compute dtype
+    # adds these adapters and trains only them: all other weights are frozen and stored in the compute dtype
     lora: Lora | None = None
-    adapters: PeftFolder | None = None  # initial values of the adapters; None: they are drawn at random
+    adapters: PeftFolder | None = None  # initial values of the adapters; None means random ones
 
 
-# settings of random noise in training, which ratios of policies would measure
+# settings of random noise in training: importance ratios would measure the noise instead of the policy's change
 _NOISE = re.compile(r"\w*dropout\w*|\w*_pdrop|router_jitter_noise")
 
 
@@ -66,19 +66,19 @@ def load_model(
     Args:
         kind: PolicyModel, or ValueModel, whose head is 0 if the folder has none.
         how: dtypes, sharded units, placement and recomputation.
-        attention_for: makes the model's attention, or refuses the model; None: attention within one rank.
-        random_seed: draw the weights at random, equal on every mesh; None: read them.
-        trains: which parameters are trained; None: all.
-        read_by: with "first_rank", only rank 0 opens files of the folder, and sends the others their rows.
+        attention_for: returns the attention for a model of this shape, or raises; None means attention within one rank.
+        random_seed: seed of random weights, which are equal on every mesh; None means that the weights are read.
+        trains: which parameters are trained; None means all.
+        read_by: with "first_rank", only rank 0 opens files of the folder, and broadcasts their content.
 
     Raises:
         ModelError: the folder cannot be loaded faithfully; raised on every rank.
-        ConfigError: see `parallelize`, `DecoderModel.freeze` and `add_adapters_of`; or `how` needs a compiler that some
-            rank lacks.
+        ConfigError: see `parallelize`, `DecoderModel.freeze` and `add_adapters_of`; or `how.compile` is set and some
+            rank has no compiler.
     """
     chosen = trains or Trains()
 
-    def build() -> AnyModel:  # ranks may read different copies of the folder, so any of them may fail
+    def build() -> AnyModel:  # ranks may read different copies of the folder, so any rank may fail
         if how.compile:
             require_compiler(mesh.device.type)
         model = build_model(kind, folder, how.master_dtype)
@@ -132,11 +132,12 @@ def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.d
         kind: PolicyModel or ValueModel.
 
     Raises:
-        ModelError: the architecture or a feature of it cannot be trained faithfully here.
+        ModelError: the architecture, or a feature that config.json asks for, is not supported.
     """
     check_architecture(folder)
     try:
-        # written to a copy, because only rank 0 may have folder.path; transformers chooses the class by the content
+        # config.json is written to a temporary folder because this rank may have no folder.path; transformers chooses
+        # the class of the model by the file's content
         with TemporaryDirectory() as copy:
             (Path(copy) / "config.json").write_text(json.dumps(folder.config))
             config = _read_config(Path(copy))
@@ -179,12 +180,12 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def materialise(model: DecoderModel, device: torch.device, parameters_on: torch.device | None = None) -> None:
-    """Allocates every (sharded) parameter on `device` and moves buffers there; tied parameters stay tied.
+    """Allocates every parameter (or its local shard) on `device`, and moves buffers there; tied parameters stay tied.
 
     Args:
-        parameters_on: another device for the parameters only.
+        parameters_on: the device of the parameters; None means `device`.
     """
-    # to_empty replaces shared tensors by separate ones, so buffers are kept under all their names
+    # to_empty replaces a tensor that has several names by separate tensors, so each name's buffer is kept
     buffers = {name: buffer.to(device) for name, buffer in model.named_buffers(remove_duplicate=False)}
     tied = model.has_tied_embeddings
     model.to_empty(device=parameters_on or device)
@@ -196,11 +197,11 @@ def materialise(model: DecoderModel, device: torch.device, parameters_on: torch.
 
 
 def _experts_implementation(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
-    """Returns transformers' implementation of experts; None for its default, one grouped matrix product.
+    """Returns the name of transformers' implementation of experts; None means its default, a grouped matrix product.
 
-    Torch has no grouped product for float64, nor for rows that do not start at multiples of 16 bytes; then experts are
-    computed one after the other. In both cases their weights are one parameter, so experts without tokens have a
-    gradient of zeros.
+    Torch has no grouped product for float64, nor for rows that do not start at multiples of 16 bytes. The
+    implementation is then "eager", which computes experts one after another. Under both implementations the weights of
+    all experts are one parameter, so an expert without tokens has a gradient of zeros.
     """
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
     has_aligned_rows = all(size % 8 == 0 for size in (config.hidden_size, inner))  # 8 numbers of bfloat16 are 16 bytes
@@ -211,7 +212,7 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lor
     """Builds the architecture of a folder with uninitialised weights, to be filled by weight updates.
 
     Args:
-        lora: adds adapters to the same modules as the trainer.
+        lora: adapters to add, with uninitialised matrices; must be the trainer's.
 
     Raises:
         ModelError, ConfigError: see `register_attention` and `add_adapters`.
@@ -233,12 +234,12 @@ def load_for_sampling(
 ) -> PolicyModel:
     """Loads the whole model of a folder into this process.
 
-    The weights are bit-equal to those that a trainer freezes when it trains adapters.
+    The weights are bit-equal to the frozen base weights of a trainer with adapters.
 
     Args:
         dtype: dtype of weights and adapters, equal to the trainer's compute dtype.
-        lora: adds uninitialised adapters to these modules.
-        random_seed: draw the weights at random with this seed; None: read them.
+        lora: adapters to add, with uninitialised matrices.
+        random_seed: seed of random weights; None means that the weights are read.
 
     Raises:
         ModelError: the folder cannot be loaded faithfully.
@@ -259,7 +260,7 @@ def load_for_sampling(
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Within the block, puts new parameters on the meta device, while buffers are computed as usual.
+    """Within the block, new parameters are on the meta device, and buffers are computed as usual.
 
     `torch.device("meta")` would also lose the values of buffers that no checkpoint stores (rotary frequencies).
     """

@@ -1,6 +1,7 @@
-"""Defines the modules that are sharded: a Hugging Face decoder on packed tokens with a head of our own.
+"""Defines the models that FSDP shards: a Hugging Face decoder, which gets packed tokens, with this project's own head.
 
-`PolicyModel` returns log-probs of chosen tokens instead of logits. `ValueModel`, the critic, returns their values.
+`PolicyModel` returns log-probs of given target tokens instead of logits. `ValueModel`, the critic, returns a value for
+each token.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ _UNSUPPORTED = {"position_bias": "a position bias", "cache_position_bias": "a po
 class DecoderModel(nn.Module):
     """Wraps a decoder, to which subclasses add a head.
 
-    This module is the root of the FSDP units: embeddings, final norm and head are unsharded only within its forward, so
-    code outside of it must not use the head's weight.
+    This module is the root of the FSDP units: embeddings, final norm and head are unsharded only within `forward`, so
+    other code must not use the head's weight.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -56,18 +57,19 @@ class DecoderModel(nn.Module):
     def hidden_states(
         self, tokens: torch.Tensor, positions: torch.Tensor, pack_attention: PackAttention
     ) -> torch.Tensor:
-        """Returns the hidden states after the final norm, [local_tokens, hidden_dim]; only for use in `forward`.
+        """Returns the hidden states after the final norm, [local_tokens, hidden_dim]; only `forward` may call it.
 
-        Without tokens the result has one row of no meaning.
+        If there are no tokens, the result has one meaningless row.
 
         Args:
             tokens: [local_tokens] int64.
             positions: [local_tokens] int64, restarting at 0 at each sample.
-            pack_attention: `self.attention` for the pack of the tokens.
+            pack_attention: the attention for the pack of these tokens, from `self.attention`.
         """
         if not tokens.shape[0]:
-            # A rank without tokens must still join every collective and have a gradient of every parameter, but models
-            # cannot be called without tokens. So it computes one token that nothing attends to and no pair reads.
+            # A rank without tokens must still join every collective and have a gradient for every parameter, but models
+            # cannot be called without tokens. So the rank computes one placeholder token. No token attends to it, and
+            # the head does not read its row.
             tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
             pack_attention = _without_the_only_token(pack_attention)
         decoded = self.hf.get_decoder()(
@@ -83,7 +85,7 @@ class DecoderModel(nn.Module):
     def freeze(self, patterns: Sequence[str]) -> None:
         """Excludes parameters whose names match a shell-style pattern from training; must be called before sharding.
 
-        A tied embedding, which has two names, is frozen if either of them matches.
+        A tied embedding has two names, and is frozen if either name matches.
 
         Raises:
             ConfigError: a pattern matches no name, or nothing is left to train.
@@ -127,36 +129,38 @@ class DecoderModel(nn.Module):
         )
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters without adapters, under their names in transformers; a tied parameter occurs once.
+        """Returns all parameters except adapters, by their names in transformers; a tied parameter occurs once.
 
-        The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_folder).
+        The experts of a layer are one parameter here, and may be several tensors in a folder
+        (slimefsdp.models.hf_folder).
         """
         return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(MATRICES)]
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the `named_weights` and the matrices of adapters, which follow the weight that they adapt."""
+        """Returns the `named_weights`, each followed by the matrices of its adapter."""
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
         """Returns the weights that a checkpoint holds.
 
-        These are all `named_weights`, frozen ones included; or only the trained weights if the model has adapters.
+        If the model has adapters, these are the trained weights only; otherwise all `named_weights`, including frozen
+        ones.
         """
         has_adapters = any(name.endswith(MATRICES) for name, _ in self.all_parameters())
         return self.trained_weights() if has_adapters else self.named_weights()
 
     @property
     def trained_in_full(self) -> frozenset[str]:
-        """Returns the names of the weights that are trained in full even if the model has adapters."""
+        """Returns the names of the weights that are trained directly even if the model has adapters."""
         return frozenset()
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
         """Returns the `named_weights` that are read from a folder with these tensors.
 
-        These are all of them, except a critic's head that begins at 0.
+        Only a critic's head may be missing from the folder; such a head starts at 0.
 
         Raises:
-            ModelError: the folder has another kind of model.
+            ModelError: the folder holds a model of another kind.
         """
         return self.named_weights()
 
@@ -165,7 +169,7 @@ class DecoderModel(nn.Module):
         return frozenset()
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the config.json of an exported folder, from the config.json of the original folder.
+        """Returns the content of config.json for an exported folder, given the original's content.
 
         Raises:
             ModelError: transformers has no model class for these weights.
@@ -178,7 +182,7 @@ class DecoderModel(nn.Module):
 
 
 def _without_the_only_token(attend: PackAttention) -> PackAttention:
-    """Hides the placeholder token of a rank without tokens from the pack's attention; the token's output is 0."""
+    """Returns `attend` for a rank without tokens: the placeholder token is hidden from it, and has an output of 0."""
 
     def attend_to_nothing(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams, sinks: torch.Tensor | None
@@ -210,14 +214,13 @@ class PolicyModel(DecoderModel):
         """Returns log-probs of the share's targets, and the entropies of their distributions, [2, pairs].
 
         Args:
-            share: this rank's part of a pack.
-            pack_attention: `self.attention` for that pack.
-            temperature: divides the logits, for log-probs and entropy alike.
+            share: this rank's part of a pack. pack_attention: `self.attention` for that pack. temperature: divides the
+                logits, for log-probs and entropy alike.
             entropy_grad: let gradients flow through the entropies.
-            reference: head inputs of another model for the same share. If given, there is a third output: the
-                differentiable KL(self || reference) of each pair over the whole vocabulary.
+            reference: head inputs of another model for the same share. If given, the result is [3, pairs]: the third
+                row is the differentiable KL(self || reference) of each pair over the whole vocabulary.
         """
-        # called through the class: FSDP may have replaced the instance's method by one with its own hooks
+        # called through the class, because FSDP may have replaced the instance's method by one that runs FSDP's hooks
         inputs = PolicyModel.head_inputs(self, share, pack_attention)
         if reference is not None:
             return torch.stack(
@@ -234,8 +237,8 @@ class PolicyModel(DecoderModel):
     def head_inputs(self, share: LocalShare, pack_attention: PackAttention) -> HeadInputs:
         """Returns the inputs of the head: hidden states [pairs, hidden_dim], weight [vocab, hidden_dim] and adapter.
 
-        It may be called on a sharded model after `register_fsdp_forward_method`. The weight is then the gathered one,
-        which exists until the root is resharded.
+        On a sharded model it must have been registered by `register_fsdp_forward_method`. The weight is then the
+        gathered weight, which exists until the root is resharded.
         """
         return self.head_inputs_of(self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows])
 
@@ -272,9 +275,9 @@ _LM_HEAD = "lm_head.weight"
 class ValueModel(DecoderModel):
     """A decoder with a head that outputs one number per token.
 
-    The head replaces that of the language model and has the names of transformers' token classifiers (`score.weight`,
-    `score.bias`). An export is a token classifier with one label, and such a folder can be loaded. From the folder of a
-    causal LM only the decoder is loaded; the head and all values are then zero at first.
+    The head replaces the LM head. Its parameters have the names that transformers' token classifiers use
+    (`score.weight`, `score.bias`). An exported folder is a token classifier with one label, and can be loaded again.
+    From the folder of a causal LM only the decoder is loaded; the head, and thus every value, is then zero at first.
 
     Args:
         hf: a causal LM; its head is removed.
@@ -282,7 +285,7 @@ class ValueModel(DecoderModel):
 
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__(hf)
-        # deletes only the reference to an embedding that is tied to the head
+        # if the head is tied to the embedding, this deletes only a reference
         del hf.lm_head
         embedding = hf.get_input_embeddings().weight
         hf.score = nn.Linear(hf.config.hidden_size, 1, device=embedding.device, dtype=embedding.dtype)
@@ -290,8 +293,8 @@ class ValueModel(DecoderModel):
     def forward(self, share: LocalShare, pack_attention: PackAttention) -> torch.Tensor:
         """Returns the values of the share's pairs, [1, pairs], in float32, or float64 for a float64 model.
 
-        As for log-probs, the value of a response token is computed from the row before it: it is the expected reward to
-        go before the token is chosen.
+        The value of a response token is the expected reward to go before the token is chosen. It is therefore computed
+        from the row before the token, like the token's log-prob.
 
         Args:
             share: this rank's part of a pack.
@@ -327,7 +330,7 @@ class ValueModel(DecoderModel):
         return [named for named in self.named_weights() if head is not None or named[0] not in _HEADS]
 
     def unread(self, stored: Mapping[str, TensorEntry]) -> frozenset[str]:
-        """Returns the name of a causal LM's head, unless the folder has a token classifier's."""
+        """Returns the name of a causal LM's head, unless the folder has a token classifier's head."""
         return frozenset() if _HEAD in stored else frozenset([_LM_HEAD])
 
     def exported_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -350,15 +353,15 @@ class ValueModel(DecoderModel):
 # ---------------------------------------------------------------------- the attention of the decoder's layers
 #
 # Every attention layer of transformers calls the registered function with its query, key and value, and with the
-# keywords that the model was called with. One of these keywords, `pack_attention`, is ours. The name is not registered
-# as a mask function, so the model builds no mask.
+# keywords that the model was called with. This project adds the keyword `pack_attention`. `ATTENTION_NAME` is not
+# registered as a mask function, so the model builds no mask.
 
 
 def register_attention() -> str:
-    """Registers our attention with transformers; returns the name to load a model with.
+    """Registers this project's attention with transformers; returns its name, for `attn_implementation`.
 
     Raises:
-        ModelError: this release of transformers calls attention functions in a way that ours does not support.
+        ModelError: see `check_attention_interface`.
     """
     check_attention_interface(sdpa_attention_forward)
     AttentionInterface.register(ATTENTION_NAME, _attention)
@@ -366,7 +369,7 @@ def register_attention() -> str:
 
 
 def check_attention_interface(builtin: Any) -> None:
-    """Checks that transformers' own attention function has the calling convention that ours relies on.
+    """Checks that transformers' own attention function has the parameters that `_attention` relies on.
 
     Raises:
         ModelError: the leading parameters differ, or `scaling`, `dropout` or further keywords are not accepted.
@@ -431,7 +434,7 @@ def _attention(
 
 
 def _scale_of(module: torch.nn.Module, head_dim: int) -> float:
-    """Returns the default scale of a layer; GPT-2 of transformers 5.0 leaves it to the attention function."""
+    """Returns the scale of a layer that does not pass `scaling`, such as GPT-2's in transformers 5.0."""
     scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
     if getattr(module, "scale_attn_by_inverse_layer_idx", False):
         scale /= int(getattr(module, "layer_idx", 0)) + 1

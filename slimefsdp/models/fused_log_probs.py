@@ -1,17 +1,17 @@
 """Computes log-probabilities and entropies of target tokens without storing all [rows, vocab] logits.
 
-Logits are computed in tiles of rows and words (slimefsdp.models.head_tiles). Forward keeps two numbers per row and part
-of the vocabulary: the largest logit, and the sum of exponentials relative to it. Backward replaces the logits of a tile
-by their gradient, in place. It begins with the last tiles of forward, whose logits are kept, and recomputes the others.
-With z the logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j, q the softmax of
-a reference, and K = sum_j p_j log(p_j / q_j):
+Logits are computed in tiles of rows and words, the entries of the vocabulary (slimefsdp.models.head_tiles). For each
+row and part of the vocabulary, forward keeps the largest logit, and the sum of exponentials relative to it. Backward
+replaces the logits of a tile by their gradient, in place. Backward starts with the last tiles of forward, whose logits
+are kept, and recomputes the logits of all other tiles. With z the logits after soft-cap and temperature, p =
+softmax(z), y the target, H = -sum_j p_j log p_j, q the softmax of a reference, and K = sum_j p_j log(p_j / q_j):
 
     log_prob = z_y - logsumexp(z)          d log_prob / d z_j = [j == y] - p_j
                                            d H / d z_j        = -p_j (log p_j + H)
                                            d K / d z_j        = p_j (log(p_j / q_j) - K)
 
 Logits are at least float32: products of half-precision inputs have float32 results. On CUDA the fused kernels of
-slimefsdp.models.head_kernels replace many passes of torch operations over a tile.
+slimefsdp.models.head_kernels do the work of several torch operations in one pass over a tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slimefsdp.models.head_tiles import DeviceType, HeadTiles
 
 
 class HeadAdapter(NamedTuple):
-    """Holds the factors of what a head's adapter adds to the logits, low @ high.T."""
+    """Holds the factors of what a head's adapter adds to the logits: low @ high.T."""
 
     low: Tensor  # [rows, rank]: hidden states times A, times the scale
     high: Tensor  # [vocab, rank]: B
@@ -63,9 +63,9 @@ def token_log_probs(
         targets: [rows] int64 in [0, vocab); the range is not checked.
         temperature: divides the logits, for log-probs and entropy alike; > 0.
         with_entropy: also return the entropy in nats.
-        entropy_grad: let gradients flow through the entropy; otherwise it carries no graph.
-        chunk_bytes: bound on the memory for logits, see `HeadTiles.of`; a soft-cap, entropy_grad and a reference need
-            one additional tile each. None: the device's default.
+        entropy_grad: whether gradients flow through the entropy.
+        chunk_bytes: bound on the memory for logits, see `HeadTiles.of`; a soft-cap, entropy_grad and a reference each
+            need one more tile beyond this bound. None means the device's default.
 
     Returns:
         log_probs [rows], and entropy [rows] or None; both float32, or float64 for float64 inputs.
@@ -85,8 +85,8 @@ def token_log_probs_and_kl(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the `token_log_probs`, the entropy, and each row's KL(model || reference) over the whole vocabulary.
 
-    Log-probs and entropy have the same bits as without a reference. The KL is exactly 0 where the logits of both models
-    are bit-equal. Gradients flow only to the model, not to the reference.
+    Log-probs and entropy have the same bits as in `token_log_probs`. The KL is exactly 0 where the logits of both
+    models are bit-equal. Gradients flow only to the model, not to the reference.
 
     Args:
         model: hidden, weight and adapter receive gradients.
@@ -125,7 +125,7 @@ def _apply(
     # tiles do not depend on the reference: a matrix product may round differently for another number of rows
     device: DeviceType = "cuda" if hidden.is_cuda else "cpu"
     tiles = HeadTiles.of(len(hidden), len(weight), _logits_dtype(hidden).itemsize, device, chunk_bytes)
-    # logits are not kept if there is no backward, or one that also needs the tanh of the soft-cap
+    # logits are not kept if there is no backward, nor with a soft-cap, since backward then needs its tanh as well
     if softcap is not None or not torch.is_grad_enabled():
         tiles = replace(tiles, held=1)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
@@ -152,7 +152,7 @@ class _TokenLogProbs(torch.autograd.Function):
         def by_tile() -> Tensor:
             return at_target.new_empty(len(tiles.words), hidden.shape[0])
 
-        # for each part of the vocabulary; sums are relative to the part's own largest logit
+        # one row for each part of the vocabulary; sums are relative to the largest logit of the part
         largest, exp_sums, exp_logits = by_tile(), by_tile(), by_tile()
         ref_largest, ref_exp_sums, differences = by_tile(), by_tile(), by_tile()
         held = _held_logits(tiles, at_target)
@@ -213,7 +213,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.softcap, ctx.tiles = temperature, softcap, tiles
         ctx.kept = None if softcap is not None else held
-        ctx.has_kernels = has_kernels  # without them, kept logits are relative to the largest of their own tile
+        ctx.has_kernels = has_kernels  # without kernels, kept logits are relative to their largest in the tile
         return log_probs, entropy, kl
 
     @staticmethod
@@ -249,13 +249,13 @@ class _TokenLogProbs(torch.autograd.Function):
             if high_grad is not None:
                 _add_product(logits_grad.t(), low[rows], high_grad[own])
 
-        kept, ctx.kept = ctx.kept, None  # this backward overwrites them, so that another one must recompute all logits
+        kept, ctx.kept = ctx.kept, None  # overwritten by this backward, so a second backward must recompute all
         held = _held_logits(tiles, exp_sums) if kept is None else kept
         needs_buffer = (entropy_grad is not None or kl_grad is not None, kl_grad is not None, ctx.softcap is not None)
         work_buffers = [exp_sums.new_empty(tiles.elements) if is_needed else None for is_needed in needs_buffer]
         has_kernel = ctx.has_kernels and not any(needs_buffer)
         grads = grads_buffer = None
-        if has_kernel and weight.is_cuda and weight.dtype != exp_sums.dtype:  # written in the dtype of the products
+        if has_kernel and weight.is_cuda and weight.dtype != exp_sums.dtype:  # the products' dtype
             grads_buffer = weight.new_empty(tiles.elements)
         slots = reversed(list(enumerate(_slots(tiles, held))))
         first_kept = 0 if kept is None else len(tiles.words) * len(tiles.rows) - tiles.held
@@ -341,12 +341,12 @@ class _Words:
         return cls(reference.weight, None, None, words, temperature, reference.softcap)
 
     def tile_of(self, buffer: Tensor, rows: slice) -> Tensor:
-        """Returns the beginning of a buffer as a tile, [rows, words]."""
+        """Returns the first elements of a buffer as a tile, [rows, words]."""
         count = rows.stop - rows.start
         return buffer[: count * self._size].view(count, self._size)
 
     def write_logits(self, hidden: Tensor, rows: slice, out: Tensor, tanh: Tensor | None = None) -> None:
-        """Writes the logits of some rows to `out`, capped and divided by the temperature, accumulated in its dtype.
+        """Writes the soft-capped logits of some rows, divided by the temperature, to `out`; products have out's dtype.
 
         Args:
             hidden: [all rows, hidden_dim].
@@ -367,18 +367,21 @@ class _Words:
             out.div_(self._temperature)
 
     def read_targets(self, logits: Tensor, targets: Tensor, out: Tensor) -> None:
-        """Writes the logits of the targets to `out`, [rows]; rows whose target is not among these words keep theirs."""
+        """Writes each row's target logit to `out`, [rows], if this part of the vocabulary has the target."""
         columns, is_inside = self._places(targets)
         at_columns = logits.gather(1, columns).squeeze(1)
         out.copy_(at_columns if is_inside is None else torch.where(is_inside, at_columns, out))
 
     def add_at_targets(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Adds values [rows] to the logits of the targets that are among these words."""
+        """Adds values [rows] to the target logits of the rows whose target this part of the vocabulary has."""
         columns, is_inside = self._places(targets)
         logits.scatter_add_(1, columns, (values if is_inside is None else values.masked_fill(~is_inside, 0.0))[:, None])
 
     def _places(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the clamped column of each target, [rows, 1], and whether the target is in this part; None: all."""
+        """Returns the clamped column of each target, [rows, 1], and whether the target is in this part;
+
+        None means all are.
+        """
         if self._is_all:
             return targets[:, None], None
         columns = (targets - self._start)[:, None]
@@ -387,7 +390,7 @@ class _Words:
 
 
 class _RowSums(NamedTuple):
-    """Holds for each row z of a tile m = max z, sum e^(z - m), and sum (z - m) e^(z - m); [rows] each."""
+    """Holds m = max z, sum e^(z - m) and sum (z - m) e^(z - m) for each row z of a tile; [rows] each."""
 
     largest: Tensor
     exp_sums: Tensor
@@ -396,11 +399,11 @@ class _RowSums(NamedTuple):
     def write(self, logits: Tensor, exps: Tensor | None, *, with_entropy: bool, has_kernels: bool) -> None:
         """Computes the sums.
 
-        In plain torch this subtracts the largest logit from the logits, in place; kernels do not change them.
+        Without kernels this subtracts each row's largest logit from `logits`, in place; kernels do not change `logits`.
 
         Args:
-            exps: work buffer in the shape of the logits; not used by kernels.
-            with_entropy: whether the last of the sums is needed.
+            exps: work buffer in the shape of the logits; kernels do not use it.
+            with_entropy: whether `exp_logits` is needed.
         """
         if has_kernels:
             head_kernels.row_sums(logits, *self)
@@ -424,7 +427,7 @@ def _write_slopes(
     """Replaces logits z, relative to the overall largest, by e^z (offset + slope z + kl_slope difference).
 
     Args:
-        exps: work buffer in the shape of the logits; None: there is no slope.
+        exps: work buffer in the shape of the logits; None if `slope` and `kl_slope` are None.
         offset, slope, kl_slope: [rows].
         difference: log(p / q) - K; overwritten.
     """
@@ -440,7 +443,7 @@ def _write_slopes(
 
 
 class _RowsGrad:
-    """Sums the gradient of hidden states or of an adapter's inputs over the vocabulary, [rows, columns]."""
+    """Sums the gradient of hidden states, or of an adapter's `low`, over parts of the vocabulary; [rows, columns]."""
 
     def __init__(self, rows: Tensor, dtype: torch.dtype, has_parts: bool) -> None:
         self._is_summed = has_parts or (rows.dtype != dtype and not rows.is_cuda)
@@ -472,15 +475,13 @@ def _held_logits(tiles: HeadTiles, like: Tensor) -> Tensor:
 
 
 def _slots(tiles: HeadTiles, held: Tensor) -> Iterator[Tensor]:
-    """Yields the buffer of each tile's logits in forward order: the last tiles have one each, the others share the
-    first.
-    """
+    """Yields the buffer for each tile's logits, in forward order; tiles that are not kept share the first buffer."""
     count = len(tiles.words) * len(tiles.rows)
     return (held[max(0, index - (count - tiles.held))] for index in range(count))
 
 
 def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """Computes total [rows, columns] += left @ right in total's dtype, without a second tensor of its size."""
+    """Computes total [rows, columns] += left @ right in total's dtype, without a temporary tensor of total's size."""
     if right.is_cuda and right.dtype != total.dtype:
         torch.addmm(total, left.to(right.dtype), right, out_dtype=total.dtype, out=total)
     else:

@@ -1,8 +1,9 @@
 """Provides Triton kernels for a tile of logits on CUDA: the sums of each row, and the gradient of the logits.
 
-Torch operations would read or write a tile nine times in forward and seven times in backward; the kernels read it twice
-and once. One program computes the sums of a row, block by block in order, so that their bits do not depend on other
-rows. The same in plain torch, for the CPU and float64, is in slimefsdp.models.fused_log_probs.
+Torch operations would read or write a tile nine times in forward and seven times in backward; the kernels read a tile
+twice in forward and once in backward. One program computes the sums of a row, block by block in order, so that their
+bits do not depend on other rows. slimefsdp.models.fused_log_probs has the same computations in plain torch, for the CPU
+and for float64.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ _WARPS = 8
 
 @cache
 def can_launch(device: torch.device) -> bool:
-    """Returns whether these kernels work on a device, by running both on one row, once per process.
+    """Returns whether these kernels work on a device, by running both kernels on one row, once per process.
 
-    Triton needs the machine's C compiler, and a folder that it can write to and load from. A failure is logged, and the
-    head then uses plain torch.
+    Triton needs a C compiler, and a folder that Triton can write to and load libraries from. A failure is logged, and
+    the head then uses plain torch.
     """
     if triton is None:
         return False

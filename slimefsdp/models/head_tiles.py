@@ -1,8 +1,9 @@
 """Cuts the head's [rows, vocab] logits into tiles of rows and words, and decides how many tiles are kept.
 
-On CUDA a tile has all words, and is large, to save kernel launches and passes over the weight's gradient. On a CPU a
-tile fits the cache, which makes elementwise operations several times faster; the logits of as many tiles as fit in the
-memory bound are kept from forward to backward. This module does not import torch, so that `plan` can use it.
+Words are the entries of the vocabulary. On CUDA a tile has all words, and is large, to save kernel launches and passes
+over the weight's gradient. On a CPU a tile fits the cache, which makes elementwise operations several times faster; the
+logits of as many tiles as fit in the memory bound are kept from forward to backward. This module does not import torch,
+so that `plan` can use it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HeadTiles:
 
     words: Bounds
     rows: Bounds
-    held: int  # number of tiles whose logits are kept for backward: the last ones of forward
+    held: int  # number of tiles, the last ones of forward, whose logits are kept for backward
     elements: int  # of the largest tile
 
     @classmethod
@@ -42,8 +43,8 @@ class HeadTiles:
         Args:
             rows: number of rows of logits.
             itemsize: bytes of a logit.
-            chunk_bytes: bound on the memory for logits: the kept tiles, and the exponentials of one. A tile still has
-                at least two rows if there are two. None: CHUNK_BYTES.
+            chunk_bytes: bound on the memory for logits: the kept tiles, and the exponentials of one tile. Nevertheless
+                a tile has at least two rows if `rows` > 1. None means CHUNK_BYTES.
         """
         bound = CHUNK_BYTES[device] if chunk_bytes is None else chunk_bytes
         words = _near_equal(vocab, 1 if device == "cuda" else -(-vocab // TILE_WORDS))
@@ -65,7 +66,7 @@ class HeadTiles:
 def row_bounds(rows: int, most: int) -> Bounds:
     """Cuts `rows` rows into near-equal parts of at most max(most, 3) rows; returns [start, end) of each.
 
-    No part has a single row unless `rows` is 1: a matrix product with a single row rounds differently than the same row
+    No part has a single row unless `rows` is 1: a matrix product rounds a single row differently than the same row
     among others, so the bits would depend on the split.
     """
     return _near_equal(rows, max(1, min(-(-rows // max(most, 1)), rows // 2))) if rows else ()

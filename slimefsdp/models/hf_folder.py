@@ -1,7 +1,7 @@
 """Reads the configuration and tensor locations of a local Hugging Face model folder, and refuses malformed folders.
 
-It imports only the standard library and reads only headers, so that the command line can check a model in a fraction
-of a second. Nothing in a folder is trusted: every length, offset and file name is checked before use.
+This module does not import torch and reads only headers of tensor files, so that the command line can check a model in
+a fraction of a second. Nothing in a folder is trusted: every length, offset and file name is checked before use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXTRA_FILES = (
     "tokenizer.model",
     "added_tokens.json",
 )
-_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # any of these will do
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # one of these sets is enough
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # upper limits far above any real model: larger values would cost memory or hours before reading weights fails
 _MOST = {
@@ -65,7 +65,7 @@ class ModelFolder:
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     extra_files: tuple[Path, ...]
-    has_weights: bool = True  # False: weight files were not read
+    has_weights: bool = True  # False if `read_model_folder` ignored the weight files
 
     @property
     def model_type(self) -> str:
@@ -82,7 +82,7 @@ class ModelFolder:
 
 
 def check_tokenizer(path: Path) -> None:
-    """Checks that a folder has the files of a tokenizer; without them transformers would make an empty one.
+    """Checks that a folder has the files of a tokenizer; otherwise transformers would make an empty tokenizer.
 
     Raises:
         ModelError: files are missing.
@@ -117,10 +117,10 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
 
 
 def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "model.path") -> None:
-    """Checks that a configuration can be computed exactly on packed samples.
+    """Checks that the model of a configuration can be computed exactly on packed samples.
 
     Raises:
-        ModelError: a setting of the configuration cannot.
+        ModelError: a key of the configuration prevents it.
     """
 
     def refused(problem: str, hint: str = "restore the model's own config.json") -> ModelError:
@@ -275,7 +275,8 @@ def _read_config(file: Path) -> dict[str, Any]:
         )
     config = _read_json(file)
     if type(config.get("model_type")) is str and "vocab_size" not in config:
-        # models of several parts have the vocabulary size in one of them; the error to report is their type
+        # multimodal models have the vocabulary size in a nested configuration; the error should name the model type
+        # instead
         _check_model_type(config["model_type"], file.parent, None)
     expected: tuple[tuple[str, type, bool], ...] = (
         ("model_type", str, True),
@@ -302,7 +303,7 @@ def _wrong_value(file: Path, key: str, value: Any, rule: str = "") -> ModelError
 
 
 def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
-    """Refuses numbers, also nested ones, that no model can have: otherwise log-probs would become NaN."""
+    """Refuses numbers, including nested numbers, that would make log-probs NaN."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             _refuse_nonsense(file, value)
@@ -316,7 +317,7 @@ def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def _read_index(file: Path) -> dict[str, str] | None:
-    """Returns tensor name -> file name from the index; None without one. All files must be in the folder."""
+    """Returns tensor name -> file name, or None if there is no index. All files must be in the folder."""
     if not file.is_file():
         return None
     weight_map = _read_json(file).get("weight_map")
@@ -378,10 +379,11 @@ def _read_json(file: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the parameters of a model and its tensors
 #
 # In memory the experts of a layer are one parameter, [experts, rows, columns]. Folders on the hub and those that
-# `save_pretrained` writes have one tensor per projection of each expert. Only readers and writers of folders use these
-# names, which are those of transformers' `conversion_mapping.py`; a test compares them with what it writes.
+# `save_pretrained` writes have one tensor per projection of each expert. Only readers and writers of folders use the
+# folder's names. They come from transformers' `conversion_mapping.py`, and a test compares them with what transformers
+# writes.
 
-# model type -> suffix of a parameter of all experts -> the projections stacked in it, in order
+# model type -> suffix of a parameter of all experts -> the projections stacked in the parameter, in order
 _EXPERT_TENSORS = {
     "qwen3_moe": {
         ".experts.gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
@@ -400,7 +402,7 @@ _GPT2_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Describes a tensor of a folder and the part of a parameter it fills: all, or rows [start, end) of one expert."""
+    """Describes a tensor of a folder, which fills a whole parameter, or rows [start, end) of one expert."""
 
     name: str
     shape: tuple[int, ...]
@@ -429,8 +431,8 @@ def hub_parts(model_type: str, parameter: str, shape: Sequence[int]) -> list[Par
 def stored_parts(model_type: str, parameter: str, shape: Sequence[int], stored: Container[str]) -> list[Part]:
     """Returns the tensors to fill a parameter from, given the names that a folder stores.
 
-    A folder may also have the parameter under the model's own name (all experts in one tensor), or for GPT-2 without
-    the prefix. If nothing matches, the result is that of `hub_parts`, so that an error names the current names.
+    A folder may also have the parameter under the model's own name, with all experts in one tensor, or for GPT-2
+    without the prefix. If the folder has neither, the result is that of `hub_parts`.
     """
     whole = [parameter]
     if model_type == "gpt2":
@@ -452,7 +454,7 @@ def is_no_weight(model_type: str, tensor: str) -> bool:
 # `shapes/examples` holds those of models that this project's scripts write. There are no weights and no tokenizers.
 
 _SHAPES = Path(__file__).parent / "shapes"
-# path in presets -> the command that makes it and everything below it, and the shape of the model there
+# path in presets -> (the command that makes this path and everything below it, the model's folder in `shapes`)
 _COMMANDS: dict[str, tuple[str, str]] = {
     "data/sort_digits": ("python scripts/make_sort_digits.py data/sort_digits", "examples/sort_digits"),
     "data/sort_digits_untied": (
@@ -475,7 +477,7 @@ def made_by(path: Path) -> str | None:
 
 
 def shape_of(path: Path) -> Path | None:
-    """Returns a folder that has only config.json, for a hub id or a model that `made_by` knows; None for others."""
+    """Returns a folder that has only config.json, for a hub id or a model that `made_by` knows; otherwise None."""
     hub_id = HubId.of(path)
     entry = _entry(path)
     name = hub_id.name if hub_id is not None and entry is None else entry[1] if entry is not None else ""

@@ -1,10 +1,10 @@
 """Fills a sharded model from safetensors files, or at random.
 
-From files, each rank reads its own rows, or rank 0 reads and sends them.
+From files, either each rank reads its own rows, or rank 0 reads all files and broadcasts them.
 
-A missing or surplus tensor, or one that holds NaN, is an error on every rank. Files are read directly into the shards
-through a small buffer. They are not mapped as by safetensors' own `get_slice`: mapped pages count as resident memory,
-and a file that is truncated while it is read would kill the process by SIGBUS.
+A missing tensor, a surplus tensor or a NaN is an error on every rank. Files are read directly into the shards through a
+small buffer. Files are not memory-mapped, as safetensors' `get_slice` would do: mapped pages count as resident memory,
+and a file that is truncated during a read would kill the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_tensor_names(model: DecoderModel, folder: ModelFolder) -> None:
         ModelError: a tensor is missing, surplus, or has another shape.
     """
     wanted = {part.name: part.shape for _, parts in _parts_by_parameter(model, folder) for part in parts}
-    if _has_second_head(model, folder):  # saved although it is tied to the embedding; values are compared later
+    if _has_second_head(model, folder):  # a saved copy of the tied embedding; `read_weights` compares them
         wanted[TIED_HEAD] = tuple(model.hf.get_output_embeddings().weight.shape)
     for name, shape in wanted.items():
         entry = folder.tensors.get(name)
@@ -80,9 +80,9 @@ def read_weights(
     """Collective: fills the local shards from the folder's safetensors files.
 
     Args:
-        group: all ranks; None: a single process.
+        group: all ranks; None means a single process.
         device: device on which ranks exchange tensors.
-        read_by: with "first_rank", only rank 0 opens files, and broadcasts them in buckets of `BUCKET_BYTES`.
+        read_by: with "first_rank", only rank 0 opens files, and broadcasts their tensors in buckets of `BUCKET_BYTES`.
 
     Raises:
         ModelError: some rank met an unreadable file, a non-finite weight, or an `lm_head.weight` that differs from the
@@ -141,15 +141,15 @@ def _has_second_head(model: DecoderModel, folder: ModelFolder) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """Describes the part of a stored tensor that this rank keeps, in row-major order, and its destination."""
+    """Describes the part of a stored tensor that this rank keeps, in row-major order, and where its values go."""
 
     name: str
     values: torch.Tensor  # [numbers], a view of the shard; empty for an expert of another rank
     start: int  # index of the first number in the stored tensor
-    is_second_head: bool = False  # compare with the existing values instead of writing them
+    is_second_head: bool = False  # the stored values are compared with `values` instead of written to them
 
     def take(self, start: int, values: torch.Tensor) -> None:
-        """Copies this rank's part of numbers [start, start + len(values)) of the tensor, and checks it."""
+        """Takes this rank's part of `values`, the numbers [start, start + len(values)) of the tensor, and checks it."""
         first, end = max(start, self.start), min(start + len(values), self.start + len(self.values))
         if first >= end:
             return
@@ -158,7 +158,7 @@ class _Share:
             own.copy_(values)
             self.check(own)
             return
-        most = _BUFFER_BYTES // _ALIGNMENT  # pieces that are small enough to be converted
+        most = _BUFFER_BYTES // _ALIGNMENT  # largest piece to convert to another dtype at once
         pieces = zip(values.split(most), own.split(most), strict=True)
         if not all(torch.equal(stored.to(tied.device, tied.dtype), tied) for stored, tied in pieces):
             raise _wrong_tensor(
@@ -233,7 +233,7 @@ def _receive_shares(
     files: OpenTensors, shares: Sequence[_Share], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Collective: rank 0 reads every tensor, and each rank takes its shares."""
-    errors: list[Exception] = []  # kept until the end, because this rank must join all broadcasts
+    errors: list[Exception] = []  # raised only at the end, because this rank must join all broadcasts
     memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
     for pieces in _buckets(files, shares):
         try:
@@ -316,9 +316,9 @@ def _wrong_tensor(name: str, problem: str, hint: str) -> ModelError:
 
 # ---------------------------------------------------------------------- random weights
 #
-# They are drawn by transformers' own rules, with the same bits on every mesh: every rank draws the whole model on the
-# host, one decoder layer at a time, and keeps its own rows. The generator is seeded for every module from the run's
-# seed and the module's name, so no draw depends on earlier ones. Values are drawn in float32.
+# Weights are drawn by transformers' own initialisation rules, with the same bits on every mesh: every rank draws the
+# whole model on the host, one decoder layer at a time, and keeps its own rows. The generator is seeded for every module
+# from the run's seed and the module's name, so no draw depends on earlier ones. Values are drawn in float32.
 
 
 @torch.no_grad()
@@ -326,7 +326,7 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
     """Fills the local shards of `model` at random; no communication.
 
     Args:
-        model: sharded or not, its parameters in memory.
+        model: a sharded or whole model whose parameters are allocated.
         template: the same model, unsharded, with parameters on the meta device before and after the call.
         seed: the same on every rank.
 
@@ -334,7 +334,7 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
         ModelError: transformers has no rule for a parameter.
     """
     own_weights = dict(model.named_weights())
-    saved_state = torch.default_generator.get_state()  # the one that transformers' rules draw from
+    saved_state = torch.default_generator.get_state()  # transformers' rules draw from this generator
     try:
         for unit in _units(template, own_weights.keys()):
             _place(unit, "cpu")
@@ -356,11 +356,11 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
 
 
 def _units(template: DecoderModel, wanted: Container[str]) -> list[dict[str, nn.Module]]:
-    """Returns groups of modules by name, children before parents, that must be drawn together.
+    """Returns groups of modules that must be drawn together, as name -> module, children before parents.
 
-    A group is a decoder layer, because initialisation rules may change children but stay in their layer, or a single
-    module outside of the layers. The latter needs a parameter in `wanted`, so that a head that is tied to the embedding
-    is not drawn twice.
+    A group is a decoder layer or a single module outside of the layers. A layer is one group because the rule of a
+    module may also initialise its children. A module outside of the layers is included only if a parameter of it is in
+    `wanted`, so that a head that is tied to the embedding is not drawn twice.
     """
     layers = list(template.decoder_layers())
     units: list[dict[str, nn.Module]] = []
@@ -384,7 +384,7 @@ def _own_parameters(unit: dict[str, nn.Module]) -> list[tuple[str, nn.Parameter]
 
 
 def _place(unit: dict[str, nn.Module], device: str) -> None:
-    """Allocates new parameters for the unit on a device, filled with NaN to detect parameters that no rule draws."""
+    """Gives a unit new parameters on a device, filled with NaN so that parameters without a rule are detected."""
     for module in unit.values():
         for own_name, parameter in module.named_parameters(recurse=False):
             blank = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)

@@ -1,9 +1,10 @@
 """Adds LoRA adapters to a model, initialises them, and reads them from PEFT folders.
 
-A module with an adapter computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685), a
-module of experts does so for each expert (slimefsdp.models.lora_modules). A and B are parameters of the module that
+A module with an adapter computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685). A
+module of experts does this for each expert (slimefsdp.models.lora_modules). A and B are parameters of the module that
 holds W, so FSDP shards, gathers and reduces them with the unit of W, and sleep and checkpoints treat them like any
-parameter. FSDP requires equal dtypes only of a unit's trained parameters, and gathers frozen ones in their own dtype.
+parameter. FSDP requires equal dtypes only of a unit's trained parameters, and gathers frozen parameters in their own
+dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from slimefsdp.models.peft_folder import (
 )
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> the integer dtype
-# a keyword of lora.targets -> names of this part in transformers' decoder layers
+# keyword of lora.targets -> names of this submodule in the decoder layers of transformers
 _PARTS = {"attention": ("self_attn", "attn"), "mlp": ("mlp",)}
 _OTHER_MODEL = "name the model that the adapters were trained on as model.path"
 _HEADS = ("head", "lm_head")  # the keyword for the LM head, and its name in adapter folders
@@ -93,8 +94,8 @@ def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) ->
     """Fills the local shards of adapters: A uniform in +-1/sqrt(in_features), equal on every mesh, and B with 0.
 
     Args:
-        rank: the adapters' rank, if it is smaller than the model's matrices allow. The remaining rows of A are 0, and
-            stay 0 in training. None: the full rank.
+        rank: the adapters' rank, if it is smaller than that of the allocated matrices. The remaining rows of A are 0,
+            and stay 0 in training. None means the full rank.
     """
     for matrix in adapted_matrices(model):
         generator = torch.Generator().manual_seed(seed_of_module(seed, f"{matrix.name}.lora_A"))
@@ -114,7 +115,7 @@ def set_scale(model: DecoderModel, scale: float) -> None:
 class AdaptedMatrix(NamedTuple):
     """Describes a matrix with an adapter, or a stack of matrices, one for each expert."""
 
-    name: str  # name of the linear module, or of the stack
+    name: str  # name of the linear module, or of the parameter that is a stack
     weight: str  # name of the adapted parameter
     a: nn.Parameter  # [(experts,) rank, in_features]
     b: nn.Parameter  # [(experts,) out_features, rank]
@@ -153,10 +154,11 @@ def merged_rows(model: DecoderModel) -> dict[str, Callable[[], torch.Tensor]]:
 def base_digest(model: DecoderModel, group: dist.ProcessGroup | None) -> str:
     """Collective: returns a digest of the bits of all weights that are frozen under adapters, equal on every mesh.
 
-    It is computed from the sum of each weight's elements, read as integers; sums do not depend on the sharding.
+    It is computed from the sum of each weight's elements, whose bits are read as integers; sums do not depend on the
+    sharding.
 
     Args:
-        group: the ranks that share a copy of the model; None: this process has the whole model.
+        group: the ranks that share a copy of the model; None means that this process has the whole model.
     """
     named = [(name, parameter) for name, parameter in model.named_weights() if not parameter.requires_grad]
     sums = []
@@ -172,7 +174,7 @@ def base_digest(model: DecoderModel, group: dist.ProcessGroup | None) -> str:
 
 @contextmanager
 def adapters_off(model: DecoderModel) -> Iterator[None]:
-    """Within the block, the model computes without its adapters, bit-equal to a model that has none."""
+    """Within the block, the model computes without its adapters, bit-equal to a model without adapters."""
     modules = list(adapted_modules(model).values())
     for module in modules:
         module.is_on = False
@@ -189,7 +191,7 @@ class _Target(NamedTuple):
 
 
 def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
-    """Returns the targets that `lora.targets` selects, in model order.
+    """Returns name -> target for all modules and stacks that `lora.targets` selects, in model order.
 
     Keys are the names of linear modules, or of the parameters that are stacks of experts.
 
@@ -258,9 +260,10 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
 
 
 def _is_meant(module: nn.Module, stacks: Collection[str]) -> bool:
-    """Returns whether the keyword `attention` or `mlp` selects a module: one with a matrix, unlike norms and sinks.
+    """Returns whether the keywords `attention` and `mlp` include a module: it must have a matrix, as norms have not.
 
-    In a mixture of experts it selects only linear modules, like peft's all-linear: neither experts nor routers.
+    In a mixture of experts the keywords include only linear modules, like peft's all-linear: neither experts nor
+    routers.
     """
     if stacks:
         return isinstance(module, nn.Linear)
@@ -293,8 +296,8 @@ def add_adapters_of(
         base: the model's folder, for errors.
 
     Raises:
-        ModelError: a tensor belongs to no module of the model or has another shape, or a tensor of a module that
-            target_modules selects is missing.
+        ModelError: a tensor belongs to no module of the model or has another shape, or the folder lacks a tensor of a
+            module that its target_modules select.
         ConfigError: see `add_adapters`; or lora.targets selects other modules than the folder has tensors for.
     """
     check_is_of(folder, model, base)
@@ -332,7 +335,8 @@ def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
     in_folder = folder.stacks
     for owner in sorted(in_folder.keys() | in_model.keys()):
         wanted, module = folder.parameters_of(owner), in_model.get(owner)
-        # not by get_parameter, because a forward in another thread may have replaced the attribute by the sum
+        # not by get_parameter, because a forward in another thread may have replaced the attribute by W + (alpha /
+        # rank) B A
         parameters = {} if module is None else dict(module.named_parameters(recurse=False))
         known = [] if module is None else stacks_of(module)
         if owner in in_folder and set(wanted) - set(known):
@@ -369,8 +373,7 @@ def read_adapters(
     """Collective: fills the local shards of A and B from the folder's file.
 
     Args:
-        base: the model's folder, for errors.
-        read_by: see `slimefsdp.models.load_weights.read_weights`.
+        base: the model's folder, for errors. read_by: see `slimefsdp.models.load_weights.read_weights`.
 
     Raises:
         ModelError: a value is not finite, the file cannot be read, or the folder's metadata records other base weights;
@@ -402,7 +405,7 @@ def fill_matrices(
     stacked: list[tuple[str, nn.Parameter]] = []
     for matrix in matrices:
         module = inside.get(matrix.name, matrix.name)
-        named.append((tensor_name(module, "A"), matrix.a))  # rows are in the file's order, also those of a stack
+        named.append((tensor_name(module, "A"), matrix.a))  # the rows of A have the file's order, also in a stack
         (stacked if matrix.is_stack else named).append((tensor_name(module, "B"), matrix.b))
     try:
         read_tensors(named, folder.tensors, group, device=device, read_by=read_by)
@@ -418,18 +421,18 @@ def fill_matrices(
 
 
 def check_base_weights(folder: PeftFolder, dtype: torch.dtype, digest: Callable[[], str], base: Path) -> None:
-    """Checks that a folder's adapters were trained on the model's base weights, if the folder records these.
+    """Checks that a folder's adapters were trained on the model's base weights, if the folder records their digest.
 
     Args:
-        dtype: of the base weights.
-        digest: computes the model's `base_digest`; called only if the folder has one to compare with.
+        dtype: dtype of the base weights.
+        digest: computes the model's `base_digest`; called only if the folder records a digest in this dtype.
         base: the model's folder, for errors.
 
     Raises:
         ModelError: the adapters were trained on other base weights.
     """
     name, recorded = str(dtype).removeprefix("torch."), folder.metadata.get(BASE_DIGEST)
-    if recorded is None or folder.metadata.get(BASE_DTYPE) != name:  # the bits of other dtypes cannot be compared
+    if recorded is None or folder.metadata.get(BASE_DTYPE) != name:  # digests of different dtypes cannot be compared
         return
     if (digest_of_model := digest()) != recorded:
         raise ModelError(

@@ -15,7 +15,7 @@ from slimefsdp.distributed.mesh import local_shard
 
 
 class LoraLinear(nn.Linear):
-    """A linear module with an adapter, which has no effect at first because B is 0.
+    """A linear module with an adapter; the adapter has no effect at first because B is 0.
 
     Args:
         linear: the module whose weight and bias are used.
@@ -56,10 +56,10 @@ class LoraLinear(nn.Linear):
 class LoraExperts(nn.Module):
     """A mixin that `add_to_experts` puts before the class of a module of experts.
 
-    Each forward computes W + (alpha / rank) B A, [experts, ..], for each adapted stack, and puts it in the place of W
-    while the module computes. This works with every implementation of experts. The sum is as large as the stack and
-    lives until backward has used it, unless the layer is recomputed. In half precision (alpha / rank) B is rounded
-    first, and then the sum.
+    Each forward computes W + (alpha / rank) B A, [experts, ..], for each adapted stack of expert weights, and replaces
+    W by this sum while the module computes. This works with every implementation of experts. The sum is as large as the
+    stack and lives until backward has used it, unless the layer is recomputed. In half precision (alpha / rank) B is
+    rounded first, and then the sum.
     """
 
     stacks: tuple[str, ...]  # names of the adapted parameters, in the module's order
@@ -112,9 +112,9 @@ def stacks_of(module: nn.Module) -> list[str]:
 
 @cache
 def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of experts with adapters, under the original name, which fsdp.wrap refers to.
+    """Returns the subclass with adapters of a class of experts; it has the same name, which fsdp.wrap refers to.
 
-    It is cached because a compiler recompiles for every new class.
+    The result is cached because torch.compile recompiles for every new class.
     """
     return type(kind.__name__, (LoraExperts, kind), {})
 

@@ -1,11 +1,12 @@
 """Reads a folder of LoRA adapters written by peft, and refuses adapters that cannot be trained exactly as saved.
 
 The folder has adapter_config.json, and adapter_model.safetensors with an A and a B for every module with an adapter.
-The tensors decide which modules have adapters; target_modules and the keys that narrow it must agree with them. Stacks
-of experts are named by target_parameters. peft wraps the module of experts once for every stack, the last parameter
-outermost, and tensors are named after the wrappers. Their A is [experts * rank, in], their B is [out, rank * experts].
-As in `slimefsdp.models.hf_folder`, only the standard library is imported, only headers are read, and nothing is
-trusted. Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+The tensors decide which modules have adapters; target_modules and the keys that narrow it must agree with the tensors.
+A stack is a parameter that holds one matrix for each expert; target_parameters names the adapted stacks. peft wraps the
+module of experts once for every stack, the last parameter outermost, and tensors are named after the wrappers. The A of
+a stack is [experts * rank, in], its B is [out, rank * experts]. As in `slimefsdp.models.hf_folder`, torch is not
+imported, only headers are read, and nothing in a folder is trusted. Format:
+https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class PeftFolder:
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
-        """Returns linear modules with an adapter -> the (rows, columns) that their weights must have."""
+        """Returns name -> (rows, columns) of the weight, for the linear modules with an adapter."""
         names = sorted({_matched(name)[1] for name in self.tensors})
         names = [name for name in names if not self.parameters_of(_unwrapped(name)[0])]
         return {
@@ -69,25 +70,25 @@ class PeftFolder:
 
     @property
     def stacks(self) -> dict[str, list[str]]:
-        """Returns modules of experts with adapters -> the adapted parameters, unordered."""
+        """Returns name -> adapted parameters in alphabetical order, for the modules of experts with adapters."""
         owners = sorted({_unwrapped(_matched(name)[1])[0] for name in self.tensors})
         return {owner: parameters for owner in owners if (parameters := self.parameters_of(owner))}
 
     @property
     def targets(self) -> list[str]:
-        """Returns the adapted modules and stacks, as names for lora.targets."""
+        """Returns the names, for lora.targets, of the adapted linear modules and of the adapted stacks of experts."""
         stacks = [f"{owner}.{parameter}" for owner, parameters in self.stacks.items() for parameter in parameters]
         return [*self.modules, *stacks]
 
     def parameters_of(self, module: str) -> list[str]:
-        """Returns the parameters of a module that target_parameters names."""
+        """Returns the names of a module's parameters that target_parameters lists."""
         keys = [key.rpartition(".") for key in self.config.get("target_parameters") or ()]
         return sorted({own for owner, _, own in keys if module == owner or module.endswith(f".{owner}")})
 
     def chooses(self, module: str) -> bool:
-        """Returns whether target_modules and the keys that narrow it select a linear module, by peft's own rule.
+        """Returns whether target_modules, and the keys that narrow it, select a linear module by peft's own rule.
 
-        Under `all-linear` the result is True for every module; the caller must leave the head out.
+        Under `all-linear` the result is True for every module, so the caller must exclude the head.
         """
         excluded = self.config.get("exclude_modules")
         if excluded and _is_one_of(module, excluded):
@@ -117,10 +118,10 @@ class PeftFolder:
         return False
 
     def check_room(self, rank: int, targets: Collection[str]) -> None:
-        """Checks that adapters of this rank or a smaller one are those of some of these modules and stacks of experts.
+        """Checks that the adapters have at most this rank, and belong only to these modules and stacks of experts.
 
         Raises:
-            ModelError: the folder's rank is larger, or it has an adapter of something else.
+            ModelError: the adapters have a larger rank, or belong to another module or stack.
         """
         if self.rank > rank:
             raise ModelError(
@@ -134,14 +135,14 @@ class PeftFolder:
             )
 
     def check_base(self, shapes: Mapping[str, Sequence[int]], base: Path) -> None:
-        """Checks that a model has the linear modules of these adapters; `check_is_of` also checks experts.
+        """Checks that a model has the adapted linear modules; `slimefsdp.models.lora.check_is_of` also checks experts.
 
         Args:
             shapes: names of weights -> (rows, columns, ..).
             base: the model's folder, for errors.
 
         Raises:
-            ModelError: the model lacks the module of a tensor or has it in another shape, or the adapters' rank exceeds
+            ModelError: the model lacks an adapted module, the module has another shape, or the adapters' rank exceeds
                 the rank of a matrix.
         """
         for module, (rows, columns) in self.modules.items():
@@ -171,7 +172,7 @@ def stack_modules(stacks: Iterable[str]) -> dict[str, str]:
     """Returns for each stack of experts the module name that peft uses in tensor names.
 
     Args:
-        stacks: full names of parameters; those of one module in the module's order.
+        stacks: full names of parameters; the stacks of one module have the module's order.
     """
     by_owner: dict[str, list[str]] = {}
     for stack in stacks:
@@ -229,7 +230,7 @@ def _read(path: Path) -> PeftFolder:
 
 
 def _config_problems(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields the keys whose values cannot be honoured, what is wrong with each, and the way out."""
+    """Yields (key, what is wrong with its value, the way out) for each key that is not supported."""
 
     def are_texts(value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -335,7 +336,7 @@ def _check_tensors(folder: PeftFolder, file: Path) -> None:
 
 
 def _check_stacks(folder: PeftFolder, file: Path) -> None:
-    """Checks that there are tensors for all parameters in target_parameters."""
+    """Checks that every parameter in target_parameters has tensors."""
     stacks = [f".{owner}.{parameter}" for owner, parameters in folder.stacks.items() for parameter in parameters]
     for key in folder.config.get("target_parameters") or ():
         if not any(stack.endswith(f".{key}") for stack in stacks):

@@ -1,1 +1,1 @@
-"""Observation of a run: metrics log, progress table, curves, profiles, comparison of replicas."""
+"""Observes a run: metrics log, progress table, curves, profiles, comparison of replicas."""

@@ -1,6 +1,6 @@
-"""Draws one picture of a run, with a panel for each aspect that has metrics.
+"""Draws a picture of a run's metrics, with a panel for each topic.
 
-`RunCurves` draws it from a run's metrics.jsonl, during the run and at its end.
+`RunCurves` draws the picture from the run's metrics.jsonl, during the run and at its end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from slimefsdp.monitoring.metrics_log import METRICS_FILE, read_metrics
 Row = Mapping[str, float | None]
 
 _COLUMNS = 3
-_NO_SHARES = re.compile(r"(^|/)(loss|chosen|rejected|margins)$")  # not shares, even if all values are between 0 and 1
-_DIFFERENCE = "largest |log-prob difference|, nats"  # drawn on a symmetric log scale, since values may be 0 or tiny
+_NO_SHARES = re.compile(r"(^|/)(loss|chosen|rejected|margins)$")  # no shares, even if all values are in [0, 1]
+_DIFFERENCE = "largest |log-prob difference|, nats"  # has a symmetric log scale, since values may be 0 or tiny
 _BYTES = EngFormatter("B", places=1)
 _BAND = re.compile(r"(.*pass@\d+)_(low|high)")
-_DRAWING_SHARE = 0.01  # the share of a run's time that drawing may take
+_DRAWING_SHARE = 0.01  # largest share of a run's time for drawing
 CURVES = "curves.png"
 
 # heading, unit, and the name of each metric's line; a unit that begins with "share" is shown in percent
@@ -55,7 +55,7 @@ _STEP_PANELS: tuple[tuple[str, str, dict[str, str]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The finite values of one metric and their steps, both [points]."""
+    """Holds the finite values of one metric and their steps; both are [points]."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -63,20 +63,20 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A set of axes of the picture."""
+    """Describes one panel of the picture."""
 
     heading: str
     unit: str
     lines: Mapping[str, Series]  # by their names in the legend
     bands: Mapping[str, tuple[Series, Series]] = field(
         default_factory=dict
-    )  # lower and upper bounds, by name of a line
-    is_evaluation: bool = False  # there are few points, so draw markers and no running mean
-    is_stacked: bool = False  # the lines are parts of a whole
+    )  # name of a line -> its lower and upper bounds
+    is_evaluation: bool = False  # a panel of few points, which has markers and no running mean
+    is_stacked: bool = False  # the lines are parts of a sum
 
     @property
     def is_share(self) -> bool:
-        """Returns whether values lie between 0 and 1 and are shown in percent."""
+        """Returns whether the values are in [0, 1], and thus shown in percent."""
         return self.unit.startswith("share")
 
 
@@ -84,10 +84,10 @@ def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Se
     """Writes the run's curves as a PNG; the file at `path` is replaced atomically.
 
     Args:
-        rows: rows as returned by `read_metrics`; None, NaN and infinities are left out of the lines.
-        path: the PNG; its folder is made if it is missing.
+        rows: rows as returned by `read_metrics`; None, NaN and infinities are not drawn.
+        path: the PNG to write; its folder is created if it is missing.
         title: one line above the panels.
-        heldout_sets: names of held-out sets, whose metrics eval/NAME/.. get panels of their own; all other metrics
+        heldout_sets: names of held-out sets. The metrics eval/NAME/.. of each get their own panels; all other metrics
             eval/.. belong to the set without a name.
     """
     series = {name: series_of(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
@@ -97,7 +97,7 @@ def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Se
     height = max(1, -(-len(panels) // columns))
     figure = Figure(figsize=(4.5 * columns, 2.9 * height + 0.7), layout="constrained")
     FigureCanvasAgg(figure)
-    # parse_math is off for all texts with names that users chose, where a `$` is a dollar sign
+    # parse_math is off for texts with names that users chose, so that `$` is a dollar sign
     figure.suptitle(title, fontweight="bold", parse_math=False)
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(height, columns, index + 1)
@@ -114,15 +114,15 @@ def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Se
 
 
 class RunCurves:
-    """Keeps `curves.png` of a run up to date while the run goes on, and draws it when the run ends.
+    """Redraws `curves.png` of a run during the run and at its end.
 
-    A picture that cannot be drawn is reported on stderr once, and the run goes on.
+    If drawing fails, this is reported on stderr once, and the run continues.
 
     Args:
         run_dir: the folder of metrics.jsonl and of the picture.
-        algorithm: part of the title, after the folder's name.
-        heldout_sets: as in `draw_curves`.
-        clock: returns monotonic seconds.
+        algorithm: second part of the title; the first is the folder's name.
+        heldout_sets: see `draw_curves`.
+        clock: returns seconds that only increase.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class RunCurves:
         self._has_reported = False
 
     def draw_if_due(self) -> None:
-        """Draws after the first step, and then seldom enough that drawing takes at most 1 % of the time."""
+        """Draws after the first step, and later at intervals such that drawing takes at most 1 % of the time."""
         if self._clock() < self._next_s:
             return
         began = self._clock()
@@ -144,12 +144,12 @@ class RunCurves:
         self._next_s = now + (now - began) / _DRAWING_SHARE
 
     def draw(self) -> None:
-        """Draws all rows of metrics.jsonl; does nothing if there are none."""
+        """Draws all rows of metrics.jsonl; does nothing if it has none."""
         try:
             rows = read_metrics(self._run_dir) if (self._run_dir / METRICS_FILE).exists() else []
             if rows:
                 draw_curves(rows, self._run_dir / CURVES, title=self._title, heldout_sets=self._heldout_sets)
-        except Exception as error:  # looking at a run must not end it
+        except Exception as error:  # a failing picture must not end the run
             if not self._has_reported:
                 problem = f"{self._run_dir / CURVES} could not be drawn ({error}); the run goes on"
                 print(problem, file=sys.stderr, flush=True)
@@ -157,23 +157,23 @@ class RunCurves:
 
 
 def series_of(rows: Sequence[Row], name: str) -> Series:
-    """Returns the finite values of a metric by step; of a step that was written twice, the last value."""
+    """Returns the finite values of a metric by step. If a step was written several times, its last value counts."""
     values = {row["step"]: value for row in rows if (value := row.get(name)) is not None and math.isfinite(value)}
     points = np.array(sorted(values.items()), dtype=np.float64).reshape(-1, 2)
     return Series(points[:, 0], points[:, 1])
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Returns the mean over the points within `window // 2` of each point, fewer at the ends; [points]."""
+    """Returns for each point the mean over all points that are at most `window // 2` positions away; [points]."""
     reach = window // 2
     inside = slice(reach, reach + len(values))
-    # a difference of cumulative sums would lose all later digits to a single exploded gradient norm
+    # with cumulative sums, a single huge value would erase the digits of all later means
     sums = np.convolve(values, np.ones(2 * reach + 1))[inside]
     return sums / np.convolve(np.ones_like(values), np.ones(2 * reach + 1))[inside]
 
 
 def panels_of(series: Mapping[str, Series], heldout_sets: Sequence[str] = ()) -> Iterator[Panel]:
-    """Yields the panels that have data: results first, then the health of the training, then its cost."""
+    """Yields the panels that have data: first results, then the health of training, then its cost."""
     held_out = {name.removeprefix("eval/"): line for name, line in series.items() if name.startswith("eval/")}
     for heldout_set in filter(None, heldout_sets):
         own = [name for name in held_out if name.startswith(f"{heldout_set}/")]
@@ -182,14 +182,14 @@ def panels_of(series: Mapping[str, Series], heldout_sets: Sequence[str] = ()) ->
     yield from _held_out_panels(held_out, "")
     for heading, unit, names in _STEP_PANELS:
         lines = {label: series[name] for name, label in names.items() if name in series}
-        if any(line.values.any() for line in lines.values()):  # an all-zero line shows nothing, such as no clipping
+        if any(line.values.any() for line in lines.values()):  # an all-zero line, such as of no clipping, shows nothing
             yield Panel(heading, unit, lines)
     if parts := _seconds_of_parts(series):
         yield Panel("Where the time goes", "seconds per step", parts, is_stacked=True)
 
 
 def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
-    """Yields the panels of one held-out set: one for all shares, and one for each other metric."""
+    """Yields the panels of one held-out set: a common panel for all shares, and a panel for each other metric."""
     bounds = {name: held_out.pop(name) for name in list(held_out) if _BAND.fullmatch(name)}
     held_out = {name: line for name, line in held_out.items() if not name.startswith("ended_by_")}
     shares = {
@@ -206,7 +206,7 @@ def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
 
 
 def _seconds_of_parts(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Returns the seconds of each part; `other` is the rest of `seconds/step`."""
+    """Returns the seconds of each part of a step; `other` is the rest of `seconds/step`."""
     names = [name for name in series if name.startswith("seconds/") and name != "seconds/step"]
     if not names:
         return {}
@@ -225,7 +225,7 @@ def _seconds_of_parts(series: Mapping[str, Series]) -> dict[str, Series]:
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
-    """Draws the lines, and a legend with their last values; for stacked parts, with the medians of nonzero values."""
+    """Draws the lines, and a legend with their last values, or for stacked lines their medians of nonzero values."""
     axes.set_title(panel.heading, loc="left", fontsize=10, parse_math=False)
     axes.set_ylabel(panel.unit)
     axes.grid(alpha=0.3)
@@ -236,7 +236,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
             for name, values in zip(panel.lines, stack, strict=True)
         ]
         axes.stackplot(steps, *stack, labels=labels, step="mid")
-        # the slow first step must not flatten all others
+        # without this limit the slow first step would flatten all other steps
         axes.set_ylim(0, 1.3 * float(np.quantile(np.sum(stack, axis=0), 0.95)) or 1)
     for label, line in ({} if panel.is_stacked else panel.lines).items():
         values = line.values

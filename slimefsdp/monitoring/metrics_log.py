@@ -1,7 +1,7 @@
-"""Writes the metrics of a run to metrics.jsonl, to TensorBoard and, if asked, to wandb.
+"""Writes the metrics of a run to metrics.jsonl, to TensorBoard and optionally to wandb.
 
-metrics.jsonl is the record; the other two show the same numbers. A line is
-{"step": .., "time": seconds since the epoch, ..}; a step may have several lines.
+Only metrics.jsonl is read again; TensorBoard and wandb show the same numbers. A line is {"step": .., "time": seconds
+since the epoch, ..}; a step may have several lines.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from slimefsdp.io.user_files import open_plain, read_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-WANDB_ID = "wandb_id"  # a file with the id of the run at Weights & Biases
+WANDB_ID = "wandb_id"  # name of the file with the run's id at Weights & Biases
 
 
 class MetricsLog:
-    """Appends the metrics of a run to its files. Only one process may write to a run folder.
+    """Appends metrics to the files of a run. Only one process may write to a run folder.
 
-    A line torn by an earlier process that died is removed on opening, so that the next line is complete.
+    The constructor removes an incomplete last line, which an earlier process left when it died.
 
     Args:
-        run_dir: the run folder; made if it is missing.
-        wandb: arguments of `wandb.init` to also log to Weights & Biases; None: do not. The id of the wandb run is kept
+        run_dir: the run folder; created if it is missing.
+        wandb: arguments of `wandb.init`; None means no logging to Weights & Biases. The id of the wandb run is stored
             in the run folder.
-        resumes: whether to continue the wandb run with that id, instead of beginning another one.
+        resumes: whether to continue the wandb run with the stored id; otherwise a new wandb run is started.
 
     Raises:
         ConfigError: wandb is not installed, or does not start.
         ResourceError: the folder cannot be written.
-        CheckpointError: metrics.jsonl has a damaged line before its last.
+        CheckpointError: a line of metrics.jsonl before the last is damaged.
     """
 
     def __init__(self, run_dir: Path, *, wandb: Mapping[str, Any] | None = None, resumes: bool = False) -> None:
@@ -68,17 +68,17 @@ class MetricsLog:
                 stack.callback(self._scalars.close)
                 stack.callback(self._lines.close)
         except ResourceError:
-            if error is None:  # otherwise it would hide the error that ended the run, and may even be the same
+            if error is None:  # the error that ended the run must not be hidden by this one
                 raise
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Appends one line for `step` and flushes it; a step may be written several times.
+        """Appends a line for `step` and flushes it; a step may have several lines.
 
         NaN and infinities become null in metrics.jsonl, since strict JSON readers would refuse them. TensorBoard and
         wandb get them unchanged.
 
         Raises:
-            ResourceError: the disk is full or fails; a later line still begins after a complete one.
+            ResourceError: the disk is full or fails; later calls still write whole lines.
         """
         assert not metrics.keys() & {"step", "time"}, "these two names belong to the log itself"
         numbers = {name: float(value) for name, value in metrics.items()}
@@ -93,10 +93,10 @@ class MetricsLog:
             self._wandb_run.log({**numbers, "step": step})
 
     def truncate_after(self, step: int) -> None:
-        """Removes all later steps, as if the run had ended after `step`; a resumed run calls this first.
+        """Removes all steps after `step`; a resumed run calls this first.
 
-        metrics.jsonl is replaced atomically, and TensorBoard is told to drop the points. wandb cannot remove steps: it
-        keeps the later ones, and gets them again from the resumed run.
+        metrics.jsonl is replaced atomically, and TensorBoard is told to ignore the later points. wandb cannot remove
+        steps, so it keeps the later steps, and receives them again from the resumed run.
         """
         self._lines.close()
         self._keep_lines(step)
@@ -115,16 +115,16 @@ class MetricsLog:
         temporary.replace(self._path)
 
     def _open_scalars(self, *, purge_step: int | None) -> None:
-        # imported here, since it takes a second and readers of metrics do not need it
+        # imported here, since the import takes a second and readers of metrics do not need it
         from torch.utils.tensorboard import SummaryWriter
 
         self._scalars: Any = SummaryWriter(str(self._run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
-    """Returns the rows of a run's metrics.jsonl in their order; None stands for NaN and infinities.
+    """Returns the rows of a run's metrics.jsonl in their order; NaN and infinities are None.
 
-    An incomplete last line is left out: its writer was killed, or is still writing it.
+    An incomplete last line, whose writer was killed or is still writing, is left out.
 
     Raises:
         ConfigError: the folder has no readable metrics.jsonl.
@@ -140,11 +140,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """Returns each complete line without its end, and its row; leaves out an incomplete last line."""
+    """Returns (line without line end, row) for each complete line; leaves out an incomplete last line."""
     with open_plain(path) as file:
         lines = file.read().removesuffix(b"\n").split(b"\n")
     rows = [_row(line) for line in lines]
-    if rows[-1] is None:  # a part of a row has no closing brace, so it is never taken for a row
+    if rows[-1] is None:  # part of a row has no closing brace, so it cannot be parsed as a row
         del lines[-1], rows[-1]
     whole = [(line, row) for line, row in zip(lines, rows, strict=True) if row is not None]
     if len(whole) < len(rows):
@@ -165,7 +165,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _begin_wandb_run(arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
-    """Begins or continues the wandb run of this folder; its curves have the metric `step` as their x axis."""
+    """Starts or continues the wandb run of this folder, whose curves have the metric `step` as their x axis."""
     file = run_dir / WANDB_ID
     with disk_reported(run_dir):
         known = read_plain(file, 1000).decode(errors="replace").strip() if resumes and file.exists() else ""
@@ -174,14 +174,14 @@ def _begin_wandb_run(arguments: Mapping[str, Any], run_dir: Path, *, resumes: bo
     try:
         import wandb
 
-        # "allow": a run that began offline and was not sent yet is unknown to the server
+        # "allow": the server does not know a run that was logged offline and not sent yet
         run = wandb.init(**arguments, id=run_id, resume="allow", dir=str(run_dir))
-    except Exception as error:  # its type depends on the cause: not installed, no key, no such project, no network
+    except Exception as error:  # wandb raises many types: not installed, no key, no such project, no network
         raise ConfigError(
             f"wandb did not start: {error}",
             field="run.wandb_project",
             hint="install the `wandb` extra, `wandb login`, set WANDB_MODE=offline, or leave the setting out",
         ) from error
-    # wandb's own step count refuses the steps that a resumed run takes again
+    # wandb's own step count would refuse steps that a resumed run repeats
     run.define_metric("*", step_metric="step")
     return run

@@ -1,9 +1,9 @@
-"""Profiles chosen updates: a trace of every rank, its compute, communication and idle time, and collectives by phase.
+"""Profiles chosen updates: traces, compute, communication and idle time of every rank, and collectives by phase.
 
-Phases are named in every update (`phase`), for torch's profiler and for tools that read NVTX ranges.
+`phase` names the phases of every update, for torch's profiler and for tools that read NVTX ranges.
 
-Updates are chosen by their number since the first one of the run, so that all ranks profile the same ones and a resumed
-run continues the count. Nothing is recorded of other updates.
+Updates are chosen by number, counted from the first update of the run, so all ranks profile the same updates and a
+resumed run continues the count. Other updates are not recorded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from slimefsdp.distributed.collectives import gathered, run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh
 
-# prefixes of collectives, sends and receives of the host in a trace; on a GPU they are NCCL kernels
+# prefixes of collectives, sends and receives on the host in a trace; GPUs run NCCL kernels instead
 _HOST_COMMUNICATION = ("gloo:", "nccl:", "c10d::", "_c10d_functional::")
-# prefixes of operators that only call others, such as hooks with collectives
+# prefixes of operators that only call other operators, such as hooks with collectives
 _HOST_CONTAINERS = ("autograd::", "torch::")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_MEMORY_EVENTS = 1_000_000  # number of newest events of CUDA's allocator to keep
+_MEMORY_EVENTS = 1_000_000  # number of events of CUDA's allocator to keep; older events are dropped
 _PHASE = "slimefsdp::"  # prefix of the annotation of a phase
 _OTHER = "other"
 # part of an operator's or kernel's name, without underscores -> the collective
@@ -46,21 +46,21 @@ _COLLECTIVES = {
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Names the code inside of it for torch's profiler, and on CUDA as an NVTX range; it costs some microseconds."""
+    """Names the block for torch's profiler, and on CUDA as an NVTX range; this takes some microseconds."""
     with record_function(_PHASE + name), torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext():
         yield
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The wall-clock seconds of one rank in an update; compute, exposed and idle add up to the whole."""
+    """Holds the wall-clock seconds of a rank in an update, and its parts; compute, exposed and idle add up to it."""
 
     seconds: float
-    compute: float  # with at least one operator running: a kernel on a GPU, an operator on a CPU
-    communication: float  # with at least one collective or message in flight
-    exposed: float  # the part of communication during which nothing was computed
-    peak_bytes: int | None = None  # of tensors: all on a GPU, those made in the update on a CPU; None: not recorded
-    # (phase, collective) -> seconds with at least one such collective in flight that began in the phase
+    compute: float  # time with at least one running kernel (GPU) or operator (CPU)
+    communication: float  # time with at least one collective or message in flight
+    exposed: float  # part of `communication` without concurrent compute
+    peak_bytes: int | None = None  # of all tensors (GPU) or of those made in the update (CPU); None if not recorded
+    # (phase, collective) -> seconds with at least one such collective in flight that was started in the phase
     by_phase: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
@@ -69,15 +69,15 @@ class Shares:
 
 
 class UpdateProfiler:
-    """The profiler of one rank.
+    """Profiles chosen updates on one rank.
 
     Args:
         updates: the numbers of the updates to profile; 1 is the first update of a run.
         folder: the folder of traces and tables; the same on every rank.
-        mesh: the mesh whose ranks take the updates.
-        with_memory: also records every allocation, in the traces and as a snapshot of CUDA's allocator.
-        record_shapes, with_stack: as in `torch.profiler.profile`; adds the shapes of operators' inputs, and the Python
-            frames that called them.
+        mesh: the mesh of the ranks that train.
+        with_memory: whether to record every allocation, in the traces and as a snapshot of CUDA's allocator.
+        record_shapes, with_stack: see `torch.profiler.profile`; whether to record the shapes of operators' inputs, and
+            the calling Python frames.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class UpdateProfiler:
         }
 
     def profiled(self, update: int) -> AbstractContextManager[None]:
-        """Returns a context to take update number `update` in; it is collective, and does nothing for other updates.
+        """Returns a collective context for update number `update`, which profiles the update if it is a chosen one.
 
-        If a rank cannot write its trace, it only warns, since training does not need the profile.
+        If a rank cannot write its trace, this only warns, since training does not need the profile.
         """
         return self._recorded(update) if update in self._updates else nullcontext()
 
@@ -122,7 +122,7 @@ class UpdateProfiler:
                         torch.cuda.synchronize()
             finally:
                 profiler.stop()
-            # all ranks get here or none does, since an update fails on all of them
+            # an update fails on all ranks or on none, so all ranks reach this line or none does
             written = run_together(lambda: self._written(profiler, update, name), group)
         by_rank = gathered(written, group)
         run_on_first(lambda: self._report(update, name, by_rank), group)
@@ -144,12 +144,12 @@ class UpdateProfiler:
         return self._folder / f"update_{update:06d}"
 
     def _written(self, profiler: profile, update: int, name: str) -> Shares | str:
-        """Writes the rank's trace and returns its shares, or why it could not be written; leaves no incomplete file."""
+        """Writes the rank's trace and returns its shares, or the reason if writing fails; leaves no incomplete file."""
         of_rank = f"{self._stem(update)}_rank{dist.get_rank(self._mesh.group)}"
         plain, packed, memory = (Path(f"{of_rank}{end}") for end in (".json", ".json.gz", "_memory.pickle"))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(plain))  # its own compression is slower, since it goes line by line
+            profiler.export_chrome_trace(str(plain))  # torch's own compression, line by line, is slower
             trace = plain.read_bytes()
             events = json.loads(trace)["traceEvents"]
             packed.write_bytes(gzip.compress(trace, compresslevel=3))
@@ -161,7 +161,7 @@ class UpdateProfiler:
                     file.unlink()
             return str(error)
         finally:
-            with suppress(OSError):  # the folder cannot be written
+            with suppress(OSError):  # raised if the folder is read-only
                 plain.unlink()
         return shares_of_trace(events, name)
 
@@ -176,7 +176,7 @@ def _allocator_history() -> Iterator[None]:
 
 
 def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
-    """Returns how the time of one annotated span was spent.
+    """Returns the shares of compute and communication in the time of one annotated span.
 
     Args:
         events: `traceEvents` of a Chrome trace of torch's profiler; times are in microseconds.
@@ -207,10 +207,10 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
 
 
 def _phase_finder(timed: Sequence[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], str]:
-    """Returns a function that finds the phase of an update in which an event began, by the time on the host."""
+    """Returns a function event -> phase of the update in which the host launched the event."""
     named = [event for event in timed if event.get("cat") == "user_annotation" and event["name"].startswith(_PHASE)]
     spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(_PHASE)) for event in named)
-    # kernels run later than their launch on the host; both events have the same correlation number
+    # a kernel runs later than its launch on the host; the two events have the same correlation number
     launches = {
         event["args"]["correlation"]: event["ts"]
         for event in timed
@@ -231,7 +231,7 @@ def _collective(name: str) -> str:
 
 
 def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
-    """Returns the shares of every rank as lines of text; compute, exposed and idle add up to 100 %."""
+    """Returns the shares of all ranks as a table; compute, exposed and idle add up to 100 %."""
     lines = [title, "rank   seconds  compute  communication  of it exposed     idle   peak MB"]
     for rank, shares in enumerate(by_rank):
         parts = [shares.compute, shares.communication, shares.exposed, shares.idle]
@@ -243,7 +243,7 @@ def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
 
 
 def _phase_lines(by_rank: Sequence[Shares]) -> list[str]:
-    """Returns a line with the communication of each phase, as means over ranks; none if there was none."""
+    """Returns a title and a line with the communication of each phase, as means over ranks; [] if there was none."""
     by_phase: dict[str, list[str]] = defaultdict(list)
     for name, collective in dict.fromkeys(key for shares in by_rank for key in shares.by_phase):
         share = fmean(shares.by_phase.get((name, collective), 0.0) / shares.seconds for shares in by_rank)
@@ -271,7 +271,7 @@ def _peak_bytes(events: Iterable[Mapping[str, Any]], on_device: bool) -> int | N
     if not changes:
         return None
     first = min(changes, key=lambda event: float(event["ts"]))["args"]
-    # on a CPU only differences of the total are valid, since it includes tensors that earlier profiles saw and kept
+    # a CPU's total includes tensors from earlier profiles, so only differences from the first value are valid
     before = 0 if on_device else first["Total Allocated"] - first["Bytes"]
     return max(int(event["args"]["Total Allocated"]) for event in changes) - int(before)
 

@@ -14,15 +14,15 @@ from typing import TextIO
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A value in the line of a step: its title, the name of its metric, and its number format."""
+    """Describes a value in the line of a step: its title, metric and number format."""
 
     title: str
     metric: str
     spec: str = ".3f"
-    instead: str | None = None  # the metric to show in steps without the main one
+    instead: str | None = None  # the metric to show in steps that lack `metric`
 
     def text(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns the title and the value, or None if the step has no such metric."""
+        """Returns the title and the value as text, or None if the step has no such metric."""
         metric = self.instead if self.metric not in metrics and self.instead is not None else self.metric
         if (value := metrics.get(metric)) is None:
             return None
@@ -59,7 +59,7 @@ DPO_COLUMNS = (
 
 
 def with_held_out(columns: Sequence[Column], held_out: Sequence[Column]) -> tuple[Column, ...]:
-    """Returns the columns with `held_out` in place of the single column for held-out records."""
+    """Returns the columns, with the single column for held-out records replaced by `held_out`."""
     position = next(index for index, column in enumerate(columns) if column.metric.startswith("eval/"))
     return (*columns[:position], *held_out, *columns[position + 1 :])
 
@@ -68,9 +68,9 @@ class Progress:
     """Prints a line for each step: its number, the values of the columns, and the remaining time.
 
     Args:
-        columns: the metrics to show, such as `GRPO_COLUMNS`; those that a step does not have are left out.
+        columns: the metrics to show, such as `GRPO_COLUMNS`; a step's line leaves out metrics that the step lacks.
         total_steps: the step after which the run ends.
-        stream: where to print; None: the standard output at this moment.
+        stream: where to print; None means sys.stdout when this object is created.
     """
 
     def __init__(self, columns: Sequence[Column], *, total_steps: int, stream: TextIO | None = None) -> None:
@@ -80,10 +80,11 @@ class Progress:
         self._recent_seconds: deque[float] = deque(maxlen=20)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the line of a finished step, 0 <= step <= total_steps.
+        """Prints the line of a finished step; 0 <= step <= total_steps.
 
-        The remaining time is the median of the last 20 values of `seconds/step` (`train_seconds` without a rollout)
-        times the remaining steps; the median, because the first step and those with an evaluation take longer.
+        The remaining time is the number of remaining steps times the median of the last 20 values of `seconds/step`
+        (without a rollout `train_seconds`). It is the median because the first step and steps with an evaluation take
+        longer.
         """
         seconds = metrics.get("seconds/step", metrics.get("train_seconds", math.nan))
         if math.isfinite(seconds):
@@ -93,5 +94,5 @@ class Progress:
         if self._recent_seconds:
             remaining_s = statistics.median(self._recent_seconds) * (self._total_steps - step)
             cells.append(f"ETA {timedelta(seconds=round(remaining_s))}")
-        # flushed, so that a reader of a log file sees each step when it ends
+        # flushed, so that a log file shows each step as soon as it ends
         print("  ".join(cells), file=self._stream, flush=True)

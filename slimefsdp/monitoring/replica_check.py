@@ -1,4 +1,4 @@
-"""Inspects a sharded model: describes its units on this rank, and compares what several ranks hold.
+"""Inspects a sharded model: describes its FSDP units on this rank, and compares tensors that several ranks hold.
 
 Units, dtypes and layouts are read from the sharded modules and tensors themselves, not from settings.
 """
@@ -20,15 +20,15 @@ from slimefsdp.distributed.fsdp import parameter_groups
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import Description, Difference, ReplicaCheck, Unit
 
-if TYPE_CHECKING:  # only for mypy: this package must not import models
+if TYPE_CHECKING:  # only for mypy, because this package must not import models
     from slimefsdp.models.decoder import DecoderModel
 
 
 def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description:
-    """Describes the sharded units of a policy, whose parameters must be sharded at this moment; no collective.
+    """Describes the FSDP units of a policy, whose parameters must be sharded at this moment; not a collective.
 
     Args:
-        axes: the axes of the mesh with their sizes.
+        axes: name of a mesh axis -> its size.
     """
     names = {id(parameter): name for name, parameter in policy.all_parameters()}
     modules_of: dict[int, list[str]] = {}
@@ -36,9 +36,9 @@ def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description
     for path, module in policy.named_modules():
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):
-                # several modules may have been wrapped as one unit
+                # several modules may form one unit
                 modules_of.setdefault(id(group), []).append(path.removeprefix("hf.") or "(root)")
-                # with an automatic setting, the outermost unit stays gathered; torch decides this in its first forward
+                # by default FSDP keeps the root gathered after forward; torch decides this in its first forward
                 keeps = module is policy and module._get_fsdp_state()._auto_reshard_after_forward
                 groups[id(group)] = group, group.post_forward_mesh_info is not None and not keeps
     return Description(
@@ -68,10 +68,11 @@ def optimizer_tensors(policy: DecoderModel, optimizer: torch.optim.Optimizer) ->
 def compare_replicas(
     tensors: Iterable[tuple[str, torch.Tensor]], numbers: Mapping[str, Any], group: dist.ProcessGroup
 ) -> ReplicaCheck:
-    """Compares the bits of everything that several ranks hold; collective.
+    """Collective: compares the bits of tensors and numbers that several ranks hold.
 
     Args:
-        tensors: named tensors; a shard is compared with the same rows on other ranks, a plain tensor with all ranks.
+        tensors: named tensors; a shard is compared with the same rows on other ranks, a plain tensor with those of all
+            ranks.
         numbers: plain JSON values that should be equal on all ranks.
         group: all ranks.
     """
@@ -97,7 +98,7 @@ def compare_replicas(
 
 def _unit(name: str, group: Any, names: Mapping[int, str], *, reshards: bool) -> Unit:
     shards = [entry.sharded_param for entry in group.fsdp_params]
-    # all trained parameters have one dtype; frozen ones next to them may have another
+    # the trained parameters of a unit have one dtype; its frozen parameters may have another
     master = next((shard for shard in shards if shard.requires_grad), shards[0]).dtype
     compute = group.mp_policy.param_dtype or master
     return Unit(
@@ -130,7 +131,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Returns whether another rank should hold the same content; shards of other rows are expected to differ."""
+    """Returns whether another rank should hold the same content; shards with different rows may differ."""
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh
@@ -140,7 +141,7 @@ def _is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def _rows(tensor: torch.Tensor) -> str:
-    """Returns the index of a shard in the whole tensor, e.g. `[32:64]`; "" for a whole tensor."""
+    """Returns which part of the whole tensor a shard is, such as `[32:64]`; "" for a whole tensor."""
     if not isinstance(tensor, DTensor):
         return ""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -150,7 +151,7 @@ def _rows(tensor: torch.Tensor) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    """Returns the sha256 of the raw bytes: zeros of different sign differ, and NaNs with equal bits do not."""
-    # a copy, since memory that numpy has referenced could not be freed by a sleep
+    """Returns the sha256 of the raw bytes; thus 0 and -0 differ, and NaNs with equal bits are equal."""
+    # a copy, because numpy makes a storage non-resizable, so that a sleep could not free it
     copied = local_shard(tensor).detach().cpu().clone(memory_format=torch.contiguous_format)
     return hashlib.sha256(copied.reshape(-1).view(torch.uint8).numpy().data).digest()
