@@ -62,7 +62,7 @@ ROOMS = {
 # below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings
 CONFIG_READERS = ("config", "estimate", "training", "calls", "trainer", "replay")
 # what a driver decides about a batch, in a process without torch
-DECIDED_ON_THE_DRIVER = tuple(f"slimefsdp/training/{name}.py" for name in ("advantages", "plan", "prepare"))
+DECIDED_ON_THE_DRIVER = tuple(f"slimefsdp/training/{name}.py" for name in ("advantages", "identity", "plan", "prepare"))
 
 
 @cache

@@ -41,6 +41,8 @@ from actors.rollout.user_code import checked_code
 from actors.run_dir import check_folders, check_leftovers
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
+from slimefsdp.checkpoint.manifest import MANIFEST, check_identity, check_info
+from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
@@ -51,6 +53,7 @@ from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, is_s
 from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.rpc import ROLES, Role
 from slimefsdp.training import advantages
+from slimefsdp.training.identity import BASE_WEIGHTS, identity_of
 
 _PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
 
@@ -198,6 +201,7 @@ def _check_models_of_run(run: Checked, *, only_looks: bool, has_tokenizer: bool)
     check_models(run.config, run.absent)
     if has_tokenizer and not is_shape(run.config.model.path):  # a named shape has no tokenizer
         check_tokenizer(run.config.model.path)
+    check_checkpoint_fits(run.config)
 
 
 def _read_records(run: Checked, *, only_looks: bool) -> None:
@@ -309,6 +313,29 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         if field == "model.path" and folder.has_weights and config.lora.path is not None:
             shapes = {name: entry.shape for name, entry in folder.tensors.items()}
             read_peft_folder(config.lora.path).check_base(shapes, folder.path)
+
+
+def check_checkpoint_fits(config: RunConfig) -> None:
+    """Compares the models of a resumed run with its newest checkpoint, as every rank does again when it loads that.
+
+    Only ranks can compare the base weights of adapters. A run without checkpoints is left to `check_folders`.
+
+    Raises:
+        CheckpointError: naming the first setting that differs.
+    """
+    if config.run.dir is None or not config.checkpoint.resume:
+        return
+    roles: tuple[Role, ...] = ("actor", "critic") if config.algorithm == "ppo" else ("actor",)
+    for role in roles:
+        store = CheckpointStore.of_job(config.run.dir, role)
+        if (manifest := next(store.manifests(), None)) is None:
+            continue
+        path, field = config.folder_of(role)
+        own = identity_of(config, role, read_model_folder(path, field=field, with_weights=False))
+        file = store.path_of(manifest.step) / (store.part or "") / MANIFEST
+        check_info(manifest.info, file)
+        saved = manifest.info["identity"]
+        check_identity({name: value for name, value in saved.items() if name != BASE_WEIGHTS[role]}, own, file)
 
 
 def try_models(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError, byte_text
 from slimefsdp.io.files import FolderLock
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.models.hf_folder import check_tokenizer, read_model_folder
 
 
 def serve_command(path: Path, overrides: Sequence[str]) -> int:
@@ -51,6 +51,7 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
     listening(config).close()
     keys_of(config)
     config = check_start(config, engines=gpus_of_engines(config) if config.rollout.engine == "vllm" else 1)
+    check_tokenizer(config.model.path)
     if config.lora.rank is None:
         _check_versions_fit(config)
     assert config.run.dir is not None

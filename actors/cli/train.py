@@ -185,7 +185,9 @@ def _run_line(config: RunConfig) -> str:
     steps = config.run.steps  # None: follows from epochs, but the records are not here yet
     length = f"{config.run.epochs} epochs" if steps is None else f"{steps} steps"
     done = _steps_done(config)
-    extent = f"steps {done + 1} to {steps}, resumed" if config.checkpoint.resume else f"{length} from the start"
+    extent = f"{length} from the start"
+    if config.checkpoint.resume:
+        extent = f"resumes from step {done} of {steps}"
     return f"run       {config.algorithm} into {config.run.dir}, {extent}"
 
 

@@ -31,7 +31,7 @@ from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.data import heldout_field
-from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.errors import ConfigError
 from slimefsdp.io.hub import HubId, is_out_of_reach
 from slimefsdp.models.hf_folder import made_by, read_model_folder
 from slimefsdp.rpc import ROLES
@@ -200,18 +200,17 @@ def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
 
     Raises:
         ConfigError: as in `RunConfig.with_steps_of`.
+        CheckpointError: the checkpoint is of a run with other records, as in `PromptStream.restore`.
     """
     count, state = len(prompts.demonstrations), dict[str, Any]()
-    if config.run.epochs is not None and config.run.dir is not None and config.checkpoint.resume:
+    if config.run.dir is not None and config.checkpoint.resume:
         state = RunFolder(config.run.dir).newest_loop_state
-    if type(state.get("step")) is not int:
-        return config.with_steps_of(count)
+    if type(state.get("step")) is not int or type(state.get("prompts")) is not dict:
+        return config.with_steps_of(count)  # loading the checkpoint refuses such a state
     each = 2 if config.algorithm == "dpo" else 1
-    stream = PromptStream(range(count // each), config.run.seed, digest=digest_of(prompts.train))
-    try:
-        stream.restore(state.get("prompts", {}), allow_changed=config.data.allow_changed)
-    except CheckpointError:  # the run raises it again when it loads the checkpoint
-        return config.with_steps_of(count)
+    num_records = len(prompts.train) if config.has_rollouts else count // each
+    stream = PromptStream(range(num_records), config.run.seed, digest=digest_of(prompts.train))
+    stream.restore(state["prompts"], allow_changed=config.data.allow_changed)
     return config.with_steps_of(count, step=state["step"], passed=stream.records_passed * each)
 
 

@@ -95,8 +95,8 @@ class PromptStream:
         if state["seed"] != self._seed:
             raise CheckpointError(
                 f"the place in the prompts was saved with seed={state['seed']}, but this run has {self._seed}",
-                field="prompts.seed",
-                hint="resume with the settings the run began with, or begin a new run",
+                field="run.seed",
+                hint=f"set run.seed={state['seed']}, or begin a new run",
             )
         if self.has_records_of(state):
             self._start_epoch(state["epoch"])
@@ -108,7 +108,7 @@ class PromptStream:
             raise CheckpointError(
                 f"the place in the prompts was saved with {state['records']} records, and this run has "
                 + (str(len(self._records)) if is_shorter_or_longer else "others, of the same number"),
-                field="prompts.records" if is_shorter_or_longer else "prompts.digest",
+                field="data.train",
                 hint="resume with the data.train and model the run began with and, under data.overlong_prompts=skip, "
                 "with as much room for a prompt (data.max_prompt_tokens, rollout.max_new_tokens, "
                 "batch.max_tokens_per_rank x mesh.cp), or go on with the new records from the next epoch: "

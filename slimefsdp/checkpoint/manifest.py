@@ -8,6 +8,7 @@ run that wrote a checkpoint with the run that loads it.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
@@ -250,9 +251,18 @@ def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path)
             raise CheckpointError(
                 f"{name} is {saved_value} in {file}, but {own_value} in this run",
                 field=name,
-                hint="load a checkpoint of the same model, master dtype, optimiser, frozen parameters and adapters",
+                hint=_way_to_fit(name, saved_value),
                 call="load",
             )
+
+
+def _way_to_fit(name: str, saved_value: object) -> str:
+    """Returns the hint for a run whose `name` differs from that of the checkpoint."""
+    if name.startswith(("lora.", "optim.", "precision.")) or name == "model.frozen":
+        value = saved_value if isinstance(saved_value, str) else json.dumps(saved_value)
+        setting = f"leave {name} out" if saved_value == _ABSENT else f"set {name}={value}"
+        return f"{setting}, or start a new run from an exported model"
+    return "load a checkpoint of the same model, master dtype, optimiser, frozen parameters and adapters"
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,6 @@ import slimefsdp
 from slimefsdp.checkpoint.export import EXPORT_DTYPES, AdapterFacts, write_model_folder, write_peft_folder
 from slimefsdp.checkpoint.manifest import (
     MANIFEST,
-    architecture_of,
     check_identity,
     check_info,
     differences,
@@ -38,7 +37,6 @@ from slimefsdp.checkpoint.save_load import (
 from slimefsdp.checkpoint.store import PARTS, CheckpointStore
 from slimefsdp.config import TrainerConfig
 from slimefsdp.config.earlier import with_present_names
-from slimefsdp.config.sections import AdamWSettings
 from slimefsdp.distributed.collectives import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError
@@ -51,6 +49,7 @@ from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import LoadReport
 from slimefsdp.rpc import JobCheckpoint, Role
 from slimefsdp.training.build import is_host_memory_pinned, master_dtype
+from slimefsdp.training.identity import BASE_WEIGHTS, identity_of
 from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.send import full_weights
 
@@ -85,29 +84,11 @@ class Checkpoints:
         self._role = role
         self._mesh = mesh
         self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
-        self._identity = {
-            "model_type": folder.model_type,
-            "vocab_size": folder.vocab_size,
-            "config.json": architecture_of(folder.config),
-            "master_dtype": str(master_dtype(config)).removeprefix("torch."),
-            "optim.name": config.optim.name,
-            "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
-        }
-        if (
-            isinstance(config.optim, AdamWSettings) and config.optim.state_dtype != "auto"
-        ):  # which the first versions had alone
-            self._identity["optim.state_dtype"] = config.optim.state_dtype
-        path = "critic.path" if role == "critic" else "model.path"
-        # other runs have no such entries, as the first versions had none
+        self._identity = identity_of(config, role, folder)
+        # the base weights of adapters are in no checkpoint, and must be the same again
         if config.lora.rank is not None and role != "ref":
-            self._identity |= {
-                "lora.rank": config.lora.rank,
-                "lora.alpha": config.lora.alpha,
-                "lora.targets": sorted(config.lora.targets),
-                # the base weights of these adapters are in no checkpoint, and must be the same again
-                "precision.compute_dtype": config.precision.compute_dtype,  # in which they are stored
-                path: f"a folder of weights {base_digest(model, mesh.shard_group)}",
-            }
+            digest = base_digest(model, mesh.shard_group)
+            self._identity[BASE_WEIGHTS[role]] = f"a folder of weights {digest}"
         self._background: BackgroundSave | None = None
         if config.checkpoint.async_save and role != "ref":
             timeout = timedelta(seconds=config.collective_timeout_s)

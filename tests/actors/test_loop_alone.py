@@ -145,7 +145,7 @@ def test_a_resumed_run_takes_other_prompts_only_if_it_is_told_to(
     train.write_text("\n".join(lines[::-1]))  # as many records
     resumed = make("other prompts", f"data.train={train}", "checkpoint.resume=true")
     ((field, hint),) = ranks.run(1, refused_alone, resumed)
-    assert field == "prompts.digest" and hint is not None and "data.allow_changed=true" in hint
+    assert field == "data.train" and hint is not None and "data.allow_changed=true" in hint
     assert len(rows_of(began)) == 2, "nothing was trained"
     allowed = make("other prompts", f"data.train={train}", "checkpoint.resume=true", "data.allow_changed=true")
     ((_, status),) = ranks.run(1, run_alone, allowed)

@@ -13,7 +13,13 @@ import yaml
 
 from actors.cli import main as cli
 from actors.cluster import connect
-from slimefsdp.errors import ModelError
+from actors.rollout.prompt_files import read_prompts
+from actors.rollout.prompts import PromptStream
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.config import load_config
+from slimefsdp.errors import CheckpointError, ModelError
+from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.training.identity import BASE_WEIGHTS, identity_of
 from tests.support.runs import startable
 from tests.support.vllm_server import ProtocolServer
 
@@ -136,3 +142,33 @@ def test_records_that_are_here_are_read_in_the_form_of_the_algorithm_while_other
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     assert cli.main(["check", str(tmp_path / "c.yaml")]) == 0, capsys.readouterr().err
     assert "data.heldout=nobody/has-this" in capsys.readouterr().out
+
+
+def test_a_resume_that_ranks_would_refuse_is_refused_before_anything_starts(
+    config: Path, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = load_config(config, ["lora.rank=8"])
+    identity = identity_of(saved, "actor", read_model_folder(saved.model.path))
+    prompts = PromptStream(read_prompts(saved).train, saved.run.seed).state()
+    info: dict[str, Any] = {
+        "identity": identity | {BASE_WEIGHTS["actor"]: "a folder of weights 12ab"}, "mesh": {}, "config": {},
+        "loop_state": {"step": 1, "prompts": prompts}, "reference_follows": False, "updates_taken": 8,
+        "skipped_in_a_row": 0, "kl_coefficient": 0.0,
+    }  # fmt: skip
+    store = CheckpointStore.of_run(tmp_path / "run")
+    store.begin(1)
+    store.commit(1, info, [])
+    others = tmp_path / "others.jsonl"
+    others.write_text("".join(f"{line}\n" for line in (example / "train.jsonl").read_text().splitlines()[:3]))
+    train = ["train", str(config), "--dry-run", "checkpoint.resume=true"]
+    assert cli.main([*train, "lora.rank=8"]) == 0
+    assert "resumes from step 1 of 2" in capsys.readouterr().out
+    check = ["check", str(config), "checkpoint.resume=true"]
+    for words, field, values in (
+        ([*train, "lora.rank=4"], "lora.rank", ["lora.rank=8", "is 8", "4 in this run"]),
+        (check, "lora.rank", ["lora.rank=8"]),
+        ([*train, "lora.rank=8", f"data.train={others}"], "data.train", ["data.allow_changed=true", "this run has 3"]),
+    ):
+        assert cli.main(words) == CheckpointError.exit_code
+        said = capsys.readouterr().err
+        assert f"field: {field}\n" in said and all(value in said for value in values), said
