@@ -1,8 +1,8 @@
-"""A server that ends with the process that started it, however that process ends, and that writes a log.
+"""A server that ends with the process that started it (the owner), however the owner ends, and that writes a log.
 
-This file is also run as a program, the keeper, which is the server's parent: it notices the end of the server, and by a
-pipe the end of the process that started it, and ends what is left of the server's process group. The keeper is not a
-child of that process, because Ray kills the children of actors first. It needs only the standard library. Linux only.
+This file is also run as a program, the keeper, which is the server's parent. When the server ends, or a pipe shows that
+the owner has ended, the keeper ends the rest of the server's process group. The keeper is not a child of the owner,
+because Ray kills an actor's children first. The keeper needs only the standard library. Linux only.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class ChildServer:
         self._status: int | None = None
         self._reading = threading.Lock()
         self._keeper, self.pid = map(int, self._from_keeper.readline().split() or (0, 0))
-        """The pid of the server's first process; 0 if it could not be started, which the log explains."""
-        started.wait()  # it only forks the keeper
+        """`pid` is that of the server's first process, or 0 if the server did not start; the log has the reason."""
+        started.wait()  # this process only forks the keeper
 
     def status(self) -> int | None:
-        """Returns the exit status, as `subprocess.Popen.returncode`; None while the server runs."""
+        """Returns the server's exit status, as `subprocess.Popen.returncode`; None while the server runs."""
         self.ends_within(0.0)
         return self._status
 
     def ends_within(self, seconds: float) -> bool:
-        """Returns whether the server has ended, or ends in that time."""
+        """Returns whether the server has ended, or ends in this time."""
         deadline = time.monotonic() + seconds
         while self._status is None:
             with self._reading:
@@ -84,7 +84,7 @@ class ChildServer:
         return [line for line in text.splitlines() if line.strip()][-count:]
 
     def end(self) -> None:
-        """Ends all of its processes; idempotent. Returns when they are gone."""
+        """Ends all processes of the server, and waits for their end; idempotent."""
         with suppress(OSError):
             self._to_keeper.close()
         if not self.ends_within(_GRACE_S + 5):  # the keeper was stopped by a signal
@@ -104,20 +104,20 @@ def _end_with_keeper() -> None:
 
 
 def _keep(log: str, command: Sequence[str]) -> None:
-    """Runs as the keeper: reports its pid and the server's (0: none), and at the end the exit status."""
+    """Runs as the keeper: writes its pid and the server's (0 if it did not start), and at the end the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # schedulers send them to all processes of a job
+        signal.signal(number, signal.SIG_IGN)  # schedulers send these signals to all processes of a job
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with Path(log).open("ab") as file:
         try:
-            # preexec_fn is safe, as the keeper has one thread
+            # preexec_fn is safe because the keeper has only one thread
             server = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
                 preexec_fn=_with_signals_as_usual,
             )  # fmt: skip
         except OSError as error:
             file.write(f"{command[0]} cannot be started: {error}\n".encode())
-            file.flush()  # the log may be read as soon as the line below is
+            file.flush()  # the owner may read the log as soon as it has the line below
             _tell(f"{os.getpid()} 0\n127\n")
             return
     _tell(f"{os.getpid()} {server.pid}\n")
@@ -129,7 +129,7 @@ def _keep(log: str, command: Sequence[str]) -> None:
         deadline = time.monotonic() + _GRACE_S
         while server.poll() is None and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
-    _kill_group(server.pid)  # processes that the server has started may be left
+    _kill_group(server.pid)  # the server's own children may still run
     code = server.wait()
     _reap()
     _tell(f"{code}\n")
@@ -141,7 +141,7 @@ def _tell(line: str) -> None:
 
 
 def _reap() -> None:
-    """Reaps processes that the server has left: in a container no other process may do it."""
+    """Reaps orphaned processes of the server; in a container there may be no init process that does it."""
     deadline = time.monotonic() + 1.0
     with suppress(ChildProcessError):  # there are none
         while time.monotonic() < deadline:

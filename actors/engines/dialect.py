@@ -1,7 +1,7 @@
-"""How a kind of rollout server is started, asked and sent weights.
+"""The interface for kinds of rollout servers, and the start of a server.
 
-`ServedEngine` does everything else. A new server is a subclass of `ServerDialect` in a module of its own, and a row of
-`slimefsdp.config.rollout.SERVERS`; docs/contributing.md goes through it.
+`ServedEngine` has all code that does not depend on the kind of server. To support another kind, write a subclass of
+`ServerDialect` in a new module and add a row to `slimefsdp.config.rollout.SERVERS`; docs/contributing.md shows how.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:  # importing this file costs no torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 SERVED_AS = "policy"  # the model's name at a server that the run starts
-ADAPTER = "policy-adapter"  # name of the adapter of lora.sync=adapters in requests
+ADAPTER = "policy-adapter"  # the adapter's name in requests, with lora.sync=adapters
 ASK_S = 60.0  # timeout of cheap requests; a busy machine may take some seconds
 TIED_HEAD = "lm_head.weight"
 LOGS = "engine_logs"  # subfolder of run.dir
 LOOPBACK = "127.0.0.1"
-BACK_S = 60.0  # to wait for a server at a URL, which may be restarting
+BACK_S = 60.0  # limit on the wait for a server at a URL, which may be restarting
 _LOOK_EVERY_S = 0.5
-_LINES = 15  # of a log, in an error
+_LINES = 15  # number of lines of a log in an error
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Holds the properties of a usable server."""
+    """Holds the properties of a server that the run can use."""
 
     version: str
     dtype: str
@@ -55,19 +55,19 @@ class ServerFacts:
 
 
 class ServerDialect(ABC):
-    """Translates the calls of a run for a kind of server.
+    """Translates a run's requests and weight updates into the HTTP requests of one kind of server.
 
     Args:
         folder: the folder of the model that the server serves.
     """
 
     NAME: ClassVar[str]
-    ALIVE: ClassVar[str] = "/health"  # a cheap route that is answered at any time
+    ALIVE: ClassVar[str] = "/health"  # a cheap route that the server answers at any time
     GENERATE: ClassVar[str]  # the route that samples
     ADAPTER_FIELD: ClassVar[str]  # the field of a sampling request that names the adapter
     GROUP: ClassVar[GroupKind] = "slimefsdp"
-    LENGTH_OPTION: ClassVar[str]  # the server's argument for longer samples
-    ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests` of all requests also ends those that arrive during it
+    LENGTH_OPTION: ClassVar[str]  # the server's command-line option for longer samples
+    ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests(are_all=True)` may abort requests that arrive later
 
     def __init__(self, config: RunConfig, folder: ModelFolder) -> None:
         self.config, self.folder = config, folder
@@ -78,41 +78,45 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def arguments(self) -> list[str]:
-        """Returns the arguments of a server of this run, after its interpreter; the user's come last."""
+        """Returns the server's command line after the Python interpreter; rollout.engine_args come last."""
 
     @abstractmethod
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns the environment variables of such a server; `logs` is a folder where it may keep files."""
+        """Returns the environment variables of a started server; `logs` is a folder for files that it needs."""
 
     @abstractmethod
     def check(self, client: ServerClient) -> ServerFacts:
         """Returns a server's properties.
 
         Raises:
-            EngineError: the run cannot use it; the message says why. WorkerDied, WorkerHung: as `ServerClient`.
+            EngineError: the run cannot use the server. WorkerDied, WorkerHung: as `ServerClient.get`.
         """
 
     def unusable(self, client: ServerClient, problem: str, hint: str, field: str | None = None) -> EngineError:
-        """Returns the error of a server that the run cannot use; by default because of the arguments of its start."""
+        """Returns the error of a server that the run cannot use.
+
+        Args:
+            field: the setting at fault; None means the setting that has the server's arguments or its URL.
+        """
         if field is None:
             field = "rollout.engine_args" if self.config.rollout.engine_urls is None else "rollout.engine_urls"
         return EngineError(f"the server at {client.url} {problem}", field=field, hint=hint)
 
     def other_release(self, client: ServerClient, found: str, supported: str, package: str) -> EngineError:
-        """Returns the error of a server of a release that is not supported."""
+        """Returns the error of a server whose release is not supported."""
         field = "rollout.engine_python" if self.config.rollout.engine_urls is None else "rollout.engine_urls"
         return self.unusable(client, f"is {found}; {supported} is supported", f"install {package} for it", field)
 
     def require(
         self, client: ServerClient, properties: Mapping[str, Any], wanted: Mapping[str, tuple[Any, str]]
     ) -> None:
-        """Compares a server's properties with those that are needed.
+        """Compares a server's properties with the needed values.
 
         Args:
-            wanted: name -> (needed value, hint).
+            wanted: name of a property -> (needed value, hint for the error).
 
         Raises:
-            EngineError: one differs, or is missing.
+            EngineError: a property differs, or is missing.
         """
         for name, (value, hint) in wanted.items():
             if name not in properties or properties[name] != value:
@@ -122,25 +126,25 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        """Returns the JSON that asks for the rest of a sample."""
+        """Returns the JSON of a request for the tokens of sample `number` after those in `drawn`."""
 
     @abstractmethod
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Returns the drawn tokens, and why they end there: None, if the sample has to be continued.
+        """Returns the drawn tokens and the reason for which they end; None means that the sample has to be continued.
 
         Args:
-            body: the request, from `body`.
+            body: the request, as `body` returned it.
             versions: versions of the weights that the server may have drawn from.
 
         Raises:
-            EngineError: the answer is not what was asked for. StateError: the logits were not finite.
+            EngineError: the answer contradicts the request. StateError: the logits were not finite.
         """
 
     @abstractmethod
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        """Has the server abort requests; `are_all`: all that it was sent."""
+        """Has the server abort requests; `are_all` says that these are all requests in flight."""
 
     # ------------------------------------------------------------------ weights
 
@@ -150,7 +154,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def open_update(self, routes: WeightRoutes) -> None:
-        """Ends all sampling and prepares the server for weights, also if an earlier update was not finished."""
+        """Aborts all sampling and prepares the server for weights, also if an earlier update was not finished."""
 
     @abstractmethod
     def take_bucket(
@@ -159,16 +163,17 @@ class ServerDialect(ABC):
         """Has the server take a bucket that the trainer's first rank broadcasts now.
 
         Args:
-            options: `digest` of its bytes; `buffer`, the handle of the shared memory that has it instead.
+            options: `digest`, of the bucket's bytes; `buffer`, the handle of shared memory that has the bucket if it
+                is not broadcast.
         """
 
     @abstractmethod
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
-        """Has the server load a folder of weights, of an adapter if there is a scale, or of both."""
+        """Has the server load the weights in a folder, the adapter in it if there is a scale, or both."""
 
     @abstractmethod
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """Has the server sample from the new weights."""
+        """Ends an update: the server samples from the new weights, and reports their version."""
 
     @abstractmethod
     def weight_version(self, routes: WeightRoutes) -> str:
@@ -176,45 +181,45 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def end_waiting(self, client: ServerClient) -> None:
-        """Ends requests that wait at the server for an update that failed."""
+        """Aborts requests that wait at the server for an update that failed."""
 
     @abstractmethod
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """Returns whether the broadcast group may be the cause of a weight route's refusal."""
+        """Returns whether the broadcast group may be the cause for which a route for weights refused a request."""
 
     # ------------------------------------------------------------------ memory
 
     @abstractmethod
     def free_memory(self, routes: WeightRoutes) -> None:
-        """Has a server that is awake and samples nothing free its device."""
+        """Has the server free its device; the server is awake and samples nothing."""
 
     @abstractmethod
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
-        """Has a server take memory that it had freed."""
+        """Has the server take memory again that it has freed."""
 
 
 def dialect_class(engine: str) -> type[ServerDialect]:
     """Returns the dialect of the servers that `rollout.engine` names."""
     module, _, name = SERVERS[engine].dialect.partition(":")
-    found: type[ServerDialect] = getattr(importlib.import_module(module), name)
-    return found
+    dialect: type[ServerDialect] = getattr(importlib.import_module(module), name)
+    return dialect
 
 
 # ---------------------------------------------------------------------- starting a server
 
 
 def is_on_cpu(config: RunConfig) -> bool:
-    """Returns whether a server that is started here has no GPU."""
+    """Returns whether a server that the run starts has no GPU."""
     return config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_nvidia_driver())
 
 
 def shares_a_gpu(config: RunConfig) -> bool:
-    """Returns whether a server that is started here has to free its GPU for a rank."""
+    """Returns whether a server that the run starts has to free its GPU for a rank."""
     return config.rollout.placement == "colocated" and not is_on_cpu(config)
 
 
 def log_folder(config: RunConfig) -> Path:
-    """Returns the folder in which a run's servers run and write logs."""
+    """Returns the working directory of a run's servers, which also has their logs."""
     if config.run.dir is None:
         return Path(tempfile.mkdtemp(prefix="slimefsdp_engine_"))
     logs = config.run.dir.absolute() / LOGS
@@ -223,24 +228,24 @@ def log_folder(config: RunConfig) -> Path:
 
 
 def start_client(dialect: ServerDialect, config: RunConfig, index: int) -> ServerClient:
-    """Returns a client of the server of an engine: one of rollout.engine_urls, or one that is started on loopback."""
+    """Returns a client of an engine's server: that of its URL in rollout.engine_urls, or one started on loopback."""
     if config.rollout.engine_urls is not None:
         return ServerClient(config.rollout.engine_urls[index], index, alive=dialect.ALIVE)
     assert config.rollout.engine_python is not None
     logs, port = log_folder(config), free_port()
     program = str(config.rollout.engine_python.absolute())
     command = [program, *dialect.arguments(), "--host", LOOPBACK, "--port", str(port)]
-    # settings by which this process computes with one thread are not for a server
+    # the server does not inherit the variables by which this process computes with one thread
     environment = {name: value for name, value in dialect.environment(logs).items() if name not in ALLOCATOR}
     child = ChildServer(command, environment, logs / f"{dialect.NAME.lower()}_{index}.log", logs)
     return ServerClient(f"http://{LOOPBACK}:{port}", index, child, alive=dialect.ALIVE)
 
 
 def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, index: int) -> Any:
-    """Waits until a server answers, and returns its properties, as `dialect.check` does.
+    """Waits until a server answers, and returns the properties that `dialect.check` returns.
 
     Raises:
-        EngineError: it ended, does not exist, or cannot be used. WorkerHung: it takes too long.
+        EngineError: the server ended, does not exist, or cannot be used. WorkerHung: its start takes too long.
     """
     _wait_until_ready(dialect.NAME, client, config, index)
     try:
@@ -254,36 +259,36 @@ def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, in
 
 
 def free_port() -> int:
-    """Returns a port that is free now. If another process takes it first, the server's log says so."""
+    """Returns a port that is free now. If another process takes the port first, the server's log says so."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port: int = free.getsockname()[1]
     return port
 
 
 def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
-    """Returns the most tokens of a prompt with its response: bounded by a pack and by the model's positions."""
+    """Returns the most tokens of a prompt with its response, which the pack size and the model's positions limit."""
     pack = config.batch.max_tokens_per_rank * config.mesh.cp
     positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
     return pack if positions is None else min(pack, int(positions))
 
 
 def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index: int) -> None:
-    """Returns when the server answers; one that this process did not start may be restarting.
+    """Waits until the server answers; a server at a URL may be restarting.
 
     Raises:
-        EngineError: it ended, or no server appears at the URL. WorkerHung: it took more than cluster.launch_timeout_s.
+        EngineError: the server ended, or none appears at the URL. WorkerHung: cluster.launch_timeout_s has passed.
     """
     child, began = client.child, time.monotonic()
     limit_s = config.cluster.launch_timeout_s
-    back_s = min(BACK_S, limit_s / 2)  # before the driver's own deadline
+    back_s = min(BACK_S, limit_s / 2)  # half, so that this error comes before the driver's own deadline
 
-    def how_far() -> str:
+    def progress() -> str:
         if child is None:
             return f"no server answers at {client.url}"
         lines = child.last_lines(1)
         return lines[0][-100:] if lines else "its log is empty"
 
-    with stage(f"starting {name} for engine {index}", how_far):
+    with stage(f"starting {name} for engine {index}", progress):
         while True:
             if child is not None and child.status() is not None:
                 raise _ended(name, child)
@@ -298,7 +303,7 @@ def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index:
             if child is not None and waited_s > limit_s:
                 error = WorkerHung(
                     f"{name} did not answer within cluster.launch_timeout_s={limit_s:g}; its log ends with: "
-                    f"{how_far()}",
+                    f"{progress()}",
                     field="cluster.launch_timeout_s", hint=f"see {child.log}, or raise the timeout", rank=index,
                 )  # fmt: skip
                 error.seconds = limit_s
@@ -308,8 +313,8 @@ def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index:
 
 
 def _ended(name: str, child: ChildServer) -> EngineError:
-    said = "\n    ".join(child.last_lines(_LINES))
+    lines = "\n    ".join(child.last_lines(_LINES))
     return EngineError(
-        f"{name} ended with status {child.status()} while it started; its log ends with\n    {said}\n ",
+        f"{name} ended with status {child.status()} while it started; its log ends with\n    {lines}\n ",
         field="rollout.engine_python", hint=f"see {child.log}; rollout.engine_args may be at fault too",
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The embedded rollout engine: samples a Hugging Face model in its own process with this project's sampler.
 
-It loads the model's architecture and tokenizer from the folder; the weights come from the trainer.
+The engine loads the model's architecture and tokenizer from model.path; the weights come from the trainer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class _Call:
 
     left: int  # number of samples that were not yielded yet
     ended: SimpleQueue[tuple[int, int, SampledTokens] | Exception] = field(default_factory=SimpleQueue)
+    """(index of the request, number, sample) of each sample that has ended."""
 
 
 class EmbeddedEngine(Engine):
-    """Samples in a Ray actor of its own. All calls are sampled together, in one thread."""
+    """Samples in this actor's process; one thread draws the tokens of all calls of `generate` together."""
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)
@@ -61,17 +62,17 @@ class EmbeddedEngine(Engine):
             use_one_thread()
         device = torch.device("cuda" if self._is_on_cuda else "cpu")
         dtype = getattr(torch, config.precision.compute_dtype)
-        # with lora.sync=adapters, the update sets the scale of the adapters
+        # with lora.sync=adapters, each update sets the scale of the adapters
         lora = lora_of(config) if config.lora.sync == "adapters" else None
         self._policy = build_for_sampling(Path(config.model.path), dtype, device, lora)
         self._receiver = WeightReceiver(self._policy.all_parameters())
         self._sampler = Sampler(self._policy, decode=self.tokenizer.decode)
-        # number of the sampler's request -> its call, and its index in the call
+        # the sampler's number of a request -> the request's call, and its index in that call
         self._calls: dict[int, tuple[_Call, int]] = {}
         self._group: BroadcastGroup | None = None
         self._buffers = OpenedBuffers()
         self._arriving = host_buffers(1)  # receives broadcasts
-        self._bytes: dict[Any, int] = {}  # sizes of the parameters, while asleep
+        self._bytes: dict[Any, int] = {}  # parameter -> bytes of its storage, while the engine sleeps
         self._thread = SamplingThread(
             self._step, lambda: self._sampler.is_idle or self._receiver.version is None,
             activity="generate", is_on_cpu=not self._is_on_cuda,
@@ -79,7 +80,7 @@ class EmbeddedEngine(Engine):
 
     def info(self) -> EngineInfo:
         config = self._policy.hf.config
-        positions = getattr(config, "n_positions", None)  # learned positions; other models have no limit
+        positions = getattr(config, "n_positions", None)  # models without learned positions have no limit
         return EngineInfo(
             "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, get_args(Transport)
         )
@@ -111,7 +112,7 @@ class EmbeddedEngine(Engine):
             self._between_tokens(give_up)
 
     def _next(self, call: _Call) -> list[tuple[int, int, SampledTokens]]:
-        """Waits for a sample of a call; returns all that have ended."""
+        """Waits until a sample of a call has ended; returns all of the call's samples that have ended since."""
         outcomes = [self._first(call)]
         with suppress(Empty):
             while True:
@@ -124,8 +125,8 @@ class EmbeddedEngine(Engine):
         return ended
 
     def _first(self, call: _Call) -> tuple[int, int, SampledTokens] | Exception:
-        """Waits for a sample, also during an update, after which sampling continues."""
-        since = time.monotonic()  # when there were weights last
+        """Waits for a sample; raises a StateError if there are no weights for cluster.sync_timeout_s."""
+        since = time.monotonic()  # the last time at which the engine had weights
         while True:
             with suppress(Empty):
                 return call.ended.get(timeout=_LOOK_S)
@@ -163,7 +164,7 @@ class EmbeddedEngine(Engine):
         return self._receiver.has_frozen(source)
 
     def takes_adapters(self) -> bool:
-        """Returns whether the engine has adapters that updates fill: with lora.sync=adapters."""
+        """Returns whether updates may send adapters, which the engine then keeps separate from the weights."""
         return self.config.lora.sync == "adapters"
 
     def begin(
@@ -205,7 +206,7 @@ class EmbeddedEngine(Engine):
         if self._group is None:
             raise StateError("receive_broadcast() before join()", field="update_weights", hint="call join first")
         nbytes = packed_bytes(tensors)
-        if self._is_on_cuda:  # torch caches memory there
+        if self._is_on_cuda:  # torch caches device memory, so no buffer has to be kept
             flat = torch.empty(nbytes, dtype=torch.uint8, device=next(self._policy.parameters()).device)
         else:
             flat = self._arriving.next(nbytes)[:nbytes]
@@ -268,7 +269,7 @@ class EmbeddedEngine(Engine):
         self._between_tokens(sleep)
 
     def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
-        """Takes memory for the weights again; the cache takes its own when samples are drawn."""
+        """Takes memory for the weights again; the cache takes memory when samples are drawn."""
 
         def wake_up() -> None:
             for parameter, size in self._bytes.items():

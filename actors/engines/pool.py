@@ -1,7 +1,7 @@
 """The rollout engines of a run: they get the trainer's weights, and draw responses to prompts.
 
-`EngineProcesses` are the processes, `EngineRequests` asks them for samples, `EngineUpdates` sends them weights and
-replaces lost ones.
+`EngineProcesses` starts and ends the engines, `EngineRequests` asks them for samples, and `EngineUpdates` sends them
+weights and replaces lost engines.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import EngineError, StateError
 
-_CHECK = 4  # first number of the seed of the check's samples, which no other samples use
-_CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine
-_MOST_IN_VAIN = 3  # rounds without a sample; in one, an engine may have got its requests just before an abort
+_CHECK = 4  # first number of the seeds of `check_log_probs`; no other samples use it
+_CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # samples of each prompt and engine, and the limit on their tokens
+_MOST_IN_VAIN = 3  # limit on rounds without a sample; requests that arrive just before an abort cost one round
 
 
 @dataclass(frozen=True, slots=True)
 class SampledResponse:
     """Holds a response to a prompt."""
 
-    prompt: int  # index of its prompt among those of the call
-    number: int  # among the samples of that prompt
+    prompt: int  # index of the prompt in the call
+    number: int  # index of this response among the samples of the prompt
     tokens: list[int]  # prompt and response
     response_length: int
-    log_probs: list[float]  # [response_length], at the sampling temperature; greedy ones at temperature 1
+    log_probs: list[float]  # [response_length], at the sampling temperature; of greedy samples at temperature 1
     text: str  # the response without special tokens, stripped
-    finished: bool  # whether an end token, or the environment of an episode, ended it
-    versions: tuple[VersionSpan, ...] = ()  # of the weights that drew the response
-    loss_mask: list[bool] | None = None  # [response_length], False for tokens of an environment; None: all True
-    turns: int = 1  # responses of an episode
+    finished: bool  # whether an end token, or the environment of an episode, ended the response
+    versions: tuple[VersionSpan, ...] = ()  # versions of the weights that drew the response
+    loss_mask: list[bool] | None = None  # [response_length], False for an environment's tokens; None means all True
+    turns: int = 1  # number of responses in an episode
 
     @classmethod
     def of(cls, request: Request, sample: Sample) -> SampledResponse:
@@ -54,17 +54,18 @@ class SampledResponse:
 
 
 class EnginePool(EngineUpdates, EndsWithBlock):
-    """The driver's handle on the rollout engines of a run; `with` ends them.
+    """The driver's handle on the rollout engines of a run; the end of its `with` block ends the engines.
 
-    With rollout.placement=colocated the engines sleep unless they have a turn. It begins with `update_from` or
-    `take_turn` and ends with `sleep`; the trainer's group sleeps from the first to the second.
+    With rollout.placement=colocated, engines and trainer use the devices in turn. The engines' turn begins with
+    `update_from` or `take_turn` and ends with `sleep`. The trainer sleeps during this turn, and the engines otherwise.
 
-    A pool that restarts engines replaces lost ones: at most cluster.max_restarts times in all, and three times in a
-    row. Samples follow from the seed and the weights, so those that were lost are drawn again as they were.
+    With `restarts`, lost engines are replaced: at most cluster.max_restarts times in all, and three times in a row.
+    Samples follow from the seed and the weights, so a new engine draws the same samples as the lost one.
 
     Args:
         beside: the actor's group with which the engines share devices, with rollout.placement=colocated.
-        restarts: replace lost engines, once `update_from` has set where their weights come from.
+        restarts: whether lost engines are replaced; this begins with the first `update_from`, which names the group
+            that sends weights.
     """
 
     def __init__(self, config: RunConfig, beside: Any = None, *, restarts: bool = False) -> None:
@@ -79,21 +80,21 @@ class EnginePool(EngineUpdates, EndsWithBlock):
 
     @classmethod
     def launch(cls, config: RunConfig, beside: Any = None, *, restarts: bool = False) -> EnginePool:
-        """Starts `rollout.engines` engines; they hold no weights yet.
+        """Starts `rollout.engines` engines, which have no weights yet.
 
         Args:
             beside, restarts: see `EnginePool`.
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not start.
-            EngineError: the run cannot use one. StateError, ConfigError: the group is missing, surplus or too small.
+            EngineError: the run cannot use an engine. StateError, ConfigError: `beside` is missing, surplus or small.
         """
         pool = cls(with_model_folders(config), beside, restarts=restarts)
         try:
             pool._processes.start(range(config.rollout.engines))
             if isinstance(beside, SupervisedGroup):
                 beside.before_relaunch(pool.sleep)
-        except BaseException:  # Ctrl-C too: in a notebook the driver lives on
+        except BaseException:  # includes Ctrl-C: in a notebook the driver's process continues
             pool.shutdown()
             raise
         return pool
@@ -118,8 +119,8 @@ class EnginePool(EngineUpdates, EndsWithBlock):
         """Checks that every engine takes the longest prompt of a run with its response.
 
         Args:
-            longest: tokens of that prompt.
-            evaluates: the prompt is of a held-out set.
+            longest: number of tokens of the longest prompt.
+            evaluates: whether the prompt is sampled with the settings of evaluations.
 
         Raises:
             EngineError: an engine takes fewer tokens.
@@ -138,15 +139,15 @@ class EnginePool(EngineUpdates, EndsWithBlock):
     def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
         """Compares log-probs of a few sampled tokens with the trainer's; returns each engine's mean difference.
 
-        Every engine samples for all prompts, with weights that must be the trainer's present ones. This ends the turn
-        of colocated engines.
+        Every engine samples for all prompts. The engines must have the trainer's current weights. The call ends the
+        turn of colocated engines.
 
         Args:
-            group: the trainer's.
-            prompts: as `generate`.
+            group: the trainer's group, which computes the log-probs to compare with.
+            prompts: as in `generate`.
 
         Raises:
-            EngineError: a mean is above rollout.engine_logprob_bound; it names the engine and the likely cause.
+            EngineError: as in `mean_differences`.
         """
         few = [
             replace(
@@ -182,22 +183,22 @@ class EnginePool(EngineUpdates, EndsWithBlock):
         may_mix: bool = False,
         **sampling: Any,
     ) -> tuple[int, list[SampledResponse]]:
-        """Samples for all prompts, split evenly over the engines; prompt-major. Aborted samples are drawn again.
+        """Samples for all prompts, split evenly over the engines. Aborted samples are drawn again.
 
         Args:
             prompts: texts, lists of chat messages, or token ids.
             seed: determines the draws, e.g. (run seed, step); a number stands for a list of this number.
-            each: is called with each sample that has ended, while others have not; again, if it is drawn again.
-            may_mix: new weights may come during the call.
+            each: is called with each sample as soon as the sample has ended, and again if it is drawn again.
+            may_mix: whether samples may be of different versions, as new weights may arrive during the call.
             sampling: see `params`.
 
         Returns:
-            The version of the weights that sampled, the oldest if there are several, and the samples.
+            The (oldest) version of the weights that sampled, and the samples in the order of prompt and number.
 
         Raises:
-            BatchError: there is no prompt, or no sample of one is requested.
+            BatchError: there are no prompts, or `samples_per_prompt` is below 1.
             StateError: an engine has no committed weights, or engines hold different versions.
-            EngineError: an engine cannot do this, or did not do it.
+            EngineError: an engine cannot do what a request needs, or its answer is wrong.
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
         requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, **sampling)
@@ -210,20 +211,20 @@ class EnginePool(EngineUpdates, EndsWithBlock):
         *,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
-        """Samples as `generate` does, for requests."""
+        """Samples as `generate` does, for requests that `requests` returned."""
         while True:
             updates = self._updates
             try:
-                drawn = self._drawn(requests, each, may_mix=may_mix)
+                result = self._draw_once(requests, each, may_mix=may_mix)
             except StateError:
                 if self._restarts is None or not self._updated_since(updates):
                     raise
-                continue  # other weights came during the call
+                continue  # an update during the call was the cause
             if self._restarts is not None:
                 self._restarts.progress()
-            return drawn
+            return result
 
-    def _drawn(
+    def _draw_once(
         self, requests: Sequence[Request], each: Callable[[SampledResponse], None] | None, *, may_mix: bool
     ) -> tuple[int, list[SampledResponse]]:
         drawn: dict[tuple[int, int], SampledResponse] = {}
@@ -237,15 +238,15 @@ class EnginePool(EngineUpdates, EndsWithBlock):
                     f"engines aborted all that they were asked {in_vain} times, without a call of abort()",
                     field="rollout.engine", hint='end only samples of abort() with finish_reason="abort"',
                 )  # fmt: skip
-            for sample in self.stream([requests[place] for place in left]):
-                place = left[sample.request]
-                if sample.finish_reason == "abort" or (place, sample.number) in drawn:
+            for sample in self.stream([requests[index] for index in left]):
+                index = left[sample.request]
+                if sample.finish_reason == "abort" or (index, sample.number) in drawn:
                     continue
-                response = SampledResponse.of(requests[place], replace(sample, request=place))
-                drawn[place, sample.number] = response
+                response = SampledResponse.of(requests[index], replace(sample, request=index))
+                drawn[index, sample.number] = response
                 if each is not None:
                     each(response)
-            left = [place for place in left if not is_complete(place, requests[place], drawn)]
+            left = [index for index in left if not is_complete(index, requests[index], drawn)]
         versions = {span.version for response in drawn.values() for span in response.versions}
         if len(versions) != 1 and not may_mix:
             raise StateError(
@@ -253,15 +254,15 @@ class EnginePool(EngineUpdates, EndsWithBlock):
                 field="update_weights",
                 hint="call update_weights",
             )
-        return min(versions), [drawn[place] for place in sorted(drawn)]
+        return min(versions), [drawn[key] for key in sorted(drawn)]
 
 
 def mean_differences(config: RunConfig, owners: np.ndarray, differences: np.ndarray) -> list[float]:
     """Returns each engine's mean difference between its log-probs of sampled tokens and the trainer's.
 
     Args:
-        owners: [tokens], the engine that sampled each; every engine has some.
-        differences: [tokens], absolute values.
+        owners: [tokens], the index of the engine that sampled each token; every engine sampled at least one.
+        differences: [tokens], absolute differences of log-probs.
 
     Raises:
         EngineError: a mean is above rollout.engine_logprob_bound; it names the engine and the likely cause.

@@ -41,31 +41,31 @@ _HOMES |= dict.fromkeys(SERVERS, "actors.engines.served:ServedEngine")
 class ColocatedRanks:
     """A trainer group with which colocated engines share devices.
 
-    While engines sample, the trainer has nothing on the devices; while it trains, the engines have nothing there. In
-    between, weights are sent: then a device has the parameters of its rank and the weights of its engine.
+    While engines sample, the trainer has nothing on the devices; while the trainer trains, the engines have nothing
+    there. While weights are sent, a device has the parameters of its rank and the weights of its engine.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group  # a WorkerGroup or a SupervisedGroup
 
     def sleep(self) -> None:
-        """Frees the devices; idempotent. Calls on the group wake what they need."""
+        """Frees the devices; idempotent. Later calls on the group take back the memory that they need."""
         self.keep_parameters_only()
         self.free_parameters()
 
     def keep_parameters_only(self) -> None:
-        """Frees all that is not needed to send weights; idempotent."""
+        """Frees all device memory that is not needed to send weights; idempotent."""
         critic = self.group.critic
         if critic is not None and self.group.config.critic.is_colocated:
             critic.sleep()
         self.group.sleep(("optimizer", "reference"))
 
     def free_parameters(self) -> None:
-        """Frees the parameters, when they have been sent; idempotent."""
+        """Frees the memory of the parameters; idempotent."""
         self.group.sleep(("parameters",))
 
     def wake_up(self) -> None:
-        """Takes back what the trainer needs for a step. Reference and critic wake when they are called."""
+        """Takes back the memory that a step needs. Reference and critic take theirs back when they are called."""
         self.group.wake_up(("parameters", "optimizer"))
 
 
@@ -76,7 +76,7 @@ class EngineProcesses:
         group: the actor's group with which engines share devices, if rollout.placement=colocated.
 
     Raises:
-        StateError: the settings require a group and there is none, or the other way round.
+        StateError: `group` is missing with rollout.placement=colocated, or given without.
         ConfigError: there are more engines than ranks; or as `engine_class`.
     """
 
@@ -85,30 +85,30 @@ class EngineProcesses:
         self.engines: list[Any] = []
         _require_matching_group(config, group)
         self.colocated = None if group is None else ColocatedRanks(group)
-        self.are_asleep = False  # whether all engines, which are colocated, are asleep
+        self.are_asleep = False  # whether all (colocated) engines are asleep
         self.places = PlacementGroups() if group is None else group.places
         self.vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
         self.end_token_ids: frozenset[int] = frozenset()  # the tokens that end a response
-        self.max_tokens: dict[int, int | None] = {}  # engine -> limit on the tokens of a prompt and its response
+        self.max_tokens: dict[int, int | None] = {}  # index of an engine -> limit on tokens of prompt and response
         self.is_ended = False
         self.may_ask = threading.Event()  # cleared while aborted samples must wait for new weights
         self.may_ask.set()
         self._class: Any = engine_class(config)
         self._watchdog: Watchdog | None = None
-        self._starting = threading.Lock()  # prevents a thread that replaces an engine from starting one after `end`
+        self._starting = threading.Lock()  # keeps a thread that replaces a lost engine from starting one after `end`
 
     def start(self, indices: Sequence[int]) -> None:
-        """Starts the engines of these indices; they hold no weights yet.
+        """Starts the engines of these indices, which have no weights yet.
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied, WorkerHung: an engine did not start.
-            EngineError: the run cannot use one of them.
+            EngineError: the run cannot use an engine.
         """
         self.require_running("launch")
         require_cluster()
         config, began = self.config, time.monotonic()
         if self.colocated is not None:
-            self.colocated.sleep()  # new engines measure what memory is free
+            self.colocated.sleep()  # a new engine measures the free memory of its device
             placement, gpus = self.places.reserve_for_ranks(self.colocated.group.config, "actor")
         else:
             count, timeout_s = config.rollout.engines, config.cluster.launch_timeout_s
@@ -117,13 +117,13 @@ class EngineProcesses:
             placement = self.places.reserve("engine", count, gpus_per_rank=gpus, timeout_s=timeout_s)
         actor_class = remote_class(self._class)
         with self._starting:
-            if self.is_ended:  # another thread has ended all, and released places, meanwhile
+            if self.is_ended:  # another thread called `end` meanwhile, maybe before the places above were reserved
                 self._release_places()
             self.require_running("launch")
             engines = list(self.engines) or [None] * config.rollout.engines
             for index in indices:
                 options = actor_options(placement, index, gpus)
-                if config.rollout.engine not in ENGINES:  # a user's class, which may be in a folder of this process
+                if config.rollout.engine not in ENGINES:  # a user's class may be in a folder of this process's sys.path
                     variables = {**options["runtime_env"].get("env_vars", {}), "PYTHONPATH": os.pathsep.join(sys.path)}
                     options["runtime_env"] = {"env_vars": variables}
                 engines[index] = actor_class.options(**options).remote(config, index)
@@ -139,7 +139,7 @@ class EngineProcesses:
                     )
                 _require_usable(config, index, info, self.vocab_size)
                 self.max_tokens[index] = info.max_tokens
-        first = indices[0]  # one that was just started: others may be lost
+        first = indices[0]  # an engine that was just started: the engines from before may be lost
         with errors_of(first, "end_token_ids"):
             (self.end_token_ids,) = self.wait(
                 [engines[first].end_token_ids.remote()], "launch", "launch_timeout_s", began, first_rank=first
@@ -149,13 +149,13 @@ class EngineProcesses:
             self.are_asleep |= len(indices) == len(engines)
 
     def restart(self, indices: Sequence[int]) -> None:
-        """Ends engines and starts others in their places, or in new places if those are gone; raises as `start`."""
+        """Ends these engines and starts new engines of the same indices; raises as `start`."""
         self.require_running("restart")
         end_processes([self.engines[index] for index in indices])
         self.start(indices)
 
     def lost(self) -> list[int]:
-        """Waits for the earlier calls of all engines; returns the indices of the engines that are lost."""
+        """Returns the indices of the lost engines; waits until each engine has finished its earlier calls."""
         began, refs = time.monotonic(), [engine.health.remote() for engine in self.engines]
         lost = []
         for index, ref in enumerate(refs):
@@ -166,11 +166,11 @@ class EngineProcesses:
         return lost
 
     def hanging(self, heard: Mapping[int, float], asked: float) -> dict[int, SlimeError]:
-        """Returns the engine that hangs and its error, if one of these does.
+        """Returns {index: error} of an engine that hangs, or an empty dictionary.
 
         Args:
-            heard: engine -> when it was asked, or last handed samples over, by time.monotonic.
-            asked: when the last one was asked.
+            heard: index of an engine -> the time.monotonic() when it was asked, or last handed samples over.
+            asked: the time.monotonic() of the latest request to any engine.
         """
         assert self._watchdog is not None
         timeout_s = self.config.cluster.call_timeout_s
@@ -184,7 +184,7 @@ class EngineProcesses:
         return {}
 
     def put_to_sleep(self, indices: Sequence[int]) -> None:
-        """Has engines free their devices; ends those that are lost or do not answer, so that the next update fails."""
+        """Has engines free their devices; ends engines that are lost or do not answer: the next update fails there."""
         began, refs = time.monotonic(), {index: self.engines[index].sleep.remote() for index in indices}
         for index, ref in refs.items():
             try:
@@ -206,7 +206,7 @@ class EngineProcesses:
         """Ends the engines; idempotent."""
         with self._starting:
             self.is_ended = True
-        end_processes(self.engines)  # the handles stay: another thread may be about to call one
+        end_processes(self.engines)  # the list stays as it is: another thread may be about to call an engine
         self._release_places()
 
     def _release_places(self) -> None:
@@ -229,11 +229,12 @@ class EngineProcesses:
         """Returns the results of calls of engines.
 
         Args:
-            limit: the setting of `cluster` that limits their duration from `began` on.
-            first_rank: the index of the first of these engines.
+            limit: the setting of section `cluster` that limits the time from `began` (time.monotonic) on.
+            began: None means now.
+            first_rank: the index of the engine of the first ref; the others follow in order.
 
         Raises:
-            WorkerDied, WorkerHung: an engine is lost. Exception: what an engine raises.
+            WorkerDied, WorkerHung: an engine is lost. Exception: any error that an engine raises.
         """
         return CallFuture(
             refs, name=name, timeout_s=getattr(self.config.cluster, limit), setting=f"cluster.{limit}",
@@ -245,7 +246,7 @@ def engine_class(config: RunConfig) -> type[Engine]:
     """Returns the class that `rollout.engine` names.
 
     Raises:
-        ConfigError: it cannot be imported, is no `Engine`, or has to sleep and cannot.
+        ConfigError: the class cannot be imported, is no `Engine`, lacks a method, or cannot sleep but has to.
     """
     name = config.rollout.engine
     found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")
@@ -264,7 +265,7 @@ def engine_class(config: RunConfig) -> type[Engine]:
 
 @contextmanager
 def errors_of(index: int, call: str) -> Iterator[None]:
-    """Turns what an engine's own code raises into an EngineError that names the engine."""
+    """Turns an exception of an engine's own code into an EngineError that names the engine."""
     try:
         yield
     except (SlimeError, RayError):
@@ -294,10 +295,10 @@ def _require_matching_group(config: RunConfig, group: Any) -> None:
 
 
 def _require_usable(config: RunConfig, index: int, info: EngineInfo, vocab_size: int) -> None:
-    """Raises an EngineError if a run cannot use an engine with these properties, before it is sent weights.
+    """Raises an EngineError if a run cannot use an engine with these properties.
 
     Args:
-        vocab_size: the vocabulary of the trainer's model.
+        vocab_size: of the trainer's model.
     """
 
     def refuse(problem: str, field: str, hint: str) -> EngineError:

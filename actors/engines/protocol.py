@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 _ROUNDING = 1e-5  # a log-prob may be above 0 by this much
-_STREAMS_KEPT = 1000  # names of ended streams to remember: a stream may be ended before it begins
+_STREAMS_KEPT = 1000  # limit on the remembered names of ended streams; a stream may be ended before it begins
 
 EngineTag = Literal["weights", "kv_cache"]
 ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
-"""Kinds of memory that an engine takes on its device; some engines take a cache only while they sample."""
+"""Kinds of memory that an engine takes on its device; the embedded engine takes a cache only while it samples."""
 GroupKind = Literal["slimefsdp", "torch"]
 """How an engine's workers join a broadcast group: as a `BroadcastGroup`, or by torch.distributed."""
 
@@ -39,7 +39,7 @@ GroupKind = Literal["slimefsdp", "torch"]
 class Request:
     """A request for samples of one prompt.
 
-    `params.seed` and a sample's number determine its draws, so each request of a run has its own seed.
+    `params.seed` and the number of a sample determine the sample's draws, so each request of a run has its own seed.
     """
 
     prompt: Sequence[int]  # token ids
@@ -52,12 +52,12 @@ class Sample:
     """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
     request: int  # index of its request in the call
-    number: int  # among the samples of the request
-    tokens: list[int]  # of the response
-    log_probs: list[float]  # as the request's `tempered` says
+    number: int  # index of this sample among those of the request
+    tokens: list[int]  # of the response, without the prompt
+    log_probs: list[float]  # [tokens]; the request's params.tempered and params.renormalized say of what distribution
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # consecutive spans that cover all tokens
-    text: str  # of the response without special tokens, stripped
+    text: str  # the response without special tokens, stripped
 
 
 class TensorInfo(NamedTuple):
@@ -74,8 +74,8 @@ class EngineInfo(NamedTuple):
     name: str  # such as "vllm 0.32.0"
     vocab_size: int  # of its model
     dtype: str  # of its weights, such as "float32"
-    max_tokens: int | None  # limit on the tokens of a prompt and its response; None: memory is the limit
-    transports: tuple[Transport, ...]  # transports of weights that it supports, the best first
+    max_tokens: int | None  # limit on the tokens of a prompt and its response; None means that memory is the limit
+    transports: tuple[Transport, ...]  # supported transports of weights, the best first
     processes: int = 1  # number of processes that join a broadcast group
     group: GroupKind = "slimefsdp"
 
@@ -83,18 +83,18 @@ class EngineInfo(NamedTuple):
 class Engine(Watched):
     """The base class of engines, which are Ray actors.
 
-    Several calls of `generate` run at once; `abort` and updates run at the same time, each in a thread of its own. An
-    update is `begin`, `receive` for each bucket, and `commit`. Samples that are being drawn at `begin`, or are
-    requested before `commit`, continue after it: their context is read again with the new weights. Without committed
-    weights nothing is sampled.
+    Calls of `generate`, `abort` and an update run at the same time, in different threads. An update is a call of
+    `begin`, calls of `receive` (or of another method of the transport) for each bucket, and a call of `commit`.
+    Samples that are running at `begin`, or are requested before `commit`, continue after `commit`; the engine then
+    computes their prompt and earlier tokens again with the new weights. Without committed weights nothing is sampled.
 
     Args:
-        config: of the run.
-        index: of this engine, below `rollout.engines`.
+        config: the settings of the run.
+        index: the index of this engine, below `rollout.engines`.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2, "generate": 16}
-    _ended_streams: ClassVar[deque[str]] = deque(maxlen=_STREAMS_KEPT)  # a process has one engine
+    _ended_streams: ClassVar[deque[str]] = deque(maxlen=_STREAMS_KEPT)  # of the process, which has only one engine
 
     def __init__(self, config: RunConfig, index: int) -> None:
         self.config = config
@@ -103,18 +103,22 @@ class Engine(Watched):
         self._end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
 
     def info(self) -> EngineInfo:
-        """Returns the engine's properties, once it is ready for weights; raises an EngineError if it is unusable."""
+        """Waits until the engine is ready for weights, and returns its properties.
+
+        Raises:
+            EngineError: the run cannot use the engine.
+        """
         raise NotImplementedError
 
     def health(self) -> None:
-        """Returns if the engine works.
+        """Returns normally if the engine works.
 
         Raises:
-            WorkerDied, WorkerHung: another process that it needs has ended, or does not answer.
+            WorkerDied, WorkerHung: a process that the engine needs has ended, or does not answer.
         """
 
     def end_token_ids(self) -> frozenset[int]:
-        """Returns the tokens that end a response: the tokenizer's, and those of generation_config.json."""
+        """Returns the tokens that end a response: those of the tokenizer and of generation_config.json."""
         return self._end_token_ids
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
@@ -127,11 +131,11 @@ class Engine(Watched):
         return [encode_observation(self.tokenizer, observation, kwargs) for observation in observations]
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """Yields lists of samples as they end, in no order; each sample of each request once.
+        """Yields lists of samples that have ended, in any order, and each sample of each request once.
 
         Raises:
             StateError: no weights are committed, or their logits are not finite.
-            EngineError: the engine cannot do what a request needs, or did not do it.
+            EngineError: the engine cannot do what a request needs, or failed.
         """
         raise NotImplementedError
 
@@ -139,8 +143,8 @@ class Engine(Watched):
     def stream(self, name: str, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         """Runs `generate`; `end_stream` can end it.
 
-        `ray.cancel` is not used: on a call that has not left its caller, it delays all later calls for 30 s or more,
-        and then loses them (Ray 2.60).
+        `ray.cancel` is not used: if it cancels a call that has not left the caller's process, all later calls are
+        delayed for 30 s or more, and then lost (Ray 2.60).
 
         Args:
             name: a unique name of the stream.
@@ -154,25 +158,25 @@ class Engine(Watched):
 
     @ray.method(concurrency_group="control")
     def end_stream(self, name: str) -> None:
-        """Ends a stream when it yields next, or before it begins."""
+        """Ends a stream at its next yield, or at once if it has not begun."""
         self._ended_streams.append(name)
 
     def abort(self) -> None:
-        """Ends all running and waiting samples as they are, with `finish_reason` "abort"."""
+        """Ends all running and waiting samples with the tokens drawn so far, and `finish_reason` "abort"."""
         raise NotImplementedError
 
     def has_frozen(self, source: str) -> bool:
-        """Returns whether the frozen weights of `source` are present, from a committed update; called before `begin`.
+        """Returns whether a committed update has brought the frozen weights of `source`; called before `begin`.
 
-        If all engines have them, they are not sent again, and `begin` gets their names.
+        If all engines have the frozen weights, they are not sent again, and `begin` gets their names.
         """
         return False
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """Begins an update, as in `slimefsdp.weight_sync.receive.Receiver`.
+        """Begins an update, as `slimefsdp.weight_sync.receive.WeightReceiver.begin` does.
 
-        An engine whose `has_frozen` may be True needs a third parameter, `kept` of `UpdateProgress.begin`; an engine
-        with adapters needs a fourth, their scale.
+        An engine whose `has_frozen` may return True needs a third parameter: the names of weights that are not sent
+        again, as in `UpdateProgress.begin`. An engine with adapters needs a fourth: the adapters' scale.
         """
         raise NotImplementedError
 
@@ -181,7 +185,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def join(self, meeting: Rendezvous) -> None:
-        """Joins the group in which rank 0 broadcasts weights, and leaves the previous one; returns when all joined.
+        """Leaves the previous broadcast group and joins the one in which rank 0 broadcasts; waits until all joined.
 
         Raises:
             SyncError: other members did not join.
@@ -192,18 +196,20 @@ class Engine(Watched):
         """Receives a bucket that rank 0 broadcasts now as one tensor of bytes.
 
         Args:
-            digest: of these bytes, as `slimefsdp.weight_sync.buckets.digest_of`; None: they are not checked.
+            digest: of these bytes, by `slimefsdp.weight_sync.buckets.digest_of`; None means that they are not checked.
 
         Raises:
-            SyncError: they were altered in transit; with `is_of_group`: the group broke, by whose fault is not known.
+            SyncError: the bytes were altered in transit, or (with `is_of_group`) the group broke; any of its members
+                may be the cause.
         """
         raise NotImplementedError
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """Receives a bucket from the beginning of a shared buffer, which has it until this returns.
+        """Receives a bucket from the beginning of a shared buffer; the sender may reuse the buffer when this returns.
 
         Args:
-            handle: of `slimefsdp.weight_sync.buckets`; senders alternate between few buffers.
+            handle: a handle of `slimefsdp.weight_sync.buckets`; senders alternate between few buffers.
+            digest: as in `receive_broadcast`.
 
         Raises:
             SyncError: the buffer is on another machine, or its bytes were altered.
@@ -214,7 +220,7 @@ class Engine(Watched):
         """Receives all weights of an update from a folder that `actors.workers.disk_update` wrote.
 
         Raises:
-            SyncError: it does not exist, is not whole, or was altered.
+            SyncError: the folder does not exist, is incomplete, or was altered.
         """
         raise NotImplementedError
 
@@ -222,7 +228,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Frees the device until `wake_up`; aborts all samples, and loses the weights. Idempotent.
+        """Aborts all samples, drops the weights and frees the device until `wake_up`. Idempotent.
 
         An engine that sleeps refuses updates.
         """
@@ -232,8 +238,8 @@ class Engine(Watched):
         """Takes the device's memory again; idempotent.
 
         Args:
-            tags: `weights`, which must be sent before sampling; `kv_cache`, which may be taken after the weights have
-                arrived, when the sender has freed its own memory.
+            tags: the kinds of memory. With `weights`, an update must follow before sampling. `kv_cache` may be taken
+                after the weights have arrived, when the sender has freed its own memory.
         """
         raise NotImplementedError
 
@@ -244,7 +250,13 @@ class Engine(Watched):
 
 
 def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:
-    """Raises an EngineError if an engine's answer cannot be a sample of these requests; aborted ones may be short."""
+    """Raises an EngineError if an engine's answer cannot be a sample of these requests.
+
+    An aborted sample may have any number of tokens up to the request's limit.
+
+    Args:
+        engine: the index of the engine, for the error.
+    """
     if not isinstance(sample, Sample) or not (is_whole(sample.request) and is_whole(sample.number)):
         raise _wrong(engine, f"{short_repr(sample)}, which is not a Sample")
     if not 0 <= sample.request < len(requests) or not 0 <= sample.number < requests[sample.request].samples:

@@ -1,4 +1,4 @@
-"""Asks rollout engines for samples: makes requests of prompts, splits them over engines, and survives losing one."""
+"""Asks rollout engines for samples: makes requests from prompts and splits them over engines, also if one is lost."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slimefsdp.errors import BatchError, EngineError, SlimeError, short_repr
 from slimefsdp.sampling.params import SamplingParams
 
 _GET_S = 10.0  # timeout of fetching samples that Ray reports as ready
-_LOOK_S = 1.0  # interval of checking for engines that hang, while others hand samples over
+_LOOK_S = 1.0  # interval of checking for engines that hang, while other engines hand samples over
 
 
 class EngineRequests:
-    """Encodes prompts, asks engines for samples, and takes these as they end."""
+    """Encodes prompts, asks engines for samples, and receives samples as they end."""
 
     def __init__(self, processes: EngineProcesses) -> None:
         self._processes = processes
@@ -34,12 +34,12 @@ class EngineRequests:
         self._aborts = 0  # number of calls of `abort`
 
     def _replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
-        """Puts another engine in the place of one that was lost while it was asked, or raises the loss."""
+        """Replaces `engine`, the lost engine of this index, or raises the error of its loss."""
         raise NotImplementedError
 
     @property
     def max_tokens(self) -> int | None:
-        """Returns the most tokens of prompt and response that every engine takes; None: no limit but memory."""
+        """Returns the most tokens of prompt and response that every engine takes; None if only memory is the limit."""
         return min((most for most in self._processes.max_tokens.values() if most is not None), default=None)
 
     # ------------------------------------------------------------------ requests
@@ -49,29 +49,29 @@ class EngineRequests:
 
         Raises:
             ConfigError: as `actors.engines.tokenizer.encode_prompt`.
-            BatchError: the model does not have a token id, or `prompts` is not a list.
+            BatchError: a token id is outside the vocabulary, or `prompts` is not a list.
             EngineError: the engine's tokenizer failed, or returned no token ids.
         """
         return self._encoded("encode", prompts)
 
     def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of what follows a response's text; raises as `encode`. Token ids stay as they are."""
+        """Returns the token ids of an environment's answers to responses; raises as `encode`."""
         return self._encoded("encode_observations", observations)
 
     def _encoded(self, method: Literal["encode", "encode_observations"], prompts: Sequence[Any]) -> list[list[int]]:
-        """Has the first engine encode what is not encoded yet; it is replaced if it is lost."""
+        """Has the first engine encode the prompts that are not token ids yet; the engine is replaced if it is lost."""
         self._processes.require_running(method)
         if not isinstance(prompts, list | tuple):
             problem = f"prompts is a {type(prompts).__name__}"
             raise BatchError(problem, field="prompts", hint="give a list of texts, chats or lists of token ids")
-        encoded = {place: list(prompt) for place, prompt in enumerate(prompts) if _is_encoded(prompt)}
-        for place, tokens in encoded.items():
-            self._require_known(tokens, place)
-        others = [place for place in range(len(prompts)) if place not in encoded]
+        encoded = {index: list(prompt) for index, prompt in enumerate(prompts) if _is_encoded(prompt)}
+        for index, tokens in encoded.items():
+            self._require_known(tokens, index)
+        others = [index for index in range(len(prompts)) if index not in encoded]
         while others:
             require_cluster()
             engine = self._processes.engines[0]
-            ref = getattr(engine, method).remote([prompts[place] for place in others])
+            ref = getattr(engine, method).remote([prompts[index] for index in others])
             try:
                 with errors_of(0, method):
                     (answer,) = self._processes.wait([ref], "generate", "call_timeout_s")
@@ -84,7 +84,7 @@ class EngineRequests:
                 raise EngineError(problem, field="rollout.engine", hint="return a list of token ids each", rank=0)
             encoded |= dict(zip(others, map(list, answer), strict=True))
             break
-        return [encoded[place] for place in range(len(prompts))]
+        return [encoded[index] for index in range(len(prompts))]
 
     def requests(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: int | Sequence[int], **sampling: Any
@@ -92,7 +92,7 @@ class EngineRequests:
         """Returns one request for each prompt; see `EnginePool.generate` for the arguments and `params` for `sampling`.
 
         Raises:
-            BatchError: there is no prompt, or no sample of one is requested. As `encode`.
+            BatchError: there are no prompts, or `samples_per_prompt` is below 1. Also as `encode`.
         """
         self._processes.require_running("generate")
         if isinstance(prompts, list | tuple) and not prompts:
@@ -105,8 +105,8 @@ class EngineRequests:
             problem = f"seed={short_repr(seed)}; it must be a whole number, or a list of them"
             raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
         return [
-            Request(prompt, samples_per_prompt, self.params((*seeds, place), **sampling))
-            for place, prompt in enumerate(self.encode(prompts))
+            Request(prompt, samples_per_prompt, self.params((*seeds, index), **sampling))
+            for index, prompt in enumerate(self.encode(prompts))
         ]
 
     def params(
@@ -115,9 +115,9 @@ class EngineRequests:
         """Returns the sampling parameters of the run's settings.
 
         Args:
-            greedy: take the most likely token each time, whatever the seed. Evaluations at temperature 0 do so too.
+            greedy: whether each token is the most likely one; evaluations at temperature 0 are always greedy.
             max_new_tokens: lowers the limit of the settings.
-            evaluates: use the settings of `evaluation` where they differ from those of `rollout`.
+            evaluates: whether settings of section `evaluation` come before those of section `rollout`.
         """
         sampling = self._config.sampling(evaluates=evaluates)
         greedy = greedy or sampling.temperature == 0
@@ -129,7 +129,8 @@ class EngineRequests:
             sampling.temperature or self._config.rollout.temperature,
             greedy=greedy,
             tempered=not greedy,  # all engines support this; a greedy choice does not use the temperature
-            # the trainer's log-probs are over all tokens too, so that the first ratio is 1; evaluations do not use them
+            # For training, log-probs are over all tokens, as the trainer's are: the ratio is 1 before the first update.
+            # Evaluations do not use log-probs, and no server has log-probs over all tokens with a limit such as top_k.
             renormalized=evaluates,
             end_token_ids=self._processes.end_token_ids,
             stop=self._config.rollout.stop,
@@ -137,18 +138,18 @@ class EngineRequests:
             **limits,
         )
 
-    def _require_known(self, prompt: Sequence[int], place: int) -> None:
-        """Raises a BatchError if a prompt, the `place`-th of a call, has a token id that the model does not have."""
+    def _require_known(self, prompt: Sequence[int], index: int) -> None:
+        """Raises a BatchError if the prompt at this index of a call has a token id outside the vocabulary."""
         size = self._processes.vocab_size
         unknown = [token for token in prompt if not (is_whole(token) and 0 <= token < size)]
         if unknown:
-            problem = f"prompt {place} has token id {short_repr(unknown[0])}, outside the vocabulary of {size}"
+            problem = f"prompt {index} has token id {short_repr(unknown[0])}, outside the vocabulary of {size}"
             raise BatchError(problem, field="prompts", hint="encode it with the tokenizer of model.path")
 
     # ------------------------------------------------------------------ samples
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
-        """Yields the samples of all requests as they end, in no order; requests are split evenly over the engines.
+        """Yields each sample as soon as it has ended; the requests are split evenly over the engines.
 
         Raises:
             As `EnginePool.generate`.
@@ -157,8 +158,8 @@ class EngineRequests:
         require_cluster()
         if not requests:
             raise BatchError("there are no requests", field="requests", hint="give one or more")
-        for place, request in enumerate(requests):
-            self._require_known(request.prompt, place)
+        for index, request in enumerate(requests):
+            self._require_known(request.prompt, index)
         parts = np.array_split(np.arange(len(requests)), len(self._processes.engines))
         yield from self._stream(requests, {index: part.tolist() for index, part in enumerate(parts) if len(part)})
 
@@ -166,11 +167,11 @@ class EngineRequests:
         """Yields samples as `stream` does.
 
         Args:
-            shares: engine -> the indices of the requests that it is asked for.
+            shares: index of an engine -> the indices of the requests that the engine answers.
         """
-        engines = list(self._processes.engines)  # a copy: another thread may replace one meanwhile
-        streams: dict[Any, tuple[int, str]] = {}  # the engine of each, and the stream's name there
-        given: set[tuple[int, int]] = set()
+        engines = list(self._processes.engines)  # a copy: another thread may replace an engine meanwhile
+        streams: dict[Any, tuple[int, str]] = {}  # stream -> index of its engine, and the stream's name there
+        given: set[tuple[int, int]] = set()  # (index of the request, number) of each yielded sample
         try:
             for index, places in shares.items():
                 streams |= self._asked(index, [requests[place] for place in places])
@@ -180,7 +181,7 @@ class EngineRequests:
                 require_cluster()
                 ready, _ = ray.wait(list(streams), num_returns=1, timeout=SLICE_S, fetch_local=False)
                 lost: dict[int, SlimeError] = {}
-                if not ready or time.monotonic() - looked > _LOOK_S:  # one may hang while others hand samples over
+                if not ready or time.monotonic() - looked > _LOOK_S:
                     looked = time.monotonic()
                     answering, _ = ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
                     quiet = {index: heard[index] for stream, (index, _) in streams.items() if stream not in answering}
@@ -205,34 +206,34 @@ class EngineRequests:
                             given.add((place, sample.number))
                             yield replace(sample, request=place)
                 for index, loss in lost.items():
-                    self._processes.require_running("generate")  # `shutdown` in another thread loses engines, too
+                    self._processes.require_running("generate")  # after a `shutdown` in another thread, do not replace
                     self._replace_lost(index, engines[index], loss)
                     engines[index] = self._processes.engines[index]
                     streams = {stream: owner for stream, owner in streams.items() if owner[0] != index}
-                    # A request that is not complete is drawn again as a whole, with the same samples; those that were
-                    # yielded are not yielded twice. An engine that hangs may have been asked for nothing.
+                    # The new engine draws all samples of an incomplete request again. These are the same samples, and
+                    # those that were yielded before are left out. A hanging engine may have had no request.
                     places = shares.get(index, [])
                     shares[index] = left = [place for place in places if not is_complete(place, requests[place], given)]
                     if left:
                         streams |= self._asked(index, [requests[place] for place in left])
                     asked = heard[index] = time.monotonic()
         finally:
-            for index, name in streams.values():  # these samples are not needed any more
+            for index, name in streams.values():  # the caller stopped, so the samples are not needed any more
                 with suppress(RayError):
                     engines[index].end_stream.remote(name)
 
     def _asked(self, index: int, requests: Sequence[Request]) -> dict[Any, tuple[int, str]]:
-        """Asks an engine for samples; returns the stream, with the engine and the stream's name."""
-        while not self._processes.may_ask.wait(SLICE_S):  # an update is going on, which has a deadline
+        """Asks an engine for samples; returns {stream: (index of the engine, the stream's name)}."""
+        while not self._processes.may_ask.wait(SLICE_S):  # this ends: an update has a deadline
             pass
         name = uuid.uuid4().hex
         return {self._processes.engines[index].stream.remote(name, list(requests)): (index, name)}
 
     def abort(self) -> None:
-        """Ends all running and waiting samples as they are.
+        """Ends all running and waiting samples with the tokens drawn so far.
 
         Raises:
-            WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
+            WorkerDied, WorkerHung: an engine ended or did not answer; all other engines have aborted their samples.
         """
         self._processes.require_running("abort")
         self._aborts += 1
@@ -249,9 +250,9 @@ class EngineRequests:
             raise lost[0]
 
 
-def is_complete(place: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
-    """Returns whether all samples of a request are among those given, as (index of the request, number)."""
-    return all((place, number) in given for number in range(request.samples))
+def is_complete(index: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
+    """Returns whether `given`, pairs of (index of the request, number), has all samples of this request."""
+    return all((index, number) in given for number in range(request.samples))
 
 
 def _is_encoded(prompt: Any) -> bool:
@@ -259,7 +260,7 @@ def _is_encoded(prompt: Any) -> bool:
 
 
 def _next_item(stream: Any, index: int) -> list[Sample] | None:
-    """Returns the next samples of a stream that is ready; None at its end."""
+    """Returns the next samples of a stream that Ray reports as ready; None at the end of the stream."""
     try:
         ref = next(stream)
     except StopIteration:
@@ -276,8 +277,8 @@ def _next_item(stream: Any, index: int) -> list[Sample] | None:
 
 
 def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], given: set[tuple[int, int]]) -> None:
-    """Raises an EngineError if an engine ended a call without all samples; asked again, it would do the same."""
-    wanted = {(place, number) for place, one in zip(places, asked, strict=True) for number in range(one.samples)}
+    """Raises an EngineError if an engine ended a stream without all samples of the requests at these `places`."""
+    wanted = {(place, number) for place, of in zip(places, asked, strict=True) for number in range(of.samples)}
     if missing := wanted - given:
         raise EngineError(
             f"engine {index} ended a call without {len(missing)} of its {len(wanted)} samples",

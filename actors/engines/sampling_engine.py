@@ -1,7 +1,7 @@
-"""Sampling as a service: one process with a base model, many versions of adapters or of all weights, and many requests.
+"""Sampling as a service: one process samples many requests from a base model and many versions of it.
 
-The engine is an asynchronous Ray actor: its methods wait, and one thread computes. All changes to what is sampled
-happen in that thread between two tokens. Versions are read from their files in other threads.
+The engine is an asynchronous Ray actor: its methods are coroutines, and one thread computes. Requests and versions are
+added and removed in that thread between two tokens. Versions are read from their files in other threads.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:  # the process that starts an engine does not import torch
 
 Result = TypeVar("Result")
 _CALLS = 4096  # limit on concurrent calls of an engine; others wait in Ray
-_CANCELLED_KEPT = 1000  # keys of cancelled requests to remember: a request may be cancelled before it arrives
+_CANCELLED_KEPT = 1000  # limit on the remembered keys of cancelled requests; a request may arrive after its `cancel`
 
 
 class SamplingEngine(Watched):
-    """A process that samples; a Ray actor, started by `start_sampling_engine`.
+    """A Ray actor that samples; started by `start_sampling_engine`.
 
-    The base has the weights of model.path in precision.compute_dtype, bit-equal to those that a trainer of the same
-    settings freezes or begins with. Versions are adapters of lora.rank and lora.targets; without lora.rank they are
-    whole models.
+    The base model has the weights of model.path in precision.compute_dtype. They are bit-equal to the first weights of
+    a trainer with the same settings. A version is an adapter of lora.rank and lora.targets; without lora.rank, a
+    version is a whole model.
 
     Args:
-        config: its model.path is a folder.
+        config: the settings, with a folder as model.path.
         max_rows: limit on the samples drawn at once, over all versions.
         memory_bytes: limit on the bytes of all versions together.
         max_samples: limit on the samples of a request.
@@ -74,29 +74,29 @@ class SamplingEngine(Watched):
         self._weights: Versions = ModelVersions(policy) if lora is None else AdapterVersions(policy, path)
         limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
         self._sampler = VersionedSampler(policy, self._weights, **limits, decode=decoder_of(str(path)))
-        # used by the sampling thread alone: answers by number of the sampler's request, and the numbers by their keys
-        self._answers: dict[int, _Answer] = {}
-        self._numbers: dict[str, int] = {}
+        # Only the sampling thread uses these.
+        self._answers: dict[int, _Answer] = {}  # the sampler's number of a request -> its open answer
+        self._numbers: dict[str, int] = {}  # key of a request -> the sampler's number
         self._cancelled: deque[str] = deque(maxlen=_CANCELLED_KEPT)
         self._thread = SamplingThread(
             self._step, lambda: self._sampler.is_idle, activity="sample", is_on_cpu=self._is_on_cpu
         )
 
     async def load(self, version: str, folder: str) -> int:
-        """Reads a version from a folder, to be sampled under this name; returns its bytes.
+        """Reads a version from a folder; requests name it `version`. Returns its bytes of memory.
 
         Args:
             folder: a PEFT folder; without lora.rank a model folder.
 
         Raises:
             StateError: there is a version of this name.
-            ResourceError: the versions use all of `memory_bytes`; none is dropped for a new one.
+            ResourceError: the version does not fit into the rest of `memory_bytes`; no other version is dropped.
             ModelError: the folder is malformed, of another model or base, or of a larger rank than lora.rank.
         """
         await self._do(lambda: self._sampler.reserve(version))
         try:
             read = await asyncio.to_thread(self._read, folder)
-        except BaseException:  # a call that was cancelled, too
+        except BaseException:  # includes the cancellation of this call
             with suppress(StateError):
                 self._thread.do(lambda: self._sampler.release(version))
             raise
@@ -106,7 +106,7 @@ class SamplingEngine(Watched):
         """Forgets a version and frees its memory; its requests end with a StateError.
 
         Raises:
-            StateError: there is none of this name.
+            StateError: there is no version of this name.
         """
 
         def drop() -> None:
@@ -118,17 +118,17 @@ class SamplingEngine(Watched):
         await self._do(drop)
 
     async def versions(self) -> list[str]:
-        """Returns the names of the versions in the order of their arrival."""
+        """Returns the names of the versions in the order in which they were loaded."""
         return await self._do(lambda: self._sampler.versions)
 
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
-        """Returns the answer when all samples have ended.
+        """Returns the answer when all samples of the request have ended.
 
-        The draws of a sample depend on its version, `params.seed` and its number. Other samples only change the
-        rounding of its probabilities.
+        The draws of a sample depend on its version, `params.seed` and its number. Samples that run at the same time
+        only change the rounding of its probabilities.
 
         Args:
-            key: identifies this request, for `cancel`.
+            key: a unique name of the request, for `cancel`.
 
         Raises:
             StateError: there is no such version, or it was dropped during the call; its logits are not finite; the
@@ -151,9 +151,10 @@ class SamplingEngine(Watched):
         return await asyncio.wrap_future(answer)
 
     async def cancel(self, key: str) -> None:
-        """Ends the request of this key with a StateError, also if it arrives later; nothing if it was answered.
+        """Ends the request of this key with a StateError, also if the request arrives later.
 
-        `ray.cancel` is not used: on a call that has not left its caller, it delays all later calls (Ray 2.60).
+        Does nothing if the request was answered. `ray.cancel` is not used: if it cancels a call that has not left the
+        caller's process, all later calls are delayed (Ray 2.60).
         """
 
         def cancel() -> None:
@@ -189,13 +190,13 @@ class SamplingEngine(Watched):
         try:
             for number, outcome in self._sampler.step():
                 self._settle(number, outcome)
-        except Exception as error:  # a defect, which ends the thread
+        except Exception as error:  # a defect, which ends the sampling thread
             for number in list(self._answers):
                 self._settle(number, error)
             raise
 
     def _settle(self, number: int, outcome: SampleAnswer | Exception) -> None:
-        """Answers a request of the sampler."""
+        """Answers the request that has this number in the sampler."""
         answer = self._answers.pop(number)
         if answer.key is not None:
             del self._numbers[answer.key]
@@ -208,18 +209,18 @@ class SamplingEngine(Watched):
 
 
 class _Answer(NamedTuple):
-    """An open request."""
+    """The answer to a request that is still sampled."""
 
     future: Future[SampleAnswer]
     key: str | None
 
 
 def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
-    """Returns the handle of the engine of these settings, which is being started; `ray.kill` ends it and its server.
+    """Begins to start the engine of these settings; returns its handle. `ray.kill` ends the engine and its server.
 
     Args:
-        config: rollout.engine=vllm starts a `VllmSamplingEngine`, which needs a call of `begin`.
-        limits: of the engine's class.
+        config: rollout.engine=vllm starts a `VllmSamplingEngine`, whose `begin` must be called first.
+        limits: arguments of the engine's class besides `config`.
 
     Raises:
         ModelError, ConfigError, ResourceError: as `with_model_folders`.
@@ -231,7 +232,7 @@ def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
     options: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": gpus,
-        "max_restarts": 0,  # a restarted engine would have no versions
+        "max_restarts": 0,  # an engine that Ray restarts would have no versions
         "max_concurrency": _CALLS,
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
     }

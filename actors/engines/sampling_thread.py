@@ -1,4 +1,4 @@
-"""The thread of an engine that samples its model and makes all changes to it."""
+"""The thread of an engine that draws all tokens, and makes all changes to the model between two tokens."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _LOOK_S = 1.0  # interval of checks while the thread is idle
 
 
 class SamplingThread:
-    """Draws token after token while there are samples, and calls functions of other threads between two tokens.
+    """Draws token after token while there are samples; between two tokens it calls functions of other threads.
 
     Args:
-        step: draws a token for every running sample, and hands over those that have ended.
+        step: draws a token for every running sample, and hands over the samples that have ended.
         is_idle: returns whether `step` has nothing to draw.
         activity: the heartbeat's name for drawing.
-        is_on_cpu: torch then computes with one thread, as in ranks.
+        is_on_cpu: whether the model is on CPU; torch then computes with one thread, as in ranks.
     """
 
     def __init__(
         self, step: Callable[[], None], is_idle: Callable[[], bool], *, activity: str, is_on_cpu: bool
     ) -> None:
         self._step, self._is_idle, self._activity, self._is_on_cpu = step, is_idle, activity, is_on_cpu
-        self._changed = threading.Condition()  # has the lock of the next two
+        self._changed = threading.Condition()  # its lock guards the next two attributes
         self._between: list[Callable[[], None]] = []  # functions to call between two tokens, in order
         self.end: Exception | None = None
-        """Why the thread has ended; None: it has not."""
+        """The reason for which the thread has ended; None while it runs."""
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
         heartbeat.enter(heartbeat.IDLE)
         self._thread.start()
@@ -40,7 +40,7 @@ class SamplingThread:
         """Has the thread call a function between two tokens; returns the future of its result.
 
         Raises:
-            Exception: `end`, if the thread has ended. The future raises it if that happens later.
+            Exception: `end`, if the thread has ended. If the thread ends before the call, the future raises `end`.
         """
         future: Future[Result] = Future()
 
@@ -60,7 +60,7 @@ class SamplingThread:
         return future
 
     def stop(self, error: Exception) -> None:
-        """Ends the thread, and waits for it; functions that were not called fail with the error. Idempotent."""
+        """Ends the thread, and waits for it; functions that it has not called fail with the error. Idempotent."""
         with self._changed:
             self.end = self.end or error
             self._changed.notify()
@@ -71,13 +71,13 @@ class SamplingThread:
             use_one_thread()
         try:
             while self.end is None:
-                self._call_what_waits()
+                self._call_waiting_functions()
                 if self._is_idle():
                     continue
                 with heartbeat.during(self._activity):
                     while self.end is None and not self._is_idle():
                         self._step()
-                        self._call_what_waits()
+                        self._call_waiting_functions()
         except Exception as error:
             self.end = error
         finally:
@@ -86,7 +86,7 @@ class SamplingThread:
             for call in calls:
                 call()
 
-    def _call_what_waits(self) -> None:
+    def _call_waiting_functions(self) -> None:
         with self._changed:
             while self._is_idle() and not self._between and self.end is None:
                 self._changed.wait(_LOOK_S)

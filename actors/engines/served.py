@@ -1,10 +1,10 @@
-"""The engine that samples at a rollout server, which it starts or finds at a URL; `ServerDialect` hides its kind.
+"""The engine that samples at a rollout server, which it starts or finds at a URL.
 
-The server has an environment of its own, and this process sends it HTTP requests. Prompts and samples are token ids.
-New weights reach the server by broadcast, in a group of the trainer's first rank and the server's workers, as a folder,
-or in shared memory. They abort what is being sampled; once they are committed, the tokens drawn so far are sent again
-as part of the prompt. With lora.sync=adapters the server gets the model's own weights once, and then adapters, which
-every request names.
+A `ServerDialect` has the differences between kinds of servers. The server runs in its own Python environment, and this
+process sends it HTTP requests. Prompts and samples are token ids. New weights reach the server by broadcast in a group
+of the trainer's first rank and the server's workers, as a folder, or in shared memory. An update aborts the running
+samples; once the new weights are committed, each sample's tokens so far are sent again as part of the prompt. With
+lora.sync=adapters the server gets the model's own weights once, and after that an adapter in each update.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:  # importing this file does not import torch
 
 
 class ServedEngine(Engine):
-    """Samples at a server; log-probs are at the sampling temperature, greedy ones at temperature 1.
+    """Samples at a server; log-probs are at the sampling temperature, those of greedy samples at temperature 1.
 
     Args:
-        config: of the run; rollout.engine_python starts a server, rollout.engine_urls names running ones.
-        index: of this engine.
+        config: with rollout.engine_python a server is started; rollout.engine_urls names running servers.
+        index: the index of this engine.
 
     Raises:
         ModelError: model.path cannot be read.
@@ -54,7 +54,7 @@ class ServedEngine(Engine):
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)
-        is_random = config.model.init == "random"  # the folder may have no weights to compare names and shapes with
+        is_random = config.model.init == "random"  # then the folder may have no weights
         self._folder = read_model_folder(config.model.path, with_weights=not is_random)
         self._shapes = {name: entry.shape for name, entry in self._folder.tensors.items()}
         self._server = SERVERS[config.rollout.engine]
@@ -69,21 +69,21 @@ class ServedEngine(Engine):
         )
         self._updating = threading.Lock()
         self._progress = UpdateProgress()
-        self._adapter_scale: float | None = None  # of the adapter that is being sent, or present; None: no adapter
+        self._adapter_scale: float | None = None  # of the adapter of the latest update; None means no adapter
         self._asleep: frozenset[EngineTag] = frozenset()
 
     def health(self) -> None:
-        """Returns if the server answers."""
+        """Returns normally if the server answers; raises as `Engine.health`."""
         try:
             self._client.get(self._dialect.ALIVE, timeout_s=HEALTH_S)
-        except Refusal as refusal:  # the server's engine has ended, and the server is about to end
+        except Refusal as refusal:  # the inference engine inside the server has ended, and the server is about to end
             raise self._client.lost(str(refusal)) from refusal
 
     def info(self) -> EngineInfo:
         """Waits until the server is ready, and returns its properties.
 
         Raises:
-            EngineError: it ended, does not exist, or cannot be used. WorkerHung: it takes too long.
+            EngineError: the server ended, does not exist, or cannot be used. WorkerHung: its start takes too long.
         """
         facts = self._known()
         heartbeat.enter(heartbeat.IDLE)
@@ -105,7 +105,7 @@ class ServedEngine(Engine):
         """Yields samples as they end; implements `Engine.generate`.
 
         Raises:
-            StateError, EngineError: as in `Engine`. BatchError: no server could answer a request.
+            StateError, EngineError: as `Engine.generate`. BatchError: a request is invalid or too long for the server.
             WorkerDied, WorkerHung: the server ended, or did not answer within cluster.call_timeout_s.
         """
         facts = self._known()
@@ -136,22 +136,23 @@ class ServedEngine(Engine):
         self._dialect.join(self._routes, meeting)
 
     def takes_adapters(self) -> bool:
-        """Returns whether the server has room for an adapter: with lora.sync=adapters."""
+        """Returns whether updates may send adapters, which the server then keeps separate from the weights."""
         return self.config.lora.sync == "adapters"
 
     def has_frozen(self, source: str) -> bool:
-        """Returns True only for updates of adapters, since servers fuse frozen weights with others."""
+        """Implements `Engine.has_frozen`; without adapters False, since servers fuse frozen weights with others."""
         with self._updating:
-            are_here = self._progress.has_frozen(source if self.takes_adapters() else None)
+            are_present = self._progress.has_frozen(source if self.takes_adapters() else None)
             committed = self._versions.committed
-            if committed is None or not are_here:
+            if committed is None or not are_present:
                 return False
-            return self._dialect.weight_version(self._routes) == str(committed)  # otherwise it was restarted
+            # a server that was restarted has another version, and none of the weights
+            return self._dialect.weight_version(self._routes) == str(committed)
 
     def begin(
         self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
     ) -> None:
-        """Begins an update; samples that are being drawn continue after `commit`."""
+        """Begins an update; running samples continue after `commit`."""
         with self._updating:
             self._known()
             self._require_awake(("weights",))
@@ -174,7 +175,7 @@ class ServedEngine(Engine):
         """Has the server receive a broadcast of tensors; implements `Engine.receive_broadcast`.
 
         Raises:
-            StateError: no update was begun. SyncError: a tensor was not announced, or could not be received.
+            StateError: no update has begun. SyncError: a tensor was not announced by `begin`, or did not arrive.
         """
         self._receive(tensors, "receive_broadcast", digest=digest)
 
@@ -196,15 +197,15 @@ class ServedEngine(Engine):
 
         self._progress.require_begun("receive_disk")
         with self._updating, self._or_fail():
-            found: set[str] = set()
+            present: set[str] = set()  # names of the tensors in the folder
             if has_weights := any(not name.endswith(MATRICES) for name in self._progress.missing):
-                found |= checked_weights(path).tensors.keys()
+                present |= checked_weights(path).tensors.keys()
             if self._adapter_scale is not None:
-                found |= checked_adapter(path)
+                present |= checked_adapter(path)
             kind, manifest = self._folder.model_type, self._progress.manifest
             self._dialect.take_folder(self._routes, Path(path), self._adapter_scale, has_weights=has_weights)
             self._progress.missing -= {
-                name for name in manifest if all(part.name in found for part in hub_parts(kind, name, manifest[name]))
+                name for name in manifest if all(part.name in present for part in hub_parts(kind, name, manifest[name]))
             }
 
     def commit(self, version: int) -> None:
@@ -221,7 +222,7 @@ class ServedEngine(Engine):
             self._versions.commit(version)
 
     def _check_manifest(self, manifest: Manifest) -> None:
-        """Raises a SyncError if these are not the tensors of model.path, whose architecture the server has loaded."""
+        """Raises a SyncError if the manifest differs from the tensors of model.path, which the server serves."""
         kind, seen = self._folder.model_type, set()
         for name in sorted(name for name in manifest if name.endswith(MATRICES)):
             if not name.endswith(tuple(f".{end}" for end in MATRICES)):
@@ -245,7 +246,7 @@ class ServedEngine(Engine):
 
     @contextmanager
     def _or_fail(self) -> Iterator[None]:
-        """Leaves the engine without weights if anything fails inside, and ends requests that wait for weights."""
+        """If the block fails, leaves the engine without weights and ends requests that wait at the server."""
         try:
             yield
         except BaseException:
@@ -261,17 +262,17 @@ class ServedEngine(Engine):
     # ------------------------------------------------------------------ memory, end
 
     def sleep(self) -> None:
-        """Frees the server's memory; docs/engines.md says what each server frees.
+        """Frees the server's memory; docs/engines.md says which memory each kind of server frees.
 
         Raises:
-            SyncError: the server refused. WorkerDied, WorkerHung: it is gone, or samples did not end.
+            SyncError: the server refused. WorkerDied, WorkerHung: the server has ended, or samples did not end.
         """
         if self._asleep == set(ENGINE_TAGS):
             return
         self.abort()
         with self._updating:
             self._lose_weights()
-            if self._asleep:  # servers free everything or nothing
+            if self._asleep:  # a server frees everything or nothing, so it first has to be wholly awake
                 self._dialect.take_memory(self._routes, _in_order(self._asleep))
             self._dialect.free_memory(self._routes)
             self._asleep = frozenset(ENGINE_TAGS)
@@ -280,7 +281,7 @@ class ServedEngine(Engine):
         """Takes the memory of these tags again; implements `Engine.wake_up`.
 
         Raises:
-            SyncError: the server refused. WorkerDied: it is gone.
+            SyncError: the server refused. WorkerDied: the server has ended.
         """
         with self._updating:
             taken = self._asleep & set(tags)
@@ -296,7 +297,7 @@ class ServedEngine(Engine):
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends a server that was started here, not one at a URL; idempotent."""
+        """Ends a server that this engine has started, but not one at a URL; idempotent."""
         self._versions.fail()
         self._sampling.give_up()
         self._client.end()

@@ -1,4 +1,4 @@
-"""Samples drawn by servers: their parts, and checks of requests and answers."""
+"""Checks of sampling requests and of servers' answers, and the tokens of a sample so far."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ROUNDING = 1e-5  # a log-prob may be above 0 by this much
 
 @dataclass(slots=True)
 class PartialSample:
-    """Holds the tokens of a sample that were drawn so far."""
+    """Holds the tokens of a sample so far."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
 
     def add(self, piece: PartialSample) -> None:
-        """Appends what was drawn later."""
+        """Appends tokens that were drawn after these."""
         shift = len(self.tokens)
         for version, start, end in piece.versions:
             before = self.versions[-1] if self.versions else None
@@ -36,7 +36,7 @@ class PartialSample:
         self.log_probs += piece.log_probs
 
     def cut(self, length: int) -> None:
-        """Leaves the first `length` tokens."""
+        """Removes all tokens after the first `length`."""
         del self.tokens[length:], self.log_probs[length:]
         self.versions = [
             VersionSpan(version, start, min(end, length)) for version, start, end in self.versions if start < length
@@ -50,13 +50,13 @@ def check_request(
 
     Args:
         most_tokens: limit on the tokens of a prompt and its response.
-        engine: the server's name.
-        temperatures: lowest and highest temperature of the server.
-        length_option: the server's argument for longer samples.
+        engine: the name of the kind of server, for errors.
+        temperatures: lowest and highest temperature that the server samples at.
+        length_option: the server's command-line option for longer samples.
 
     Raises:
-        EngineError: the server has no such log-probs or temperature. BatchError: there is no prompt or no sample, or
-            there are too many tokens.
+        EngineError: the server has no such log-probs or temperature. BatchError: the prompt is empty, no samples are
+            requested, or there are too many tokens.
     """
     params = request.params
     low, high = temperatures
@@ -64,7 +64,7 @@ def check_request(
         problem = f"rollout.temperature={params.temperature:g}: {engine} samples from {low:g} to {high:g}"
         hint = "set one of these, or rollout.engine=embedded"
         raise EngineError(problem, field="rollout.temperature", hint=hint)
-    # servers return log-probs of the distribution that they draw from; for greedy tokens, of softmax(logits)
+    # Servers return log-probs of the distribution that they draw from, and for greedy tokens those of softmax(logits).
     if params.temperature != 1 and params.tempered == params.greedy:
         kind = "greedy tokens at a temperature" if params.greedy else "logits without the temperature they are drawn at"
         problem = f"rollout.temperature={params.temperature:g}: {engine} has no log-probs of {kind}"
@@ -88,12 +88,12 @@ def check_request(
 
 
 def limits_of(params: SamplingParams) -> dict[str, float]:
-    """Returns the limits on tokens to draw from, in the form of vLLM and SGLang."""
+    """Returns top_k, top_p and min_p in the form of vLLM and SGLang."""
     return {"top_k": -1 if params.top_k is None else params.top_k, "top_p": params.top_p, "min_p": params.min_p}
 
 
 def seed_of(params: SamplingParams, number: int, drawn: int) -> int:
-    """Returns a seed of 63 bits for the tokens of sample `number` after the first `drawn` ones."""
+    """Returns a seed of 63 bits for drawing the tokens of sample `number` after its first `drawn` tokens."""
     digest = hashlib.blake2b(repr((tuple(params.seed), number, drawn)).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
 
@@ -109,17 +109,17 @@ def checked(
     versions: Collection[int],
     no_number: float | None,
 ) -> PartialSample:
-    """Returns the tokens of a server's answer, checked.
+    """Checks the tokens of a server's answer and returns them.
 
     Args:
-        of_tokens: the token of each log-prob.
-        spans: version, start and end of the tokens of each version of the weights.
-        most: limit on the tokens.
+        of_tokens: the token to which each log-prob belongs.
+        spans: (version, start, end) of consecutive tokens that were drawn with one version of the weights.
+        most: limit on the number of tokens.
         versions: versions of the weights that the server may have drawn from.
-        no_number: the server's value for a log-prob that is not finite.
+        no_number: the value that the server returns for a log-prob that is not finite.
 
     Raises:
-        EngineError: the answer is impossible. StateError: the logits were not finite.
+        EngineError: the answer contradicts the request. StateError: the logits were not finite.
     """
     check_tokens(tokens, log_probs, of_tokens, most=most, vocab_size=vocab_size, no_number=no_number)
     return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
@@ -152,13 +152,13 @@ def check_tokens(
 
 
 def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: bool) -> FinishReason:
-    """Returns the reason for which a sample ended.
+    """Checks the reason for which a server ended a sample, and returns it.
 
     Args:
-        ends_itself: whether its last tokens may be an end of the request.
+        ends_itself: whether the last tokens may be an end token or stop text of the request.
 
     Raises:
-        EngineError: the sample has no such end, or was cut elsewhere than after `most` tokens.
+        EngineError: the tokens do not end for this reason; "length" means after exactly `most` tokens.
     """
     if reason not in get_args(FinishReason) or (reason == "stop" and not ends_itself):
         raise wrong(f"a sample that ended by {reason!r} after {len(tokens)} tokens, without an end that was asked for")
@@ -169,9 +169,9 @@ def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: boo
 
 
 def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, decode: Any) -> int | None:
-    """Returns the number of tokens up to the first one, from index `first` on, that completes a stop text, or None.
+    """Returns the number of tokens up to the one that completes a stop text, searched from index `first`, or None.
 
-    A server that continues a sample does not see earlier tokens, in which a stop text may have begun.
+    A server that continues a sample does not search earlier tokens, in which a stop text may have begun.
     """
     tail = 4 * max(map(len, params.stop), default=0) + 4
     for length in range(first + 1, len(tokens) + 1):
@@ -182,7 +182,7 @@ def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, 
 
 
 def wrong(what: str) -> EngineError:
-    """Returns the error of an answer that the request cannot have."""
+    """Returns the error of an answer that contradicts its request."""
     return EngineError(
         f"the server returned {what}", field="engine", hint="use a supported release, as docs/engines.md says"
     )
@@ -196,13 +196,13 @@ def not_finite() -> StateError:
 
 
 def _versions(spans: Sequence[tuple[str, int, int]], length: int, known: Collection[int]) -> list[VersionSpan]:
-    found, at = [], 0
+    versions, covered = [], 0
     for version, start, end in spans:
-        is_range = type(start) is type(end) is int and at == start < end
+        is_range = type(start) is type(end) is int and covered == start < end
         if not is_range or version not in map(str, known):
             raise wrong(f"tokens {start} to {end} from weights {version!r}, where {sorted(known)} were committed")
-        found.append(VersionSpan(int(version), start, end))
-        at = end
-    if at != length:
-        raise wrong(f"the weights' version for {at} of {length} tokens")
-    return found
+        versions.append(VersionSpan(int(version), start, end))
+        covered = end
+    if covered != length:
+        raise wrong(f"the weights' version for {covered} of {length} tokens")
+    return versions

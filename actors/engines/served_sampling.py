@@ -1,4 +1,4 @@
-"""Draws samples at a rollout server, many at once; each continues after new weights or a cut connection."""
+"""Draws many samples at once at a rollout server; a sample continues after new weights or a cut connection."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from slimefsdp.sampling.params import FinishReason, SamplingParams
 
 MOST_AT_ONCE = 1024  # limit on requests in flight; servers queue those that they cannot run
 _TICK_S = 1.0
-ABORT_AGAIN_S = 0.1
+ABORT_AGAIN_S = 0.1  # interval of aborting requests that were still in transit
 _ALIVE_EVERY_S = 10.0  # interval of checking that the server answers, while no sample ends
 MOST_CUTS = 3  # limit on the lost connections of a sample
-GIVE_UP_S = 10.0  # timeout of ending requests that are not needed any more
+GIVE_UP_S = 10.0  # timeout of aborting requests that are not needed any more
 
 
 class CommittedVersions:
     """The versions of the weights that a server has or is being sent; samples wait here for weights.
 
-    Its fields only change on the client's event loop, so that a sample sees no change between two waits.
+    The fields only change on the client's event loop, so a coroutine sees no change between two of its awaits.
 
     Args:
         timeout_s: limit on the wait for the end of an update.
@@ -40,21 +40,21 @@ class CommittedVersions:
         self._client, self._timeout_s = client, timeout_s
         self._changed = asyncio.Condition()
         self.incoming: int | None = None  # the version of the update that has begun
-        self.committed: int | None = None  # None between two, and after an update that failed
-        self.commits: list[int] = []  # all committed versions
+        self.committed: int | None = None  # None during an update, and after an update that failed
+        self.commits: list[int] = []  # all committed versions, in order
         self.interruptions = 0  # number of events that ended all sampling, such as updates
-        self.failures = 0  # number of failed updates; tokens drawn across one are of unknown weights
+        self.failures = 0  # number of failed updates; after each, the weights of requests in flight are not known
 
     def begin(self, version: int) -> None:
         """Begins an update: from now on nothing is sampled."""
         self._change(weights=(None, version), interruptions=1)
 
     def fail(self) -> None:
-        """Ends an update that failed: there are no weights to sample from, and none come."""
+        """Ends an update that failed: samples that wait for weights raise a StateError."""
         self._change(weights=(None, None), interruptions=1, failures=1)
 
     def interrupt(self) -> None:
-        """Notes that all samples are ended now, and continue."""
+        """Counts an event that aborts all requests at the server; their samples continue with new requests."""
         self._change(interruptions=1)
 
     def commit(self, version: int) -> None:
@@ -82,18 +82,19 @@ class CommittedVersions:
 
         self._client.start(change()).result()
 
-    def known_since(self, place: int) -> set[int]:
-        """Returns the versions from this index of `commits` on, and the incoming one.
+    def known_since(self, first: int) -> set[int]:
+        """Returns `commits` from index `first` on, and the incoming version.
 
-        A request may wait at the server during updates, and continue before this side knows that the last one is whole.
+        The incoming one is included because a request that waits at the server during an update may continue before
+        this process knows that the update is complete.
         """
-        return {*self.commits[place:], *([] if self.incoming is None else [self.incoming])}
+        return {*self.commits[first:], *([] if self.incoming is None else [self.incoming])}
 
     async def wait(self, is_over: Callable[[], bool]) -> int | None:
-        """Waits for committed weights; returns their index in `commits`, or None as soon as `is_over`.
+        """Waits for committed weights; returns their index in `commits`, or None as soon as `is_over()` is True.
 
         Raises:
-            StateError: there are no weights and no update, or it took too long.
+            StateError: there are no weights and no update has begun, or the update took more than `timeout_s`.
         """
         deadline = time.monotonic() + self._timeout_s
         while not is_over():
@@ -118,21 +119,21 @@ class CommittedVersions:
 
 
 class _Call:
-    """A call of `generate`, with its ended samples."""
+    """A call of `generate`, with the samples that have ended and were not yielded yet."""
 
     def __init__(self, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.decode = decode
         self.ended: SimpleQueue[Sample | Exception] = SimpleQueue()
-        self.is_aborted = False  # its samples end as they are
-        self.is_given_up = False  # its samples are not needed any more
+        self.is_aborted = False  # whether the call's samples end with the tokens drawn so far
+        self.is_given_up = False  # whether the call's samples are not needed any more
 
 
 class ServedSampling:
-    """The calls of `generate` of one engine, at its server.
+    """Runs the calls of `generate` of one engine at its server.
 
     Args:
         tokenizer: of the model.
-        call_timeout_s: limit on the server's time for a sample.
+        call_timeout_s: limit on the server's time for one request.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class ServedSampling:
         self.vocab_size = 0  # of the server's model, once it is known
         self.uses_adapter = False
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # for the next three attributes
         self._calls: set[_Call] = set()
         self._in_flight: dict[str, _Call] = {}  # id of each request at the server -> its call
         self._activity = ExitStack()
@@ -156,7 +157,7 @@ class ServedSampling:
     def generate(
         self, requests: Sequence[Request], decode: Callable[[list[list[int]]], list[str]]
     ) -> Iterator[list[Sample]]:
-        """Does as `Engine.generate`.
+        """Yields samples as `Engine.generate` does.
 
         Args:
             decode: returns the texts of responses.
@@ -173,12 +174,12 @@ class ServedSampling:
                 yield samples
 
     def _next_samples(self, call: _Call) -> list[Sample]:
-        """Waits for a sample of a call; returns all that have ended."""
+        """Waits until a sample of a call has ended; returns all of the call's samples that have ended since."""
         outcomes: list[Sample | Exception] = []
         while not outcomes:
             try:
                 outcomes.append(call.ended.get(timeout=_ALIVE_EVERY_S))
-            except Empty:  # a long response, whose time `_ask` limits
+            except Empty:  # a response may be long; `_ask` limits its time
                 if not self._client.answers(HEALTH_S):
                     continue
             heartbeat.tick()
@@ -194,7 +195,7 @@ class ServedSampling:
         try:
             async with self._places:
                 call.ended.put(await self._sample(call, place, number, request))
-        except Exception as error:  # raised by `generate`
+        except Exception as error:  # `generate` raises it in its caller's thread
             call.ended.put(error)
 
     async def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
@@ -208,7 +209,7 @@ class ServedSampling:
                 break
             try:
                 piece, end = await self._ask(call, request, number, drawn, since)
-            except WorkerDied:  # only the connection is lost, if the server answers
+            except WorkerDied:  # if the server answers, only the connection is lost
                 cuts += 1
                 if cuts > MOST_CUTS or not await self._client.is_alive(HEALTH_S):
                     raise
@@ -233,10 +234,12 @@ class ServedSampling:
     def _ended(
         self, drawn: PartialSample, before: int, params: SamplingParams, end: FinishReason | None
     ) -> FinishReason | None:
-        """Returns why a sample ended, of which the server may not know: an aborted piece may end with an end token.
+        """Returns why a sample ended, or None if it has to be continued.
+
+        The server may not know: an aborted request may have drawn an end token, or completed a stop text.
 
         Args:
-            before: number of tokens that the server got as context; a stop text may have begun among them.
+            before: number of drawn tokens that the server got as context; a stop text may have begun among them.
             end: the server's reason.
         """
         if params.stop and (before or end in (None, "abort")):
@@ -256,7 +259,7 @@ class ServedSampling:
         if self.uses_adapter:
             body[self._dialect.ADAPTER_FIELD] = ADAPTER
         with self._lock:
-            if call.is_aborted or call.is_given_up:  # `_end_at_server` may have ended the requests already
+            if call.is_aborted or call.is_given_up:  # `_end_at_server` may be done, and would miss this request
                 return PartialSample(), "abort"
             self._in_flight[name] = call
         try:
@@ -273,7 +276,7 @@ class ServedSampling:
 
     @contextmanager
     def _during(self, call: _Call) -> Iterator[None]:
-        """Runs a call; ends its requests at the server afterwards."""
+        """Registers a call while the block runs; ends the call's requests at the server afterwards."""
         with self._lock:
             if not self._calls:
                 self._activity.enter_context(heartbeat.during("generate"))
@@ -290,7 +293,7 @@ class ServedSampling:
                     self._activity.close()
 
     def _end_at_server(self, calls: Sequence[_Call], timeout_s: float) -> bool:
-        """Ends the requests of calls that make no new ones; returns whether the server has ended them in time."""
+        """Aborts all requests of calls that make no new requests; returns whether the server has ended them in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -299,13 +302,13 @@ class ServedSampling:
             if not ids or time.monotonic() > deadline:
                 return not ids
             with suppress(Refusal, SlimeError):  # a lost server has no requests
-                if are_all and self._dialect.ABORTS_ALL:  # requests that arrive now may be ended, too
+                if are_all and self._dialect.ABORTS_ALL:  # the server may also abort other calls' requests
                     self._versions.interrupt()
                 self._dialect.end_requests(self._client, ids, are_all=are_all)
-            time.sleep(ABORT_AGAIN_S)  # then again: a request may have been in transit
+            time.sleep(ABORT_AGAIN_S)  # repeat: a request may have been in transit
 
     def abort(self) -> bool:
-        """Ends all running and waiting samples as they are; returns whether the server has ended them in time."""
+        """Ends all samples with the tokens drawn so far; returns whether the server has aborted them in time."""
         with self._lock:
             calls = list(self._calls)
             for call in calls:
@@ -313,7 +316,7 @@ class ServedSampling:
         return self._end_at_server(calls, self._call_timeout_s)
 
     def give_up(self) -> None:
-        """Ends the sampling for good; running samples are not needed any more."""
+        """Has all running calls drop their samples; for the end of the engine."""
         with self._lock:
             for call in self._calls:
                 call.is_given_up = True

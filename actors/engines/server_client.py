@@ -19,17 +19,17 @@ if TYPE_CHECKING:  # commands that use no server do not import httpx
     from slimefsdp.config import RunConfig
 
 Result = TypeVar("Result")
-HEALTH_S = 10.0  # for a server to say that it is alive
+HEALTH_S = 10.0  # timeout of the check that a server is alive
 _CONNECT_S = 10.0
-_ENDING_S = 5.0  # time in which a server ends after it has answered that its engine died
-_CUT_S = 2.0  # between the end of connections and that of the server
-_LOOK_EVERY_S = 0.05  # at whether a server has ended
-_MOST = 2**30  # bytes of an answer
-_SHOWN = 400  # characters of an answer of another form than expected
+_ENDING_S = 5.0  # limit on the time from an answer with status 500 to the end of a server whose engine has died
+_CUT_S = 2.0  # limit on the time from the end of a server's connections to the end of its process
+_LOOK_EVERY_S = 0.05  # interval of checking whether a server has ended
+_MOST = 2**30  # limit on the bytes of an answer
+_SHOWN = 400  # limit on the characters of an answer in an error
 
 
 class Refusal(Exception):
-    """The server answered, with a status other than 200."""
+    """The server answered with a status other than 200, or not with JSON."""
 
     def __init__(self, route: str, status: int, said: str) -> None:
         super().__init__(f"{route} answered with status {status}: {said}")
@@ -37,15 +37,15 @@ class Refusal(Exception):
 
 
 class ServerClient:
-    """A client of one server; its requests run on one event loop, in a thread of the client's own.
+    """A client of one server; all of its requests run on one event loop, which has its own thread.
 
-    `get`, `post`, `call`, `answers` and `lost` wait for the loop and may be called from any other thread. Code that
-    runs on the loop, by `start`, awaits `ask`, `is_alive` and `loss`.
+    `get`, `post`, `call`, `answers` and `lost` wait for the loop and may be called from any other thread. Coroutines
+    on the loop (see `start`) use `ask`, `is_alive` and `loss` instead.
 
     Args:
-        url: without a slash at its end.
-        index: of the engine.
-        child: the server, if this process has started it.
+        url: the server's URL, without a slash at its end.
+        index: the index of the engine, for errors.
+        child: the server's process, if this process has started it.
         alive: a cheap route that the server answers at any time.
     """
 
@@ -61,7 +61,7 @@ class ServerClient:
     # ------------------------------------------------------------------ for other threads
 
     def get(self, route: str, *, timeout_s: float) -> Any:
-        """Returns the answer, from JSON; None if it is empty.
+        """Returns the JSON of the answer; None if the answer is empty.
 
         Raises:
             Refusal: the status is not 200. WorkerDied: the server cannot be reached. WorkerHung: no answer in time.
@@ -69,19 +69,19 @@ class ServerClient:
         return self.call("GET", route, timeout_s=timeout_s)
 
     def post(self, route: str, body: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
-        """Posts JSON, and returns the answer as `get` does; None, if it is not `is_json`."""
+        """Posts JSON, and returns the answer as `get` does, or None if `is_json` is False."""
         return self.call("POST", route, body, timeout_s=timeout_s, is_json=is_json)
 
     def call(self, method: str, route: str, body: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
-        """Sends a request as `ask` does."""
+        """Sends a request as `ask` does, from another thread."""
         return self.start(self.ask(method, route, body, timeout_s=timeout_s, is_json=is_json)).result()
 
     def answers(self, timeout_s: float) -> bool:
-        """Returns whether the server is there and ready."""
+        """Returns whether the server is running and ready."""
         return self.start(self.is_alive(timeout_s)).result()
 
     def lost(self, why: str) -> SlimeError:
-        """Returns the error of a server that has ended, or cannot be reached."""
+        """Returns the error of a server that has ended, or cannot be reached, for the reason `why`."""
         return self.start(self.loss(why)).result()
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -93,7 +93,7 @@ class ServerClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def end(self) -> None:
-        """Ends the server where this process has started it; idempotent."""
+        """Ends the server if this process has started it; idempotent."""
         if self.child is not None:
             self.child.end()
 
@@ -103,10 +103,10 @@ class ServerClient:
         """Returns the server's answer; cancelling the caller closes the connection.
 
         Args:
-            is_json: whether the answer is JSON; otherwise it is a text, and None is returned.
+            is_json: whether the answer is JSON; any other answer is dropped, and None is returned.
 
         Raises:
-            Refusal, WorkerDied, WorkerHung: as `get`. A server that refuses because it is about to end counts as died.
+            Refusal, WorkerDied, WorkerHung: as `get`. WorkerDied also if the server refuses because it is about to end.
         """
         try:
             return await self._ask(method, route, body, timeout_s, is_json=is_json)
@@ -116,7 +116,7 @@ class ServerClient:
             raise
 
     async def is_alive(self, timeout_s: float) -> bool:
-        """Returns whether the server is there and ready."""
+        """Returns whether the server is running and ready."""
         try:
             await self._ask("GET", self._alive, None, timeout_s)
         except (Refusal, SlimeError):
@@ -127,7 +127,7 @@ class ServerClient:
         import httpx
 
         if self._http is None:
-            # without proxies, and with a connection for each question: the server may close one that was kept
+            # Proxies are not used. Each request has a new connection: the server may close a connection that is kept.
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             self._http = httpx.AsyncClient(trust_env=False, limits=limits, headers={"Connection": "close"})
         try:
@@ -152,7 +152,7 @@ class ServerClient:
             raise Refusal(route, answer.status_code, text[:_SHOWN]) from error
 
     async def loss(self, why: str) -> SlimeError:
-        """Returns the error of a server that has ended, or cannot be reached."""
+        """Returns the error of a server that has ended, or cannot be reached, for the reason `why`."""
         if self.child is None:
             return WorkerDied(
                 f"the server of engine {self._index} at {self.url} does not answer: {why}",
@@ -160,10 +160,10 @@ class ServerClient:
             )  # fmt: skip
         await self._ends_within(_CUT_S)
         status = self.child.status()
-        how = "does not answer" if status is None else f"ended with status {status}"
+        state = "does not answer" if status is None else f"ended with status {status}"
         last = " | ".join(self.child.last_lines(3))
         return WorkerDied(
-            f"the server of engine {self._index} {how} ({why}); its log ends with: {last}",
+            f"the server of engine {self._index} {state} ({why}); its log ends with: {last}",
             field="rollout.engine", hint=f"see {self.child.log}", rank=self._index,
         )  # fmt: skip
 
@@ -172,7 +172,7 @@ class ServerClient:
         return not await self.is_alive(_ENDING_S) if self.child is None else await self._ends_within(_ENDING_S)
 
     async def _ends_within(self, seconds: float) -> bool:
-        """Returns whether the server that this process has started has ended, or does so in that time."""
+        """Returns whether the server that this process has started has ended, or ends in that time."""
         assert self.child is not None
         deadline = time.monotonic() + seconds
         while self.child.status() is None and time.monotonic() < deadline:
@@ -191,10 +191,10 @@ class ServerClient:
 
 
 class WeightRoutes:
-    """The routes of a server that take weights; failures are `SyncError`s.
+    """Sends requests of weight updates to a server; a refusal or a timeout raises a `SyncError`.
 
     Args:
-        index: of the engine.
+        index: the index of the engine, for errors.
         is_of_group: returns whether the broadcast group may be the cause of a route's refusal.
     """
 
@@ -206,19 +206,19 @@ class WeightRoutes:
         self._index, self._is_of_group = index, is_of_group
 
     def get(self, route: str) -> Any:
-        """Returns the answer; raises as `post`."""
+        """Returns the JSON of the answer; raises as `post`."""
         return self._ask("GET", route, None, self._timeout_s)
 
     def post(self, route: str, body: Any = None, *, timeout_s: float | None = None, is_json: bool = True) -> Any:
-        """Posts JSON, and returns the answer.
+        """Posts JSON, and returns the answer as `ServerClient.post` does.
 
         Raises:
-            SyncError: the server refused, or did not answer in time. WorkerDied: it is gone.
+            SyncError: the server refused, or did not answer in time. WorkerDied: the server has ended.
         """
         return self._ask("POST", route, body, self._timeout_s if timeout_s is None else timeout_s, is_json=is_json)
 
     def try_post(self, route: str, body: Any = None) -> bool:
-        """Returns whether the server accepts a request that it may refuse."""
+        """Posts JSON; returns False instead of raising if the server refuses."""
         try:
             self._client.post(route, body, timeout_s=self._timeout_s)
         except Refusal:
@@ -243,10 +243,10 @@ class WeightRoutes:
 
 
 async def _whole(answer: httpx.Response) -> bytes:
-    """Returns what a server answers.
+    """Returns the body of an answer.
 
     Raises:
-        httpx.DecodingError: it is too much. httpx.HTTPError: it is cut.
+        httpx.DecodingError: the body has more than `_MOST` bytes. httpx.HTTPError: the connection was cut.
     """
     import httpx
 
@@ -260,7 +260,7 @@ async def _whole(answer: httpx.Response) -> bytes:
 
 
 def _said(text: str) -> str:
-    """Returns the message of a refusal, whose JSON differs from server to server."""
+    """Returns the message in the body of a refusal, whose form differs between servers."""
     try:
         body = json.loads(text)
         error = body.get("error", body.get("detail", body))
@@ -270,7 +270,7 @@ def _said(text: str) -> str:
 
 
 def _plain(error: BaseException) -> str:
-    """Returns the innermost cause: what httpx says around it names objects of its own."""
+    """Returns the text of the innermost cause of an error of httpx; the outer errors name objects of httpx."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}"[:_SHOWN]

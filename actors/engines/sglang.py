@@ -32,15 +32,15 @@ if TYPE_CHECKING:  # importing this file costs no torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 OLDEST = (0, 5, 23)  # of the releases 0.5.x
-_NO_TOKEN = "NaN happened"  # `matched`, if a token is outside the vocabulary; SGLang puts an end token there
+_NO_TOKEN = "NaN happened"  # SGLang's value of `matched` if the logits had NaN; it then replaces the token
 _KEPT_BACK = 6  # SGLang's max_req_input_len is smaller than its context by this many tokens
-# with these variables, log-probs are of other logits than those that were drawn from, or hide NaN
+# With these variables, log-probs are of other logits than those that tokens are drawn from, or NaN is hidden.
 _CHANGES_LOG_PROBS = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_SANITIZE_NAN_LOGITS")
 _CONTROL_S = 10.0  # timeout of cleaning up after a failure
 
 
 class SglangDialect(ServerDialect):
-    """SGLang 0.5, from 0.5.23 on. The server's workers make the broadcast group by torch.distributed."""
+    """Speaks to SGLang 0.5, from 0.5.23 on, whose workers join the broadcast group by torch.distributed."""
 
     NAME: ClassVar[str] = "SGLang"
     ALIVE: ClassVar[str] = "/model_info"  # /health samples a token, which waits while weights come
@@ -60,8 +60,8 @@ class SglangDialect(ServerDialect):
             *("--served-model-name", SERVED_AS),
             *("--dtype", config.precision.compute_dtype),
             *("--context-length", str(longest_sample(config, self.folder) + _KEPT_BACK)),
-            *("--load-format", "dummy"),  # its weights come from the trainer
-            "--skip-server-warmup",  # there are none to warm up with
+            *("--load-format", "dummy"),  # the weights come from the trainer
+            "--skip-server-warmup",  # the server has no weights to warm up with
         ]
         if is_on_cpu(config):
             arguments += ["--device", "cpu"]
@@ -74,10 +74,10 @@ class SglangDialect(ServerDialect):
         return [*arguments, *config.rollout.engine_args]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns this process's environment without its packages and without what would change log-probs."""
+        """Returns this process's environment without its Python paths and variables that would change log-probs."""
         removed = ("PYTHONPATH", "PYTHONHOME", *_CHANGES_LOG_PROBS)
         own = {name: value for name, value in os.environ.items() if name not in removed}
-        # the tokens that SGLang leaves free may be beyond the model's positions; they are never used
+        # The context may exceed the model's positions by `_KEPT_BACK` tokens, which are never used.
         return {**own, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def check(self, client: ServerClient) -> ServerFacts:
@@ -114,16 +114,17 @@ class SglangDialect(ServerDialect):
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             problem = f"does not report max_req_input_len and tp_size, but {sizes}"
             raise self.unusable(client, problem, "use a supported release")
-        # prompts must be shorter than max_req_input_len, and after an update all drawn tokens but one are prompt
+        # A prompt must be shorter than max_req_input_len. After an update, the prompt includes the tokens drawn before,
+        # which can be all but the last token of a sample.
         return ServerFacts(version, said["dtype"], self.folder.vocab_size, said["max_req_input_len"], said["tp_size"])
 
     # ------------------------------------------------------------------ sampling
 
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        """Returns the JSON that asks for the rest of a sample.
+        """Implements `ServerDialect.body`.
 
-        SGLang's ignore_eos also disables stop_token_ids. If there are some, it also ends at the end tokens of its own
-        files; `read` finds out.
+        SGLang's ignore_eos also disables stop_token_ids, so it is off if the request has end tokens. Then SGLang also
+        ends samples at the end tokens of its own files; `read` has such samples continued.
         """
         params = request.params
         asked: dict[str, Any] = {
@@ -133,7 +134,7 @@ class SglangDialect(ServerDialect):
             "ignore_eos": not params.end_token_ids,
             "no_stop_trim": True,
             "skip_special_tokens": False,
-            "sampling_seed": seed_of(params, number, len(drawn.tokens)),  # used by deterministic servers alone
+            "sampling_seed": seed_of(params, number, len(drawn.tokens)),  # only used by deterministic servers
         }
         if params.end_token_ids:
             asked["stop_token_ids"] = sorted(params.end_token_ids)
@@ -144,20 +145,20 @@ class SglangDialect(ServerDialect):
             "input_ids": [*request.prompt, *drawn.tokens],
             "sampling_params": asked,
             "return_logprob": True,
-            "logprob_start_len": -1,  # of drawn tokens alone
+            "logprob_start_len": -1,  # only log-probs of drawn tokens
             "stream": False,
         }
 
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Reads an answer; a sample that ended at an end token which was not asked for is continued."""
+        """Reads an answer; a sample that ended at an end token outside the request has to be continued."""
         params = body["sampling_params"]
         try:
             tokens, meta = list(answer["output_ids"]), answer["meta_info"]
             reason, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
-            pairs = [(one[0], one[1]) for one in meta["output_token_logprobs"]]
-            spans = [(str(one["version"]), one["start"], one["end"]) for one in meta["weight_versions"] if tokens]
+            pairs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+            spans = [(str(span["version"]), span["start"], span["end"]) for span in meta["weight_versions"] if tokens]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise wrong(f"an answer without what belongs to a sample: {type(error).__name__}: {error}") from error
         if matched == _NO_TOKEN:
@@ -175,7 +176,7 @@ class SglangDialect(ServerDialect):
         return drawn, check_end(reason, tokens, most, ends_itself=bool(tokens) and (is_end or "stop" in params))
 
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        for body in [{"abort_all": True}] if are_all else [{"rid": one} for one in ids]:
+        for body in [{"abort_all": True}] if are_all else [{"rid": request_id} for request_id in ids]:
             client.post("/abort_request", body, timeout_s=ASK_S)
 
     # ------------------------------------------------------------------ weights
@@ -184,7 +185,7 @@ class SglangDialect(ServerDialect):
         from slimefsdp.weight_sync.broadcast import torch_group_name
 
         name = torch_group_name(meeting.port)
-        for old in {name, self.group_name} - {None}:  # of this engine, or of one before at the same server
+        for old in {name, self.group_name} - {None}:  # an earlier engine may have left a group at this server
             routes.try_post("/destroy_weights_update_group", {"group_name": old})
         info = {
             "master_address": meeting.address,
@@ -199,7 +200,7 @@ class SglangDialect(ServerDialect):
 
     @property
     def _comes_by_disk(self) -> bool:
-        """Whether weights come as folders, each of which is a whole update to SGLang."""
+        """Returns whether weights arrive as folders; for SGLang, loading a folder is a whole update."""
         return self.config.rollout.transport == "disk"
 
     def open_update(self, routes: WeightRoutes) -> None:
@@ -212,14 +213,14 @@ class SglangDialect(ServerDialect):
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
         body = {
             "model_path": str(path),
-            "load_format": "auto",  # else the server's own: dummy
-            "flush_cache": False,  # once, at the end
+            "load_format": "auto",  # the default would be the server's load format, dummy
+            "flush_cache": False,  # `close_update` flushes it once
             "abort_all_requests": False,
         }
         if has_weights:
             routes.post("/update_weights_from_disk", body)
         if adapter_scale is not None:
-            # under the same name: requests that wait at the paused server will use the new adapter
+            # The name stays the same, so that requests that wait at the paused server use the new adapter.
             routes.try_post("/unload_lora_adapter", {"lora_name": ADAPTER})
             routes.post("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(path / ADAPTER_FOLDER)})
 
@@ -227,17 +228,17 @@ class SglangDialect(ServerDialect):
         self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
         assert not any(options.values()), "the settings refuse checksums, and its transports ipc"
-        # a parameter of all experts contains SGLang's tensors of each expert in turn; SGLang skips a tied head
+        # A stacked parameter of experts contains SGLang's tensors of single experts in order. SGLang skips a tied head.
         kind = self.folder.model_type
-        named = [(part.name, one.dtype, part.shape) for one in tensors for part in hub_parts(kind, one.name, one.shape)]
+        parts = [(part, info.dtype) for info in tensors for part in hub_parts(kind, info.name, info.shape)]
         body = {
-            "names": [name for name, _, _ in named],
-            "dtypes": [dtype for _, dtype, _ in named],
-            "shapes": [list(shape) for _, _, shape in named],
+            "names": [part.name for part, _ in parts],
+            "dtypes": [dtype for _, dtype in parts],
+            "shapes": [list(part.shape) for part, _ in parts],
             "group_name": self.group_name,
             "load_format": "flattened_bucket",
             "selector": "target",
-            "flush_cache": False,  # once, at the end
+            "flush_cache": False,  # `close_update` flushes it once
             "abort_all_requests": False,
         }
         routes.post("/update_weights_from_distributed", body)
@@ -253,12 +254,12 @@ class SglangDialect(ServerDialect):
         return str(routes.get("/model_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
-        """Resumes the server and aborts all: requests cannot be aborted while they wait at a paused server."""
+        """Resumes the server and aborts all requests: a paused server cannot abort requests that wait."""
         client.post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_S)
         client.post("/abort_request", {"abort_all": True}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """Blames the group for every error of these two routes: torch's messages do not tell whose fault it was."""
+        """Returns True for every error of the two routes that use the group: torch's messages do not name the cause."""
         return route in ("/init_weights_update_group", "/update_weights_from_distributed")
 
     # ------------------------------------------------------------------ memory
@@ -271,7 +272,7 @@ class SglangDialect(ServerDialect):
 
 
 def _lora_arguments(config: RunConfig) -> list[str]:
-    """Returns the arguments of a server with room for the run's adapter, of all matrices that SGLang supports."""
+    """Returns the arguments by which a server has room for the run's adapter, in all modules that SGLang supports."""
     assert config.lora.rank is not None
     return ["--enable-lora", "--max-lora-rank", str(config.lora.rank), "--lora-target-modules", "all"]
 

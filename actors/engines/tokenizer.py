@@ -1,4 +1,4 @@
-"""Turns prompts into token ids: loading a model's tokenizer, its end tokens, and its chat template."""
+"""Turns prompts into token ids with a model's tokenizer and chat template, and finds the model's end tokens."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.models.hf_folder import check_tokenizer
 
-_ASSISTANT_TEXT = "what the assistant has said"  # of a turn that only shows what follows it
+_ASSISTANT_TEXT = "what the assistant has said"  # stands for a response, so that its end can be found in a chat
 
 
 def load_tokenizer(model_path: str) -> Any:
     """Loads a folder's tokenizer with transformers' own code; code in the folder is not run.
 
     Raises:
-        ModelError: the folder has no files of a tokenizer, or transformers cannot load them.
+        ModelError: the folder has no tokenizer files, or transformers cannot load them.
     """
     check_tokenizer(Path(model_path))
     from transformers import AutoTokenizer
@@ -24,7 +24,7 @@ def load_tokenizer(model_path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the files can hold anything
-        reason = " ".join(str(error).split())[:500]  # one line: errors of engines that do not start show one
+        reason = " ".join(str(error).split())[:500]  # one line, as the error of an engine's start shows only one line
         raise ModelError(
             f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {reason}",
             field="model.path",
@@ -47,7 +47,10 @@ def decoder_of(model_path: str) -> Callable[[Any], str] | None:
 
 
 def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
-    """Returns the tokenizer's end token and those of generation_config.json, where chat models list more than one.
+    """Returns the end tokens of the tokenizer and of generation_config.json, which may list several.
+
+    Args:
+        tokenizer_eos: the end token of the tokenizer.
 
     Raises:
         ModelError: generation_config.json is invalid.
@@ -76,15 +79,15 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
     """Returns the token ids of a prompt, up to where the response begins.
 
     With a chat template, a text becomes one user message, and the opening of the assistant's turn is included. Without
-    one, a text is encoded with the tokenizer's own special tokens.
+    a chat template, a text is encoded with the tokenizer's own special tokens.
 
     Args:
         prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
         template_kwargs: further arguments of the chat template, such as enable_thinking.
 
     Raises:
-        ConfigError: the tokenizer has no chat template for messages, or its template refuses them, does not write the
-            tools or does not read template_kwargs; or the prompt encodes to no token.
+        ConfigError: the tokenizer has no chat template for messages; the template refuses the messages, does not write
+            the tools or does not read template_kwargs; or the prompt encodes to no token.
     """
     tokens: list[int]
     require_read(tokenizer, template_kwargs)
@@ -110,12 +113,12 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
 def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
     """Returns the token ids that follow the text of a response, up to where the next response begins.
 
-    With a chat template they begin with the end of the assistant's turn; a text becomes one user message. Without a
-    template a text is encoded without special tokens.
+    With a chat template, the ids begin with the end of the assistant's turn, and a text becomes one user message.
+    Without a chat template, a text is encoded without special tokens.
 
     Args:
         observation: a text, or a list of chat messages.
-        template_kwargs: as `encode_prompt`.
+        template_kwargs: as in `encode_prompt`.
 
     Raises:
         ConfigError: as `encode_prompt`.
@@ -130,7 +133,7 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
             field="observation",
             hint="use a chat model's tokenizer, or have the environment answer in text",
         )
-    # the template is applied to a known text in place of the response, so that sampled tokens are never encoded again
+    # The template is applied to a known text instead of the response, so that sampled tokens are never encoded again.
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
     known = _ASSISTANT_TEXT
     while known in repr(messages):
@@ -148,7 +151,7 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
 
 
 def require_tools_written(tokenizer: Any, tools: object) -> None:
-    """Raises a ConfigError if there are tools, and the chat template would silently leave them out."""
+    """Raises a ConfigError if there are tools and the chat template would silently leave them out."""
     if tools and "tools" not in str(tokenizer.chat_template):
         raise ConfigError(
             "the prompt has tools, and the chat template of the tokenizer does not write them",
@@ -173,10 +176,10 @@ def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
 
     Args:
         what: a name of the messages, for errors.
-        options: of `apply_chat_template`.
+        options: further arguments of transformers' `apply_chat_template`.
 
     Raises:
-        ConfigError: the template refuses them.
+        ConfigError: the template refuses the messages.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     try:

@@ -1,4 +1,4 @@
-"""Sends new weights to the engines of a pool, in turns with the trainer if colocated, and replaces lost engines."""
+"""Sends new weights to the engines of a pool, replaces lost engines, and has colocated engines take turns."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from slimefsdp.results import FailedReceiver, SyncReport
 
 
 class EngineUpdates(EngineRequests):
-    """Knows which weights the engines have, and sends new ones.
+    """Knows which version of the weights the engines have, and sends them new weights.
 
     Args:
-        restarts: the budget for replacing engines; None: lost engines are not replaced.
+        restarts: the budget for replacing engines; None means that lost engines are not replaced.
     """
 
     def __init__(self, processes: EngineProcesses, restarts: Restarts | None) -> None:
         super().__init__(processes)
         self._restarts = restarts
         self._group: Any = None  # the trainer group that sends the weights
-        self._version: int | None = None  # of the engines' weights
-        self._replacing = threading.RLock()  # one thread may update while another samples
+        self._version: int | None = None  # version of the engines' weights
+        self._replacing = threading.RLock()  # one thread may update while another thread samples
         self._updating = threading.RLock()
         self._sending_s = 0.0  # time spent on sending weights to colocated engines, over all turns
         self._updates = 0  # changes when an update begins, and when it has ended
 
     def _updated_since(self, updates: int) -> bool:
         """Returns whether `_updates` has changed; waits for the end of an update that is going on."""
-        with self._updating:  # an engine that failed in an update has no weights until it ends
+        with self._updating:  # an engine that failed in an update has no weights until the update ends
             return self._updates != updates
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
-        """Takes the weights of a trainer group; returns their version. With colocated engines their turn begins.
+        """Sends a trainer group's weights to the engines; returns their version. Begins the turn of colocated engines.
 
         Args:
-            aborts: abort what is being sampled and draw it again with the new weights; otherwise it continues with
-                them.
+            aborts: whether running samples are aborted and drawn again with the new weights; otherwise they continue
+                with the new weights.
 
         Raises:
-            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
-                weights; this one does not sample until it has been sent weights.
+            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All other engines have
+                the weights; the failed engine samples again after its next update.
         """
         self._processes.require_running("update_from")
         if not hasattr(group, "update_weights"):
@@ -62,7 +62,7 @@ class EngineUpdates(EngineRequests):
                 self._processes.may_ask.clear()
             try:
                 if aborts:
-                    with suppress(*LOST):  # the update will find the loss
+                    with suppress(*LOST):  # the update below also meets the lost engine, and handles the loss
                         self.abort()
                 self._version = self._update(group, range(len(self._processes.engines)))
             finally:
@@ -71,9 +71,9 @@ class EngineUpdates(EngineRequests):
         return self._version
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
-        """Sends these engines the weights; returns their version.
+        """Sends the weights to these engines; returns their version.
 
-        If engines are restarted, those that fail are replaced, and the weights are sent to the new ones alone.
+        If lost engines are replaced, an engine that fails is replaced, and only the new engine is sent the weights.
         """
         if self._restarts is None:
             report = self._delivered(group, indices)
@@ -85,14 +85,14 @@ class EngineUpdates(EngineRequests):
             engines = list(self._processes.engines)
             try:
                 report = self._delivered(group, indices)
-            except SyncError as error:  # the whole update failed
+            except SyncError as error:  # the update failed on all engines
                 with self._replacing:
                     lost = self._processes.lost()
                     if lost:
                         self._replace(lost, error)
                         wanted.update(lost)
                         indices = sorted({*indices, *lost})
-                    elif self._processes.engines == engines:  # otherwise one was replaced during the update
+                    elif self._processes.engines == engines:  # otherwise another thread replaced a lost engine
                         raise
                 continue
             if version not in (None, report.version):  # the other engines have an older version
@@ -107,13 +107,13 @@ class EngineUpdates(EngineRequests):
                         self._replace([failure.receiver], failure.error)
 
     def _replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
-        """Replaces a lost engine, unless another thread has replaced it already, and sends the new one the weights.
+        """Replaces a lost engine, unless another thread has replaced it already, and sends weights to the new engine.
 
-        If the policy has newer weights than the engines, all engines get these; with rollout.max_staleness, only the
-        new engine does.
+        If the policy has newer weights than the engines, all engines get the newer weights; with
+        rollout.max_staleness, only the new engine does.
 
         Raises:
-            SlimeError: the error, if engines are not restarted or the budget is spent.
+            SlimeError: `error`, if lost engines are not replaced or the budget is spent.
         """
         if self._restarts is None or self._group is None:
             raise error
@@ -129,7 +129,7 @@ class EngineUpdates(EngineRequests):
         self._restarts.start_another(error, lambda: self._processes.restart(indices), tuple(indices))
 
     def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
-        """Sends weights to these engines, which may be asleep; returns a report whose failures have their indices."""
+        """Sends weights to these engines, which may be asleep; the report's failures name engines of the pool."""
         if self._processes.colocated is None:
             return self._sent(group, indices)
         return self._sent_to_sleepers(self._processes.colocated, group, indices)
@@ -145,10 +145,10 @@ class EngineUpdates(EngineRequests):
     # ------------------------------------------------------------------ turns with the trainer
 
     def take_turn(self, seconds: dict[str, float]) -> None:
-        """Wakes colocated engines with the group's weights, and puts the group to sleep; nothing if they are awake.
+        """Wakes colocated engines, sends them weights and puts the trainer to sleep. Does nothing if they are awake.
 
         Args:
-            seconds: the time of sending weights is added to `sync`, and the rest to `turn`.
+            seconds: the time of sending weights is added to the entry `sync`, and the rest to `turn`.
 
         Raises:
             As `update_from`.
@@ -165,12 +165,12 @@ class EngineUpdates(EngineRequests):
     def sleep(self) -> None:
         """Has colocated engines free their devices; they lose their weights. Idempotent.
 
-        An engine that is lost, or does not answer, is ended: the next update finds it gone.
+        An engine that is lost, or does not answer, is ended; the next update raises its loss or replaces it.
 
         Raises:
             SyncError: an engine refused.
         """
-        if self._processes.is_ended:  # a supervisor puts engines to sleep before it starts ranks
+        if self._processes.is_ended:  # a supervisor that restarts ranks calls this, also after `shutdown`
             return
         self._colocated_ranks("sleep")
         if not self._processes.are_asleep:
@@ -178,10 +178,10 @@ class EngineUpdates(EngineRequests):
             self._processes.are_asleep = True
 
     def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
-        """Puts colocated engines to sleep, and may wake the trainer; raises as `sleep`, and what the group raises.
+        """Puts colocated engines to sleep, and may wake the trainer; raises as `sleep`, and as the group's `wake_up`.
 
         Args:
-            seconds: as `take_turn`.
+            seconds: the time is added to the entry `turn`.
         """
         ranks = self._colocated_ranks("end_turn")
         began = time.perf_counter()
@@ -198,7 +198,7 @@ class EngineUpdates(EngineRequests):
         return self._processes.colocated
 
     def _sent_to_sleepers(self, ranks: ColocatedRanks, group: Any, indices: Sequence[int]) -> SyncReport:
-        """Sends weights to colocated engines; once all have them, the engines take the rest of their memory."""
+        """Sends weights to colocated engines; when every engine has them, the engines take memory for their caches."""
         while True:
             self._processes.are_asleep = False
             try:
@@ -216,6 +216,6 @@ class EngineUpdates(EngineRequests):
                 if not report.failed:
                     self._processes.wake_up(range(len(self._processes.engines)), ("kv_cache",))
                 return report
-            # ranks were lost, and all engines were put to sleep before others were started
+            # Ranks were lost during the update; the supervisor put all engines to sleep before it started new ranks.
             indices = range(len(self._processes.engines))
             ranks.keep_parameters_only()

@@ -1,4 +1,4 @@
-"""The dialect of vLLM's server; what only a service asks of it is in `actors.engines.vllm_service`."""
+"""The dialect of vLLM's server for runs; `actors.engines.vllm_service` has the dialect for the service."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ SUPPORTED = "0.32"
 PROTOCOL = 4  # as in slimefsdp.weight_sync.vllm_plugin
 EXTENSION = "slimefsdp.weight_sync.vllm_plugin.WorkerExtension"
 BACKEND = "slimefsdp"  # as slimefsdp.weight_sync.vllm_plugin registers it
-HELD_ADAPTER = "slimefsdp:adapter"  # as there
-RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # variable of a server that loads adapters on request
-GROUP = "the broadcast group"  # part of errors of that group (slimefsdp.weight_sync.broadcast)
-NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
+HELD_ADAPTER = "slimefsdp:adapter"  # as in slimefsdp.weight_sync.vllm_plugin
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # environment variable of a server that loads adapters on request
+GROUP = "the broadcast group"  # part of the text of errors of slimefsdp.weight_sync.broadcast
+NO_NUMBER = -9999.0  # vLLM's value for a log-prob that is not finite
 NEEDED = (
     f"--worker-extension-cls={EXTENSION}",
     f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
     "--logprobs-mode=processed_logprobs",
     "--enable-scale-out",
 )
-"""Arguments that a server of a run needs."""
+"""Command-line arguments that a run's server needs."""
 _ON_CPU = {
-    # vLLM would bind its threads to cores, which the trainer's threads use too
+    # without this, vLLM binds its threads to cores that the trainer's threads use too
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; else it takes a share of the machine
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; without this, vLLM takes a share of the machine's memory
 }
 _CONTROL_S = 10.0  # timeout of cleaning up after a failure
 
 
 class VllmDialect(ServerDialect):
-    """vLLM 0.32. The other end of the broadcast group is `slimefsdp.weight_sync.vllm_plugin`."""
+    """Speaks to vLLM 0.32, whose workers receive weights by `slimefsdp.weight_sync.vllm_plugin`."""
 
     NAME: ClassVar[str] = "vLLM"
     GENERATE: ClassVar[str] = "/inference/v1/generate"
@@ -82,7 +82,7 @@ class VllmDialect(ServerDialect):
         return [*arguments, *config.rollout.engine_args]
 
     def common_arguments(self) -> list[str]:
-        """Returns the arguments of servers of runs and services."""
+        """Returns the arguments that servers of runs and of services have in common."""
         config = self.config
         arguments = [
             *("-m", "vllm.entrypoints.openai.api_server"),
@@ -93,22 +93,22 @@ class VllmDialect(ServerDialect):
             "--disable-uvicorn-access-log",
         ]
         if is_on_cpu(config):
-            # Compiling takes minutes. With chunked prefill, vLLM moves random generators back, which those of a CPU do
-            # not support: the server would end.
+            # Compiling takes minutes. With chunked prefill, vLLM resets the offsets of random generators; generators on
+            # CPU do not support that, and the server would end.
             return [*arguments, "--enforce-eager", "--no-enable-chunked-prefill"]
         return [*arguments, "--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns an environment whose PYTHONPATH has our package alone."""
-        window = logs / "importable"
-        window.mkdir(exist_ok=True)
-        link, package = window / "slimefsdp", Path(slimefsdp.__file__).resolve().parent
+        """Returns an environment in which PYTHONPATH has only the package slimefsdp, by a link in `logs`."""
+        folder = logs / "importable"
+        folder.mkdir(exist_ok=True)
+        link, package = folder / "slimefsdp", Path(slimefsdp.__file__).resolve().parent
         if not link.is_symlink() or link.resolve() != package:
-            fresh = window / f"slimefsdp.{os.getpid()}"  # engines of one run start together
-            fresh.symlink_to(package, target_is_directory=True)
-            fresh.replace(link)
+            new = folder / f"slimefsdp.{os.getpid()}"  # renamed below, as engines of one run start at the same time
+            new.symlink_to(package, target_is_directory=True)
+            new.replace(link)
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        own |= {"PYTHONPATH": str(window), "VLLM_SERVER_DEV_MODE": "1"}
+        own |= {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
         if self.takes_adapters:
             own[RUNTIME_LORA] = "1"
         usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if is_on_cpu(self.config) else {})}
@@ -123,7 +123,7 @@ class VllmDialect(ServerDialect):
         return ServerFacts(version, properties["dtype"], *sizes, workers)
 
     def checked_properties(self, client: ServerClient, *, takes_weights: bool) -> tuple[str, dict[str, Any]]:
-        """Returns a server's release, and what one of its workers reports, after the checks of all servers.
+        """Makes the checks that servers of runs and services share; returns the release and a worker's properties.
 
         Args:
             takes_weights: whether weights are sent to the server; log-probs are then at the sampling temperature.
@@ -168,12 +168,12 @@ class VllmDialect(ServerDialect):
         return version, properties
 
     def check_adapters(self, client: ServerClient, room: int | None, user: str, alternative: str) -> None:
-        """Raises an EngineError if a server has no room for adapters of lora.rank.
+        """Raises an EngineError if a server has no room for adapters of lora.rank, or cannot load any on request.
 
         Args:
-            room: the rank that it has room for; None: no adapters.
-            user: what needs them.
-            alternative: the setting that does without.
+            room: the server's max_lora_rank; None means that the server has no adapters.
+            user: the setting or service that needs adapters, for the error.
+            alternative: a setting that works without adapters, for the error.
         """
         needed = room_for(self.config)
         if room is None or room < needed:
@@ -201,7 +201,7 @@ class VllmDialect(ServerDialect):
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Reads an answer; vLLM ends a sample only where the request says."""
+        """Reads an answer. It never has to be continued, since vLLM ends a sample only where the request says."""
         params = body["sampling_params"]
         choice, log_probs, of_tokens = choice_of(answer)
         tokens, most = choice["token_ids"], params["max_tokens"]
@@ -225,7 +225,7 @@ class VllmDialect(ServerDialect):
     def join(self, routes: WeightRoutes, meeting: Rendezvous) -> None:
         info = meeting._asdict()
         info["rank_offset"] = info.pop("rank")
-        # the server's workers have a timeout of their own, and look for rank 0 a second time before they give up
+        # The server's workers have their own timeout, and try twice to reach rank 0: the server must outlast both.
         routes.post("/init_weight_transfer_engine", {"init_info": info}, timeout_s=3 * meeting.timeout_s + 30)
 
     def open_update(self, routes: WeightRoutes) -> None:
@@ -253,9 +253,9 @@ class VllmDialect(ServerDialect):
         routes.post("/update_weights", {"update_info": info})
 
     def _parts(self, tensor: TensorInfo) -> list[tuple[str, int | None, int, int]]:
-        """Returns a tensor's `parts` of `slimefsdp.weight_sync.vllm_plugin.UpdateInfo`; none for a tied head.
+        """Returns the field `parts` of `slimefsdp.weight_sync.vllm_plugin.UpdateInfo` for one tensor.
 
-        Matrices of adapters have peft's names there, which vLLM uses.
+        A tied head has no parts. A matrix of an adapter has the name that peft gives it, as vLLM expects.
         """
         if tensor.name.endswith(MATRICES):
             module, _, matrix = tensor.name.rpartition(".lora_")
@@ -266,7 +266,7 @@ class VllmDialect(ServerDialect):
         return [(part.name, part.expert, part.start, part.end) for part in parts]
 
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """Ends an update; loads the adapter only once, since the server's workers find its new matrices."""
+        """Ends an update; loads the adapter only once, since the server's workers then replace its matrices."""
         routes.post("/finish_weight_update", {"weight_version": str(version)})
         if has_adapter and ADAPTER not in {one["id"] for one in routes.get("/v1/models")["data"]}:
             body = {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER}
@@ -278,7 +278,7 @@ class VllmDialect(ServerDialect):
         return str(routes.get("/weight_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
-        """Aborts requests that arrived while the server was paused; they would wait there."""
+        """Aborts requests that arrived while the server was paused, and would wait there."""
         client.post("/abort_requests", {}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
@@ -287,7 +287,7 @@ class VllmDialect(ServerDialect):
     # ------------------------------------------------------------------ memory
 
     def free_memory(self, routes: WeightRoutes) -> None:
-        """Puts the server to sleep at level 2, which drops the weights; the next update sends all of them."""
+        """Puts the server to sleep at level 2, which drops the weights; the next update sends all weights."""
         routes.post("/sleep?level=2")
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
@@ -295,14 +295,14 @@ class VllmDialect(ServerDialect):
 
 
 def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str, Any]:
-    """Returns the sampling parameters of one sample of at most `most` tokens, as vLLM takes them."""
+    """Returns the JSON of vLLM's sampling parameters for one sample of at most `most` tokens."""
     asked: dict[str, Any] = {
         "n": 1,
         "max_tokens": most,
         "temperature": 0.0 if params.greedy else params.temperature,
         "seed": seed,
-        "logprobs": 0,  # of the sampled token alone
-        "ignore_eos": True,  # the request defines what ends a sample, not the files of the server
+        "logprobs": 0,  # only that of the sampled token
+        "ignore_eos": True,  # the request's end tokens count, not those of the server's files
         "stop_token_ids": sorted(params.end_token_ids),
         "detokenize": bool(params.stop),
     }
@@ -317,20 +317,20 @@ def choice_of(answer: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
     """Returns the only choice of an answer, its log-probs, and the tokens of these log-probs.
 
     Raises:
-        EngineError: the answer has none.
+        EngineError: the answer has no such choice, or lacks one of its fields.
     """
     try:
         (choice,) = answer["choices"]
         content = choice["logprobs"]["content"] or []
-        found = dict(choice), [one["logprob"] for one in content], [one["token_id"] for one in content]
-        choice["token_ids"], choice["finish_reason"]  # every caller reads them
+        parts = dict(choice), [entry["logprob"] for entry in content], [entry["token_id"] for entry in content]
+        choice["token_ids"], choice["finish_reason"]  # raises a KeyError here rather than in every caller
     except (KeyError, TypeError, ValueError) as error:
         raise wrong(f"an answer without what belongs to a sample: {type(error).__name__}: {error}") from error
-    return found
+    return parts
 
 
 def room_for(config: RunConfig) -> int:
-    """Returns the smallest rank that vLLM keeps room for and the run's adapters fit in."""
+    """Returns the smallest of vLLM's values of max_lora_rank that is at least lora.rank."""
     ranks = SERVERS["vllm"].adapter_ranks
     assert config.lora.rank is not None and ranks is not None
     return next(rank for rank in ranks if rank >= config.lora.rank)
@@ -341,9 +341,9 @@ def _refused(refusal: Refusal) -> EngineError:
 
 
 def _refusal_of(client: ServerClient, route: str) -> Refusal | None:
-    """Returns the refusal of a request without fields if the server lacks the route; otherwise None."""
+    """Posts an empty request; returns the refusal if the server lacks the route, and None if it has the route."""
     try:
         client.post(route, {}, timeout_s=ASK_S)
     except Refusal as refusal:
-        return None if refusal.status in (400, 422) else refusal  # it has read the request
+        return None if refusal.status in (400, 422) else refusal  # with these, the server has read the request
     return None

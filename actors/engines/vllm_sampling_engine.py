@@ -1,10 +1,10 @@
-"""Sampling as a service by a server of vLLM: a process next to it, with the calls of a `SamplingEngine`.
+"""Sampling as a service by a server of vLLM: an actor with the methods of `SamplingEngine` that sends it requests.
 
-Each version is an adapter in vLLM under a unique name. The base is sampled with an adapter of zeros: on CPU vLLM 0.32
-computes a request without an adapter with another request's adapter if both are in a batch.
+Each version is an adapter in vLLM under a unique name. The base is sampled with an adapter of zeros, because vLLM 0.32
+on CPU applies another request's adapter to a request without adapter if both are in one batch.
 
-An engine whose server is lost raises the loss from then on. Its supervisor (actors/service/supervised_engine.py) starts
-another engine, and with it another server.
+Once its server is lost, an engine raises the loss from every call. Its supervisor
+(actors/service/supervised_engine.py) then starts another engine, which starts another server.
 """
 
 from __future__ import annotations
@@ -49,43 +49,43 @@ from slimefsdp.io.files import link_or_copy
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats, checked_prompt
 
-_MOST_VERSIONS = 31  # room of a server that is started here: the cost of vLLM's kernels grows with it
-_NOT_FOUND = 404  # status for an unknown adapter: the server was restarted
+_MOST_VERSIONS = 31  # limit on the versions in a started server: the cost of vLLM's kernels grows with its room
+_NOT_FOUND = 404  # status for an unknown adapter, which means that the server was restarted
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A request, which asks the server for its samples one by one."""
+    """A call of `sample`, which sends one request to the server for each of its samples."""
 
     key: str | None
-    waiting: set[str]  # names of the samples that the server was not asked for yet
-    running: set[str] = field(default_factory=set)  # names of those that it was asked for
-    over: StateError | None = None  # why its samples are not needed any more; None: they are
+    waiting: set[str]  # ids of the requests that were not sent yet
+    running: set[str] = field(default_factory=set)  # ids of the requests at the server
+    over: StateError | None = None  # the reason for which the samples are not needed any more; None while they are
 
 
 @dataclass(slots=True, eq=False)
 class _Version:
-    """An adapter in the server, and the requests that use it."""
+    """An adapter in the server, and the calls that sample with it."""
 
-    name: str  # in the server
-    folder: Path  # of PEFT; exists as long as the server may read it
+    name: str  # the adapter's name at the server
+    folder: Path  # the PEFT folder, kept as long as the server may read it
     calls: set[_Call] = field(default_factory=set)
 
 
 class VllmSamplingEngine(Watched):
-    """A process that samples by a server of vLLM, which it starts or finds at a URL; a Ray actor.
+    """A Ray actor that samples at a server of vLLM, which it starts or finds at a URL.
 
-    Its calls are those of `actors.engines.sampling_engine.SamplingEngine`, and so are what they raise and that
-    log-probs are at temperature 1. What vLLM does not do exactly is a BatchError that names it. What is drawn follows
-    from `params.seed` and a sample's number, but for rounding, which depends on what else vLLM computes in a batch.
+    The methods and their errors are those of `actors.engines.sampling_engine.SamplingEngine`, and log-probs are at
+    temperature 1 as well. A request for a feature that vLLM does not support raises a BatchError. The draws of a sample
+    follow from `params.seed` and its number, except for rounding, which depends on the other requests in vLLM's batch.
 
     Args:
-        config: its model.path is a folder.
-        memory_bytes: the most that versions may have together.
-        max_samples: of a request.
+        config: the settings, with a folder as model.path.
+        memory_bytes: limit on the bytes of all versions together.
+        max_samples: limit on the samples of a request.
 
     Raises:
-        ModelError: the folder is malformed. By every call, once the server is lost: WorkerDied, WorkerHung.
+        ModelError: the folder is malformed. WorkerDied, WorkerHung: from every call once the server is lost.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2}
@@ -97,9 +97,9 @@ class VllmSamplingEngine(Watched):
         self._decode = decoder_of(str(config.model.path))
         assert config.run.dir is not None
         self._copies = config.run.dir.absolute() / "service" / "vllm"  # has copies of the versions' folders
-        self._versions: dict[str | None, _Version] = {}  # None: the base
+        self._versions: dict[str | None, _Version] = {}  # the key of the base is None
         self._loading: set[str] = set()  # names of versions that are being loaded
-        self._drawn = 0
+        self._tokens_drawn = 0
         self._client: ServerClient | None = None
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
         self._is_shut_down = False
@@ -107,11 +107,11 @@ class VllmSamplingEngine(Watched):
         heartbeat.enter(heartbeat.IDLE)
 
     async def begin(self) -> None:
-        """Starts the server, or finds it, and waits for it. Call it once, before anything else.
+        """Starts the server, or finds it at its URL, and waits until it is ready. Must be the first call.
 
         Raises:
             ModelError, ConfigError: as `base_of`. EngineError, WorkerHung: the server cannot be used, or does not
-                start. ResourceError: not one version fits into `memory_bytes`.
+                start. ResourceError: `memory_bytes` is too small for one version.
         """
         await asyncio.to_thread(self._begin)
         self._end = None
@@ -120,7 +120,7 @@ class VllmSamplingEngine(Watched):
         """Loads a version; the folder may be deleted when this returns.
 
         Raises:
-            StateError, ResourceError, ModelError: as `SamplingEngine`; also what vLLM refuses is a ModelError.
+            StateError, ResourceError, ModelError: as `SamplingEngine.load`; ModelError also if vLLM refuses it.
         """
         self._require_running()
         if version in self._versions or version in self._loading:
@@ -147,7 +147,7 @@ class VllmSamplingEngine(Watched):
         """Forgets a version; its requests end with a StateError.
 
         Raises:
-            StateError: there is none of this name.
+            StateError: there is no version of this name.
         """
         dropped = self._version(version)
         del self._versions[version]
@@ -155,19 +155,18 @@ class VllmSamplingEngine(Watched):
         await asyncio.to_thread(self._forget, dropped)
 
     async def versions(self) -> list[str]:
-        """Returns the names of the versions in the order of their arrival."""
+        """Returns the names of the versions in the order in which they were loaded."""
         return [name for name in self._versions if name is not None]
 
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
         """Samples as `SamplingEngine` does.
 
         Args:
-            key: of this request alone, for `cancel`.
+            key: a unique name of the request, for `cancel`.
 
         Raises:
-            StateError: there is no such version, or it was dropped during the call; its logits are not finite; or the
-                engine has been shut down. BatchError: vLLM does not do this; the message names what.
-            EngineError: the server answers something else.
+            StateError: as `SamplingEngine.sample`. BatchError: the request is invalid, or vLLM does not support it.
+            EngineError: the server refuses the request, or its answer contradicts the request.
         """
         version = self._version(request.version)
         prompt = checked_prompt(request, self._model.vocab_size, self._max_samples)
@@ -186,7 +185,7 @@ class VllmSamplingEngine(Watched):
         try:
             return self._read(request, prompt, await asyncio.shield(drawing))
         except BaseException:
-            # otherwise asyncio prints the error of samples that are not needed
+            # reads the error of `drawing`, which asyncio would otherwise print
             drawing.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._give_up(call, "another sample failed, or it was cancelled,")
             raise
@@ -194,26 +193,26 @@ class VllmSamplingEngine(Watched):
             version.calls.discard(call)
 
     async def cancel(self, key: str) -> None:
-        """Ends the request of this key with a StateError; does nothing where there is none."""
+        """Ends the request of this key with a StateError; does nothing if there is none."""
         for call in [call for version in self._versions.values() for call in version.calls if call.key == key]:
             await self._give_up(call, "it was cancelled")
 
     async def stats(self) -> SamplingStats:
-        """Returns counts of what is sampled and held; vLLM's cache is not known, and counts as 0."""
+        """Returns counts of samples and versions; `cache_bytes` is 0, as the size of vLLM's cache is not known."""
         self._require_running()
         calls = [call for version in self._versions.values() for call in version.calls]
         return SamplingStats(
             running_rows=sum(len(call.running) for call in calls),
             waiting_requests=sum(bool(call.waiting) for call in calls),
             waiting_rows=sum(len(call.waiting) for call in calls),
-            tokens_drawn=self._drawn,
+            tokens_drawn=self._tokens_drawn,
             cache_bytes=0,
             versions=dict.fromkeys(await self.versions(), self._base.version_bytes),
             memory_bytes=self._memory_bytes,
         )
 
     async def shutdown(self) -> None:
-        """Ends the server where it was started here; what has no answer fails, and so does what comes later."""
+        """Ends the server if this engine has started it; open requests and later calls fail with a StateError."""
         if not self._is_shut_down:
             self._is_shut_down = True
             self._end = StateError("the engine has been shut down", field="engine", hint="start another one")
@@ -239,35 +238,35 @@ class VllmSamplingEngine(Watched):
         shutil.rmtree(self._copies, ignore_errors=True)
         zeros = _Version(f"base-{uuid.uuid4().hex}", self._copies / "base")
         self._base.write_empty(zeros.folder, self._model)
-        places = min(_MOST_VERSIONS, fitting) + 1
-        self._dialect = VllmServiceDialect(config, self._model, places, self._base.modules)
+        adapters = min(_MOST_VERSIONS, fitting) + 1  # one more for the base's adapter of zeros
+        self._dialect = VllmServiceDialect(config, self._model, adapters, self._base.modules)
         self._client = start_client(self._dialect, config, 0)
         self._facts: SamplingFacts = facts_of(self._dialect, self._client, config, 0)
-        self._tell_of(zeros)
+        self._load_at_server(zeros)
         self._room = min(self._facts.adapters - 1, fitting)
         self._versions[None] = zeros
 
     def _version(self, name: str | None) -> _Version:
         self._require_running()
-        found = self._versions.get(name)
-        if found is None:
+        version = self._versions.get(name)
+        if version is None:
             raise StateError(f"there is no version {name!r}", field="version", hint="load it first")
-        return found
+        return version
 
     def _require_running(self) -> None:
         if self._end is not None:
             raise portable(self._end)
 
     def _load(self, version: _Version, folder: Path) -> None:
-        """Loads a copy of a folder; the server may read it again, if it has dropped the adapter to make room."""
+        """Loads a copy of a folder; the server reads it again if it has dropped the adapter to make room for others."""
         self._base.check(folder)
         try:
             shutil.copytree(folder, version.folder, copy_function=link_or_copy)
         except OSError as error:
             raise ModelError(f"{folder} cannot be read: {error}", field="folder", hint="save it again") from error
-        self._tell_of(version)
+        self._load_at_server(version)
 
-    def _tell_of(self, version: _Version) -> None:
+    def _load_at_server(self, version: _Version) -> None:
         """Has the server read an adapter.
 
         Raises:
@@ -275,7 +274,7 @@ class VllmSamplingEngine(Watched):
         """
         body = {"lora_name": version.name, "lora_path": str(version.folder)}
         try:
-            self._tell("/v1/load_lora_adapter", body)
+            self._post("/v1/load_lora_adapter", body)
         except Refusal as refusal:
             raise ModelError(
                 f"vLLM cannot load the adapters of {version.folder}: {refusal}",
@@ -287,15 +286,15 @@ class VllmSamplingEngine(Watched):
 
     def _forget(self, version: _Version) -> None:
         with suppress(Refusal, SlimeError):  # a lost server has no adapters
-            self._tell("/v1/unload_lora_adapter", {"lora_name": version.name})
+            self._post("/v1/unload_lora_adapter", {"lora_name": version.name})
         shutil.rmtree(version.folder, ignore_errors=True)
 
-    def _tell(self, route: str, body: dict[str, str]) -> None:
+    def _post(self, route: str, body: dict[str, str]) -> None:
         assert self._client is not None
         self._client.post(route, body, timeout_s=self._config.cluster.sync_timeout_s, is_json=False)
 
     async def _answer(self, call: _Call, body: dict[str, Any]) -> Any:
-        """Returns what the server answers to one sample of a request; runs on the client's event loop."""
+        """Returns the server's answer to the request for one sample; runs on the client's event loop."""
         name = body["request_id"]
         async with self._places:
             call.waiting.discard(name)
@@ -311,7 +310,7 @@ class VllmSamplingEngine(Watched):
         return answer
 
     async def _ask(self, body: dict[str, Any]) -> Any:
-        """Asks the server for a sample; again, where the connection was cut and the server is there."""
+        """Asks the server for a sample; repeats the request if the connection was cut and the server is alive."""
         assert self._client is not None
         limit_s, cuts = self._config.cluster.call_timeout_s, 0
         while True:
@@ -332,26 +331,26 @@ class VllmSamplingEngine(Watched):
                     raise
 
     def _lose(self, error: SlimeError) -> None:
-        """Notes that the server is lost, and ends what is left of it before anybody can start another one."""
+        """Has all calls raise this loss of the server, and ends its processes before another server can be started."""
         assert self._client is not None
         if self._end is None:
             self._end = error
         self._client.end()
 
     def _give_up(self, call: _Call, why: str) -> asyncio.Future[None]:
-        """Ends a request with an error; the future is done when the server has aborted it."""
+        """Ends a call with an error; the future is done when the server has aborted the call's requests."""
         if call.over is None:
             call.over = StateError(f"{why} while it was sampled", field="version", hint="load it again, and ask again")
         return asyncio.get_running_loop().run_in_executor(None, self._abort, call)
 
     def _abort(self, call: _Call) -> None:
-        """Returns when the server has ended a request, or after some seconds."""
+        """Has the server abort a call's requests; returns when it has, or after `GIVE_UP_S`."""
         assert self._client is not None
         deadline = time.monotonic() + GIVE_UP_S
         while (names := list(call.running)) and time.monotonic() < deadline:
-            with suppress(Refusal, SlimeError):  # a server that is gone has aborted them
+            with suppress(Refusal, SlimeError):  # a server that has ended has no requests
                 self._dialect.end_requests(self._client, names, are_all=False)
-            time.sleep(ABORT_AGAIN_S)  # again: a request may have been on its way
+            time.sleep(ABORT_AGAIN_S)  # repeat: a request may have been in transit
 
     def _read(self, request: SampleRequest, prompt: list[int], answers: list[Any]) -> SampleAnswer:
         log_probs, top = None, None
@@ -366,5 +365,5 @@ class VllmSamplingEngine(Watched):
                 "the server aborted a request that this engine did not abort",
                 field="engine", hint="only this engine may pause the server or abort its requests",
             )  # fmt: skip
-        self._drawn += sum(len(sample.tokens) for sample in samples)
+        self._tokens_drawn += sum(len(sample.tokens) for sample in samples)
         return SampleAnswer(samples, log_probs, top)

@@ -1,4 +1,4 @@
-"""What a service asks a server of vLLM for, other than runs: adapters, log-probs at temperature 1, and of prompts."""
+"""The dialect of vLLM's server for the service, which needs adapters, and log-probs of prompts and at temperature 1."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:  # the process that starts an engine needs no torch
 
 Decode = Callable[[list[int]], str]
 _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
-"""Arguments that a server of a service needs."""
+"""Command-line arguments that the service's server needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts(ServerFacts):
-    """Properties of a server that a service can sample with."""
+    """Holds the properties of a server that the service can use."""
 
-    adapters: int  # limit on the adapters that it holds
-    prompt_top_k: int  # limit on the most likely tokens that it returns for a position of a prompt
-    reads_prompts: bool  # whether it has log-probs of prompts: vLLM fails if the head may have adapters
+    adapters: int  # limit on the loaded adapters
+    prompt_top_k: int  # limit on the number of most likely tokens that are returned for a position of a prompt
+    reads_prompts: bool  # whether the server has log-probs of prompts: vLLM fails if the head may have adapters
 
 
 class VllmServiceDialect(VllmDialect):
-    """A server that has read the weights of the model's folder itself, and loads adapters on request.
+    """Speaks to a server that has read the weights of the model's folder itself, and loads adapters on request.
 
     Args:
-        adapters: limit on the adapters of a server that is started.
+        adapters: limit on the loaded adapters, for a server that the service starts.
         modules: last parts of the names of the modules that may have adapters.
     """
 
@@ -56,7 +56,7 @@ class VllmServiceDialect(VllmDialect):
         return [
             *self.common_arguments(),
             *_NEEDED,
-            *("--max-logprobs", "256"),  # of the likeliest tokens: as many as clients of the service may ask for
+            *("--max-logprobs", "256"),  # as many likeliest tokens as clients of the service may ask for
             *("--enable-lora", *room, "--max-cpu-loras", self._adapters, "--lora-target-modules", *self._modules),
             *self.config.rollout.engine_args,
         ]
@@ -78,10 +78,10 @@ class VllmServiceDialect(VllmDialect):
 
 
 def check_request(request: SampleRequest, facts: SamplingFacts) -> None:
-    """Checks that vLLM answers a request as it is; its prompt and number of samples are valid.
+    """Checks that vLLM can answer a request whose prompt and number of samples were found valid.
 
     Raises:
-        BatchError: naming what vLLM does not do.
+        BatchError: the request has a parameter that vLLM does not support; the error names it.
     """
     params, length = request.params, len(request.prompt)
     low, high = SERVERS["vllm"].temperatures
@@ -108,24 +108,26 @@ def check_request(request: SampleRequest, facts: SamplingFacts) -> None:
 
 
 def bodies_of(request: SampleRequest, prompt: list[int]) -> list[dict[str, Any]]:
-    """Returns the JSON of each sample's request; the first one asks for log-probs of the prompt, too."""
+    """Returns the JSON of a request for each sample; the first also asks for log-probs of the prompt if needed."""
     params = request.params
     bodies: list[dict[str, Any]] = [
         {"token_ids": prompt, "sampling_params": sampling_params(params, most=params.max_new_tokens, seed=seed)}
         for seed in (seed_of(params, number, 0) for number in range(request.num_samples))
     ]
     if request.prompt_log_probs and len(prompt) > 1:
-        if not bodies:  # vLLM draws a token in any case
+        if not bodies:  # vLLM cannot draw fewer than one token
             bodies = [{"token_ids": prompt, "sampling_params": sampling_params(params, most=1, seed=0)}]
         bodies[0]["sampling_params"]["prompt_logprobs"] = request.prompt_top_k
     return bodies
 
 
 def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, vocab_size: int) -> SampledTokens:
-    """Returns the sample of an answer; it ends where the request says, even if vLLM has decoded other texts.
+    """Returns the sample of an answer.
+
+    The sample is cut after the first stop text as `decode` finds it, since vLLM may decode tokens otherwise.
 
     Raises:
-        EngineError: the answer is not what was asked for. StateError: the logits were not finite.
+        EngineError: the answer contradicts the request. StateError: the logits were not finite.
     """
     choice, log_probs, of_tokens = choice_of(answer)
     tokens, reason = choice["token_ids"], choice["finish_reason"]
@@ -139,24 +141,24 @@ def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, voca
 
 
 def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, TopTokens | None]:
-    """Returns float32 [prompt tokens], log-probs of a prompt, NaN for its first token; and each position's top k.
+    """Returns the log-probs of a prompt, float32 [tokens] with NaN for the first, and each position's top k tokens.
 
     Args:
         answer: None for a prompt of one token.
-        k: number of the most likely tokens of each position; 0: none.
+        k: number of the most likely tokens of each position; with 0, the second result is None.
 
     Raises:
         EngineError, StateError: as `read_sample`.
     """
     entries: list[dict[int, float]] = []
     try:
-        said = answer["prompt_logprobs"][1:] if answer is not None else []
-        if len(said) != len(prompt) - 1:
-            raise ValueError(f"{len(said)} log-probs of {len(prompt) - 1} tokens")
-        entries = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in said]
+        positions = answer["prompt_logprobs"][1:] if answer is not None else []
+        if len(positions) != len(prompt) - 1:
+            raise ValueError(f"{len(positions)} log-probs of {len(prompt) - 1} tokens")
+        entries = [{int(token): float(info["logprob"]) for token, info in each.items()} for each in positions]
         own = [entry[token] for token, entry in zip(prompt[1:], entries, strict=True)]
         likeliest = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in entries]
-        if any(len(place) != k for place in likeliest):
+        if any(len(top) != k for top in likeliest):
             raise ValueError(f"fewer than the {k} likeliest tokens")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise wrong(f"an answer without the prompt's log-probs: {type(error).__name__}: {error}") from error
@@ -165,8 +167,8 @@ def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, Top
     log_probs = np.array([np.nan, *own], np.float32)
     if not k:
         return log_probs, None
-    tokens = np.array([[token for token, _ in place] for place in likeliest], np.int64).reshape(-1, k)
-    values = np.array([[value for _, value in place] for place in likeliest], np.float32).reshape(-1, k)
+    tokens = np.array([[token for token, _ in top] for top in likeliest], np.int64).reshape(-1, k)
+    values = np.array([[value for _, value in top] for top in likeliest], np.float32).reshape(-1, k)
     return log_probs, TopTokens(tokens, values)
 
 
@@ -175,15 +177,15 @@ def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, Top
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Properties of the base model, which a trainer of the same settings freezes.
+    """Holds the properties of the base model, which a trainer of the same settings freezes.
 
     Args:
-        path: its folder.
-        dtype: of its weights.
-        digest: of the weights' bits, as a trainer records it in the folders of adapters.
-        rank: largest rank of adapters.
-        targets: names of the modules that may have adapters -> the (rows, columns) of their weights.
-        version_bytes: bytes of adapters of that rank.
+        path: the model's folder.
+        dtype: the dtype of the model's weights.
+        digest: digest of the weights' bits, as a trainer records it in the folders of adapters.
+        rank: the largest rank of adapters.
+        targets: name of each module that may have adapters -> (rows, columns) of its weight.
+        version_bytes: bytes of an adapter of that rank.
     """
 
     path: Path
@@ -195,15 +197,15 @@ class Base:
 
     @property
     def modules(self) -> list[str]:
-        """Returns the last parts of the targets' names, by which vLLM knows them."""
+        """Returns the last parts of the targets' names, by which vLLM identifies modules."""
         return sorted({name.rpartition(".")[2] for name in self.targets})
 
     def check(self, path: Path) -> PeftFolder:
-        """Returns a folder of adapters of this base.
+        """Reads the PEFT folder at `path`, which must be of this base.
 
         Raises:
             ModelError: the folder is malformed, of another model or base, of a larger rank, or has adapters of a module
-                that has none here.
+                outside `targets`.
         """
         from slimefsdp.models.lora import check_base_weights
 
@@ -239,7 +241,7 @@ class Base:
 
 
 def base_of(config: RunConfig, folder: ModelFolder) -> Base:
-    """Reads the properties of the model of the settings; loads it once, on the host.
+    """Returns the properties of the model at model.path; loads the model on the host to compute them.
 
     Raises:
         ModelError, ConfigError: as `slimefsdp.models.build.load_for_sampling`.

@@ -27,21 +27,22 @@ if TYPE_CHECKING:
     from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
-_FREED_S = 10.0  # time for engines to notice that the group is gone, and to answer
+_FREED_S = 10.0  # limit on the time in which engines notice that the group was closed, and answer
 _PING_S = 5.0
 
 
 class BroadcastUpdate(WeightUpdate):
     """An update of engines by broadcast. Updates of the same engines use the same group.
 
-    A member that fails breaks the group. If the update continues without it, the others form a new group, and
-    BeginAgain requests the whole update again. If it is unknown which member failed, all of them get one more try.
+    A member that fails breaks the group. If the update continues without this member, the others form a new group, and
+    `BeginAgain` requests the whole update again. If it is not known which member failed, all members try once more.
 
     Args:
-        address: of this machine, as engines reach it.
-        device: of the tensors that are sent; NCCL on CUDA, else gloo.
-        is_shared: engines are on the same device, where NCCL allows one process only; gloo copies through the host.
-        before: the last update; its group is taken over if the engines are the same, and closed otherwise.
+        address: the address at which engines reach this machine.
+        device: of the sent tensors; the group uses NCCL on CUDA, otherwise gloo.
+        is_shared: whether engines use the same device. NCCL allows only one process a device, so the group uses gloo.
+        before: the previous update by this transport; its group is used again if the engines are the same, and closed
+            otherwise.
     """
 
     call = "receive_broadcast"
@@ -70,7 +71,7 @@ class BroadcastUpdate(WeightUpdate):
         return cls(actors, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **options)
 
     def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
-        """Announces an update to all, after the group has formed."""
+        """Forms the group if there is none, and announces an update to all engines."""
         while True:
             while self._group is None:
                 self._form()
@@ -81,7 +82,7 @@ class BroadcastUpdate(WeightUpdate):
             self.close()
 
     def commit(self, version: int) -> None:
-        """Ends the update on all; a group with a member that failed is closed."""
+        """Ends the update: has every engine commit this version. Closes the group if a member failed."""
         members = list(self._left)
         super().commit(version)
         if members != list(self._left):
@@ -94,7 +95,7 @@ class BroadcastUpdate(WeightUpdate):
         self._group = None
 
     def _form(self) -> None:
-        """Forms the group, or drops the engines that kept it from forming."""
+        """Forms the group, or drops the engines because of which that failed."""
         infos = self._call("info")
         firsts, world_size = {}, 1
         for index, info in infos.items():
@@ -129,8 +130,8 @@ class BroadcastUpdate(WeightUpdate):
         self._blame(errors, joining, set() if self._left_s() else absent, "join")
 
     def _prepared(self, bucket: Bucket) -> Any:
-        group = self._group  # read once: the thread that sends the previous bucket may close it
-        if group is None:  # the previous bucket broke it, and `_finish` raises the error
+        group = self._group  # read once: the thread that sends the previous bucket may close the group
+        if group is None:  # the previous bucket failed, and `_finish` raises the error
             return None
         layout, flat = group.packed(bucket)
         return layout, flat, (digest_of(flat),) if self._checksums else ()
@@ -148,15 +149,15 @@ class BroadcastUpdate(WeightUpdate):
     def _together(
         self, own: Future[Any], waiting: dict[Any, int], name: str, give_up: Callable[[], None]
     ) -> dict[int, Exception] | None:
-        """Waits for something that rank 0 and the engines do together.
+        """Waits for an action in which rank 0 and the engines take part.
 
         Args:
-            own: rank 0's part.
-            waiting: engines by their pending call; keeps those that have not answered.
-            give_up: ends rank 0's part, so that engines that wait for it raise.
+            own: the future of rank 0's part.
+            waiting: reference of a pending call -> index of its engine; entries with an answer are removed.
+            give_up: ends rank 0's part, so that engines that wait for rank 0 raise.
 
         Returns:
-            The engines' errors; None if all went well.
+            None if all succeeded; otherwise index of the engine -> error, which may be empty.
         """
 
         def is_broken(errors: dict[int, Exception]) -> bool:
@@ -167,7 +168,7 @@ class BroadcastUpdate(WeightUpdate):
             try:
                 own.result(timeout=self._left_s())
                 return None
-            except Exception:  # rank 0's part was late, or failed; no engine reported an error
+            except Exception:  # only rank 0's part was late, or failed
                 pass
         give_up()
         errors |= self._answers(waiting, name, time.monotonic() + _FREED_S, lambda _: False)[1]
@@ -177,9 +178,9 @@ class BroadcastUpdate(WeightUpdate):
         """Drops the engines that broke the group.
 
         Args:
-            errors: what was raised, by engine; an error with `is_of_group` does not say whose fault it is.
-            silent: engines that have not answered, by their pending call.
-            absent: engines that never joined, for an unknown reason.
+            errors: index of an engine -> its error. With `is_of_group`, another member may be the cause.
+            silent: reference of a pending call -> index of the engine, which has not answered.
+            absent: indices of engines that did not join, for an unknown reason.
         """
         failures = {index: as_sync_error(error, index, name) for index, error in errors.items()}
         failures |= {index: self._late(index, name) for index in silent.values()}
@@ -192,7 +193,7 @@ class BroadcastUpdate(WeightUpdate):
         if not at_fault:
             if not self._drops:
                 raise self._broken()
-            self._suspects |= set(failures or self._left)  # never removed, so that the update ends after two tries
+            self._suspects |= set(failures or self._left)  # dropped if the group breaks again
             self._deadline = time.monotonic() + self._timeout_s
 
     def _answers_at_all(self, index: int) -> bool:
@@ -210,14 +211,14 @@ class BroadcastUpdate(WeightUpdate):
 
 
 def address_for(urls: Sequence[str] | None) -> str:
-    """Returns this machine's source address of packets to the servers at these URLs; without URLs, its node's for Ray.
+    """Returns the address from which this machine reaches the servers at these URLs; without URLs, the node's for Ray.
 
-    On a cluster of one machine the latter is the loopback, which servers on other machines cannot reach.
+    On a cluster of one machine, the node's address for Ray is the loopback, which other machines cannot reach.
     """
     own = set()
     for url in urls or ():
         parts = urlsplit(url)
-        with suppress(OSError):  # the update will fail
+        with suppress(OSError):  # the server cannot be found, and the update will report that
             family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)  # sends nothing

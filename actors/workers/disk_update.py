@@ -1,7 +1,7 @@
-"""Sends weights to engines by a folder on a disk that rank 0 and the engines see.
+"""Sends weights to engines by a folder on a disk that both rank 0 and the engines can access.
 
-The folder appears only when it is complete, with checksums. `AutoModelForCausalLM` can open it, unless frozen weights
-that the engines have already are left out. An adapter is a subfolder of peft's format.
+The folder appears only when it is complete, with checksums. `AutoModelForCausalLM` can open the folder, unless frozen
+weights are left out because the engines have them. An adapter is a subfolder in peft's format.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _LOOK_S = 0.1
 
 
 class DiskUpdate(WeightUpdate):
-    """An update of engines, which keep their weights while the folder is written.
+    """An update by a folder; engines keep sampling with their weights while the folder is written.
 
-    When all have committed, the folders of earlier updates are removed.
+    When all engines have committed the update, the folders of earlier updates are removed.
 
     Args:
-        folder: contains the folders of updates, and nothing else.
+        folder: the folder for the folders of updates, without anything else.
         source: the model's folder.
-        dtype: of the tensors that are sent.
+        dtype: of the sent tensors.
     """
 
     call = "receive_disk"
-    keeps_nothing = False  # a thread writes a bucket, and may do so still when the update has failed
+    keeps_nothing = False  # a thread writes the bucket's tensors, maybe even after the update has failed
 
     def __init__(
         self, actors: Sequence[Any], timeout_s: float, *, folder: Path, source: ModelFolder, dtype: torch.dtype,
@@ -69,7 +69,7 @@ class DiskUpdate(WeightUpdate):
     def from_trainer(
         cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **options: bool
     ) -> DiskUpdate:
-        from slimefsdp.training.build import compute_dtype  # engines, which import this file, do not need it
+        from slimefsdp.training.build import compute_dtype  # engines also import this file, but do not need this
 
         run_dir, dtype = trainer.config.run.dir, compute_dtype(trainer.config)
         assert run_dir is not None  # which the settings require
@@ -85,7 +85,7 @@ class DiskUpdate(WeightUpdate):
     def begin(
         self, version: int, manifest: Manifest, kept: frozenset[str] = frozenset(), adapter_scale: float | None = None
     ) -> None:
-        """Starts to write the folder; engines begin when it is complete."""
+        """Begins to write the folder; `commit` announces the update to the engines."""
         more = (kept,) if kept else ()
         self._begun = (version, manifest, *(more if adapter_scale is None else (kept, adapter_scale)))
         weights = {name: shape for name, shape in manifest.items() if name not in kept and not name.endswith(MATRICES)}
@@ -93,7 +93,7 @@ class DiskUpdate(WeightUpdate):
         self._writing = in_thread(lambda: self._write(weights, adapter_scale), "weights on disk")
 
     def _write(self, weights: Manifest, adapter_scale: float | None) -> None:
-        """Writes weights as they come, and then the matrices of an adapter, which come between them."""
+        """Writes weights as they arrive; collects the adapter's matrices among them and writes these at the end."""
         matrices: list[tuple[str, torch.Tensor]] = []
 
         def without_matrices() -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +105,7 @@ class DiskUpdate(WeightUpdate):
 
         if weights:
             write_weights(self._path, weights, without_matrices(), self._source, self._dtype)
-        else:  # matrices alone
+        else:  # only the matrices of an adapter are sent
             weightless = list(without_matrices())
             assert not weightless
         if adapter_scale is not None:
@@ -138,7 +138,7 @@ class DiskUpdate(WeightUpdate):
                 self._written(0.0)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors to write as they come."""
+        """Yields the tensors of each bucket as it arrives, until `commit`."""
         while True:
             try:
                 item = self._coming.get(timeout=self._left_s())
@@ -154,7 +154,7 @@ class DiskUpdate(WeightUpdate):
         """Waits until the folder is written.
 
         Raises:
-            SyncError: the folder could not be written, or not in time.
+            SyncError: writing failed, or took too long.
         """
         try:
             self._writing.result(timeout=timeout_s)
@@ -175,24 +175,24 @@ class DiskUpdate(WeightUpdate):
 def write_weights(
     path: Path, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]], source: ModelFolder, dtype: torch.dtype
 ) -> None:
-    """Writes a new folder at `path`, durably.
+    """Writes a new folder at `path`, durably. After any error, no folder is left.
 
     Args:
-        manifest: names and shapes of the tensors, in their order.
+        manifest: name -> shape of each tensor, in the order of `tensors`.
         source: the folder to copy config.json and the tokenizer's files from.
 
     Raises:
-        CheckpointError: the disk refused; no folder is left, as after any other error.
+        CheckpointError: the disk refused.
     """
     specs = [TensorSpec(name, dtype, shape) for name, shape in manifest.items()]
     write_model_folder(path, specs, tensors, source, checksum_file=CHECKSUMS)
 
 
 def checked_weights(path: str | Path) -> ModelFolder:
-    """Returns the folder after its files were compared with its checksums.
+    """Compares a folder's files with its checksums, and returns the folder.
 
     Raises:
-        SyncError: it does not exist, or was cut or altered.
+        SyncError: the folder does not exist, or was cut or altered.
     """
     with _whole(Path(path)):
         folder = read_model_folder(path)
@@ -203,10 +203,10 @@ def checked_weights(path: str | Path) -> ModelFolder:
 def write_adapter(
     path: Path, matrices: Sequence[tuple[str, torch.Tensor]], scale: float, source: ModelFolder, dtype: torch.dtype
 ) -> None:
-    """Writes an adapter into a folder of weights at `path`, which may have nothing else; durably.
+    """Writes an adapter into the folder of an update at `path`, durably.
 
     Args:
-        matrices: whole A and B of linear modules, under their names in memory.
+        matrices: the whole matrices A and B of linear modules, under their names in memory.
         scale: the factor on B A x.
 
     Raises:
@@ -219,10 +219,10 @@ def write_adapter(
 
 
 def checked_adapter(path: str | Path) -> set[str]:
-    """Returns the names in memory of the matrices of a folder's adapter, after its file was compared with its checksum.
+    """Compares the adapter of a folder with its checksum; returns the matrices' names in memory.
 
     Raises:
-        SyncError: it does not exist, or was cut or altered.
+        SyncError: the adapter does not exist, or was cut or altered.
     """
     file = Path(path) / ADAPTER_FOLDER / TENSOR_FILE
     with _whole(Path(path)):
@@ -253,7 +253,7 @@ def _compare(files: Collection[Path], checksum_file: Path) -> None:
 
 
 def read_weights(folder: ModelFolder, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of the manifest that the folder has, one at a time.
+    """Yields those tensors of the manifest that the folder has.
 
     Raises:
         SyncError: a file cannot be read.

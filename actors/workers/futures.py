@@ -1,6 +1,6 @@
 """Starts calls on Ray actors in the order in which they were made, and waits for them.
 
-Every wait has a deadline, and the first failure ends it with its root cause.
+Every wait has a deadline. The first failure ends a wait with the root cause.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future as Begun
+from concurrent import futures
 from typing import Any, Generic, TypeVar
 
 import ray
@@ -24,17 +24,19 @@ from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
 Result = TypeVar("Result", covariant=True)
 
 # How long to wait for the root cause after a first failure, since peers often report a lost rank before Ray does. It is
-# longer than a failed rank lives on (train_worker.EXIT_AFTER_S), so that peers can report what its end did to them.
+# longer than train_worker.EXIT_AFTER_S, so that peers can also report errors that the end of the failed rank causes.
 GRACE_S = 5.0
-SLICE_S = 0.25  # length of a single wait; between two of them signals are handled and the watchdog looks
-_TURN_S = 0.002  # between two checks whether a call has ended while lanes take turns
+SLICE_S = 0.25  # length of a single wait; between two waits, signals are handled and the watchdog checks the actors
+_TURN_S = 0.002  # interval of checking whether a call has ended, while lanes take turns
 _GET_S = 5.0  # limit on fetching an answer that Ray reports as ready
-# A wait returns when one in so many ranks has answered. Otherwise a call on N ranks would look at N references N times.
+# A wait ends when one eighth of the ranks has answered; waiting for each answer alone would cost N times N on N ranks.
 _ONE_IN = 8
 
 
 class Future(Generic[Result]):
-    """The result of a call that is queued or running. A coroutine may `await` it; cancelling that ends only the wait.
+    """The future of a call that is queued or running.
+
+    A coroutine may `await` it; cancelling the coroutine ends only the wait, not the call.
 
     Args:
         wait: waits for the call, and returns its result or raises its error.
@@ -48,7 +50,7 @@ class Future(Generic[Result]):
 
         Raises:
             WorkerHung: not all ranks answered in time. WorkerDied: a process ended.
-            SlimeError: what a rank raised.
+            SlimeError: any error that a rank raised.
         """
         return self._wait()
 
@@ -57,16 +59,17 @@ class Future(Generic[Result]):
 
 
 class CallFuture(Future[Any]):
-    """A call that runs on several actors.
+    """The future of a call that runs on several actors.
 
     Args:
         refs: one reference per rank, in rank order.
-        first_only: the result is rank 0's result instead of a list of all.
+        first_only: whether the result is that of the first reference instead of the list of all.
         first_rank: the rank of the first reference.
-        watchdog: ends the wait when an actor hangs; its actors begin with rank 0. None: only the timeout ends it.
-        since: when the timeout begins: a time of `time.monotonic`, or when this earlier call of the same actors is
-            seen to have ended. None: now.
-        setting: the setting that the timeout comes from.
+        watchdog: ends the wait when an actor hangs; its actors begin with rank 0. None means that only the timeout
+            ends the wait.
+        since: the start of the timeout: a time of `time.monotonic`, or an earlier call of the same actors, whose end
+            starts the timeout. None means now.
+        setting: the setting that has the timeout.
     """
 
     def __init__(
@@ -84,25 +87,25 @@ class CallFuture(Future[Any]):
         self.name = name
         self._refs = list(refs)
         self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
-        self._pending = dict(self._ranks)  # those without an answer at the last look
+        self._pending = dict(self._ranks)  # reference -> rank, of the ranks without an answer at the last check
         self._first_only = first_only
         self._timeout_s, self._setting, self._watchdog = timeout_s, setting, watchdog
         self._began = since if isinstance(since, float) else time.monotonic()
         self._earlier = since if isinstance(since, CallFuture) else None
-        self._hung: WorkerHung | None = None  # the error of the last wait
+        self._hung: WorkerHung | None = None  # the error of the last wait, if it found that the call hangs
         self._has_aborted = False
 
     def has_ended(self) -> bool:
-        """Returns whether all ranks have answered, with a result or an error; does not wait."""
+        """Returns whether all ranks have answered (a result or an error), without waiting."""
         if pending := self._pending:
             done = set(ray.wait(list(pending), num_returns=len(pending), timeout=0, fetch_local=False)[0])
             self._pending = {ref: rank for ref, rank in pending.items() if ref not in done}
         return not self._pending
 
     def current(self) -> CallFuture:
-        """Returns the call that the ranks are running: this one, or an earlier one that has not ended."""
+        """Returns the call that the ranks are running: this call, or an earlier call that has not ended."""
         current = self
-        while (earlier := current._earlier) is not None:  # another thread may notice its end at the same time
+        while (earlier := current._earlier) is not None:  # another thread may clear `_earlier` at the same time
             if earlier.has_ended():
                 current._earlier, current._began = None, time.monotonic()
             else:
@@ -110,7 +113,7 @@ class CallFuture(Future[Any]):
         return current
 
     def require_moving(self, name: str) -> None:
-        """Refuses the later call `name` with WorkerHung if this one hung and has not ended."""
+        """Raises WorkerHung for a later call, `name`, if this call hangs."""
         hung = self._hung
         if hung is None or self.has_ended():
             return
@@ -129,13 +132,13 @@ class CallFuture(Future[Any]):
 
         Raises:
             WorkerHung: not all ranks answered this call, or an earlier one, in time. WorkerDied: a process ended.
-            ResourceError: Ray is gone.
-            SlimeError: what a rank raised. If several failed it is the root cause, and `others` has the rest.
+            ResourceError: the Ray cluster is gone.
+            SlimeError: any error of a rank. If several ranks failed, it is the root cause, and `others` has the rest.
         """
         pending = list(self._refs)
         values: dict[Any, Any] = {}
         failures: list[tuple[int, Exception]] = []
-        give_up = math.inf  # after a first failure
+        give_up = math.inf  # the time to stop waiting for the root cause, after a first failure
         looked = time.monotonic()
         while pending:
             current = self if failures else self.current()
@@ -144,7 +147,7 @@ class CallFuture(Future[Any]):
             left_s = max(0.0, min(give_up, current._began + current._timeout_s) - time.monotonic())
             enough = max(1, len(pending) // _ONE_IN)
             done, pending = ray.wait(pending, num_returns=enough, timeout=min(SLICE_S, left_s))
-            late = []  # Ray has the answer but does not hand it over: neither a dead process nor an answer
+            late = []  # references that Ray reports as ready, but whose answer cannot be fetched
             for ref in done:
                 try:
                     values[ref] = ray.get(ref, timeout=_GET_S)
@@ -155,9 +158,9 @@ class CallFuture(Future[Any]):
                     failure = meaning_of(error, self._ranks[ref], self.name)
                     failures.append((self._ranks[ref], failure))
                     if _ends_rank(error, failure) and self._watchdog is not None and not self._has_aborted:
-                        self._has_aborted = True  # the loss of a rank alone may not end the others' collectives
+                        self._has_aborted = True  # collectives of other ranks may not end by the loss of a rank alone
                         self._watchdog.abort_collectives([rank for rank, _ in failures])
-                    # a death needs no other explanation
+                    # the death of a process is a root cause, so no other error has to be waited for
                     grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
                     give_up = min(give_up, time.monotonic() + grace_s)
             pending += late
@@ -178,7 +181,7 @@ class CallFuture(Future[Any]):
         return values[self._refs[0]] if self._first_only else [values[ref] for ref in self._refs]
 
     def _look(self) -> None:
-        """Makes the watchdog look at the ranks that have not answered; raises WorkerHung if one hangs."""
+        """Has the watchdog check the ranks that have not answered; raises WorkerHung if one hangs."""
         if self._watchdog is None or self.has_ended():
             return
         try:
@@ -191,8 +194,8 @@ class CallFuture(Future[Any]):
         """Returns the error of this call after its deadline.
 
         Args:
-            ranks: the ranks that have not answered.
-            late: the ranks among them whose answers Ray has, and did not hand over.
+            ranks: the ranks without an answer.
+            late: those of `ranks` whose answer Ray reports as ready, but which could not be fetched.
         """
         if self._watchdog is not None:
             self._hung = self._watchdog.overdue(Waiting(self.name, ranks, self._began), self._timeout_s, self._setting)
@@ -213,7 +216,7 @@ class CallFuture(Future[Any]):
 
 
 def meaning_of(error: RayError, rank: int, call: str) -> Exception:
-    """Returns what a rank raised, or the typed error for Ray's own error."""
+    """Returns the error that a rank raised, or the typed error for one of Ray's own errors."""
     cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
     if isinstance(cause, RayError) and type(cause) is not RayTaskError:
         return explained(cause, rank, call)
@@ -221,69 +224,72 @@ def meaning_of(error: RayError, rank: int, call: str) -> Exception:
 
 
 def _ends_rank(error: RayError, failure: Exception) -> bool:
-    """Returns whether the process of a failed rank has ended or will end; `failure` is the `meaning_of` the error."""
+    """Returns whether a failed rank's process has ended or will end; `failure` is the result of `meaning_of`."""
     raised = error.cause if isinstance(error, RayTaskError) else failure
     return raised.ends_rank if isinstance(raised, SlimeError) else True  # a rank ends itself after an untyped error
 
 
 class QueuedCall(Future[Any]):
-    """A call that a `Dispatcher` starts in its turn. If it cannot start, `result` raises why; no rank has seen it."""
+    """The future of a call that a `Dispatcher` starts in its turn.
 
-    def __init__(self, begun: Begun[Any]) -> None:
-        self._begun = begun
+    If the call cannot be started, `result` raises the error, and no rank has seen the call.
+    """
+
+    def __init__(self, started: futures.Future[Any]) -> None:
+        self._started = started
 
     def result(self) -> Any:
-        return self._begun.result().result()
+        return self._started.result().result()
 
 
 class Dispatcher:
-    """Starts calls one after another, in the order in which they were made, while their callers go on.
+    """Starts calls one after another in a thread, so that callers do not wait.
 
-    Calls of a lane keep their order, and lanes take turns, one call each. No more than two calls run at a time then, so
-    that a lane which is added later gets its turn soon.
+    Each call belongs to a lane. Calls of one lane start in the order in which they were made. Lanes take turns of one
+    call; at most two calls run at a time then, so that a new lane soon gets its turn.
 
-    The thread exists while there is something to start. It is a daemon, so that waiting calls do not keep a program
-    from ending.
+    The thread exists while there are calls to start. It is a daemon thread, so that a program with waiting calls can
+    end.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # lane -> its calls; the next lane comes first, and lanes without calls are left out
-        self._waiting: OrderedDict[str | None, deque[tuple[Callable[[], Any], Begun[Any]]]] = OrderedDict()
-        self._has_lanes = False
-        self._running: deque[Any] = deque()  # started calls that have not ended, if there are lanes
-        self._thread: threading.Thread | None = None  # the one that may start calls
+        # lane -> its waiting calls; the next lane comes first, and lanes without calls are left out
+        self._waiting: OrderedDict[str | None, deque[tuple[Callable[[], Any], futures.Future[Any]]]] = OrderedDict()
+        self._has_lanes = False  # whether there is a lane besides None
+        self._running: deque[Any] = deque()  # futures of started calls that may run, if there are lanes
+        self._thread: threading.Thread | None = None  # the only thread that may start calls
 
     def submit(self, begin: Callable[[], Any], lane: str | None = None) -> QueuedCall:
-        """Queues a call and returns at once.
+        """Queues a call without waiting for it.
 
         Args:
-            begin: starts the call, and returns its future, which has a method `has_ended` if there are lanes.
-            lane: None is a lane, too.
+            begin: starts the call and returns its future, which needs a method `has_ended` if there are several lanes.
+            lane: the name of the call's lane; None is the lane without a name.
         """
         return QueuedCall(self._put(begin, lane))
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until all calls made so far have started or failed to start; raises TimeoutError after `timeout_s`."""
+        """Waits until all calls so far have started or could not start; raises TimeoutError after `timeout_s`."""
         end = time.monotonic() + timeout_s
         with self._lock:
             lanes = [None, *(lane for lane in self._waiting if lane is not None)]
         for lane in lanes:
             self._put(lambda: None, lane).result(max(0.0, end - time.monotonic()))
 
-    def _put(self, begin: Callable[[], Any], lane: str | None) -> Begun[Any]:
-        begun: Begun[Any] = Begun()
+    def _put(self, begin: Callable[[], Any], lane: str | None) -> futures.Future[Any]:
+        started: futures.Future[Any] = futures.Future()
         with self._lock:
             self._has_lanes |= lane is not None
             if self._thread is None:
                 try:
                     self._thread = threading.Thread(target=self._run, name="slimefsdp-calls", daemon=True)
                     self._thread.start()
-                except BaseException:  # no more threads; or Ctrl-C, after which the thread may run all the same
+                except BaseException:  # no thread is left; or Ctrl-C, after which the thread may still run
                     self._thread = None
                     raise
-            self._waiting.setdefault(lane, deque()).append((begin, begun))
-        return begun
+            self._waiting.setdefault(lane, deque()).append((begin, started))
+        return started
 
     def _run(self) -> None:
         while True:
@@ -296,23 +302,23 @@ class Dispatcher:
                     self._thread = None
                     return
                 lane, calls = self._waiting.popitem(last=False)
-                begin, begun = calls.popleft()
+                begin, started = calls.popleft()
                 if calls:
                     self._waiting[lane] = calls
             try:
-                begun.set_result(future := begin())
+                started.set_result(future := begin())
                 if self._has_lanes and future is not None:
                     self._running.append(future)
                 del future
-            except BaseException as error:  # raised where the call is waited for; later calls start
-                begun.set_exception(error)
-            del begin, begun  # they hold the batch
+            except BaseException as error:  # raised by `QueuedCall.result`; later calls are started all the same
+                started.set_exception(error)
+            del begin, started  # they keep the batch in memory
 
     def _wait_for_turn(self) -> None:
         while len(self._running) > 1:
             try:
                 has_ended = self._running[0].has_ended()
-            except Exception:  # Ray is gone, which waiting for the call reports
+            except Exception:  # the Ray cluster is gone, which the wait for the call reports
                 has_ended = True
             if has_ended:
                 self._running.popleft()
@@ -321,30 +327,30 @@ class Dispatcher:
 
 
 class CallQueue:
-    """Gives calls to one set of actors, all in one order, whichever threads make them.
+    """Sends calls of any threads to a set of actors, in the same order to each actor.
 
     Args:
-        dispatcher: shared with another set of actors, so that the calls of both sets start in one order.
+        dispatcher: may be shared with another set of actors; then the calls of both sets start in one order.
     """
 
     def __init__(self, dispatcher: Dispatcher | None = None) -> None:
         self.dispatcher = dispatcher or Dispatcher()
-        self._lock = threading.Lock()  # with another order on another rank, collectives of different calls would meet
+        self._lock = threading.Lock()  # if ranks had different orders, collectives of different calls would be mixed
         self._newest: CallFuture | None = None
 
     def require_moving(self, name: str) -> None:
-        """Refuses a call with WorkerHung while the actors hang in an earlier one."""
+        """Raises WorkerHung for a call, `name`, while the actors hang in an earlier call."""
         if self._newest is not None:
             self._newest.current().require_moving(name)
 
     def begin(
         self, start: Callable[[], Sequence[Any]], *, name: str, counts_from_now: bool = False, **options: Any
     ) -> CallFuture:
-        """Starts a call; raises WorkerHung, and does not start it, if the actors hang in an earlier one.
+        """Starts a call; if the actors hang in an earlier call, raises WorkerHung instead.
 
         Args:
-            start: gives the call to all actors; returns one reference per rank.
-            counts_from_now: the timeout begins now, and not when the calls before it have ended.
+            start: sends the call to all actors; returns one reference per rank.
+            counts_from_now: whether the timeout begins now instead of at the end of all earlier calls.
             options: further arguments of `CallFuture`.
         """
         with self._lock:
@@ -355,9 +361,10 @@ class CallQueue:
 
 
 def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
-    """Returns the error to report for several ranks: first a death, then a typed error, any other, a lost peer.
+    """Returns the error to report when several ranks failed.
 
-    A typed error gets the other ranks' messages as its `others`.
+    The order of choice is: the death of a process, a typed error, an untyped error, the report of a lost peer. A typed
+    error gets the other ranks' messages as its `others`.
     """
 
     def order(failure: tuple[int, Exception]) -> tuple[int, int]:
@@ -377,6 +384,6 @@ def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of an error's message, without the rank."""
+    """Returns an error's type and the first line of its message, without the rank."""
     message = error.message if isinstance(error, SlimeError) else str(error.args[0] if error.args else "")
     return f"{type(error).__name__}: {message.strip().partition(chr(10))[0]}"

@@ -1,7 +1,7 @@
-"""A driver's handles on groups of ranks: they have the calls of slimefsdp/calls, and send them to the ranks.
+"""A driver's handles on groups of ranks, which have the methods of slimefsdp/calls and send these calls to the ranks.
 
-Wrong batches, plans, losses, receivers and `loop_state` are refused where the call is made, before any rank sees them;
-wrong tags, steps and paths are refused by all ranks alike. Arguments are copied when the call is made.
+Wrong batches, plans, losses, receivers and `loop_state` raise in the caller, before any rank sees the call. Wrong tags,
+steps and paths raise on all ranks alike. Arguments are copied when the call is made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parameters = ParamSpec("Parameters")
 
 
 class EndsWithBlock:
-    """A handle with a `shutdown`, which the end of a `with` block calls."""
+    """A handle whose `shutdown` is called at the end of a `with` block."""
 
     def shutdown(self) -> None:
         raise NotImplementedError
@@ -40,13 +40,13 @@ class EndsWithBlock:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """A call on its way to all ranks.
+    """A call that is sent to all ranks.
 
     Args:
-        name: the name of the call.
-        arguments: name -> value; missing parameters have their defaults. The batch of a prepared request is in Ray's
-            object store. A save or load may have a `JobCheckpoint` under `job`.
-        adapter: the adapter that the call is for; None: the run's own, or there are no adapters.
+        name: the name of the call, a key of `CALLS`.
+        arguments: name -> value; missing parameters have their defaults. A prepared request has a reference to its
+            batch in Ray's object store. A save or load may have a `JobCheckpoint` under `job`.
+        adapter: the adapter that the call is for; None means the run's own adapter, or that there are no adapters.
     """
 
     name: str
@@ -58,12 +58,12 @@ class RankRequest:
         return CALLS[self.name]
 
     def having(self, **arguments: Any) -> RankRequest:
-        """Returns the same request with other values of these arguments."""
+        """Returns a copy of the request in which these arguments are replaced or added."""
         return replace(self, arguments={**self.arguments, **arguments})
 
 
 class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory], list[Description]], StateCalls):
-    """Base of all handles on a group; a subclass defines how a request reaches the ranks."""
+    """The base class of all handles on a group; a subclass defines how a request reaches the ranks."""
 
     role: Role
 
@@ -80,12 +80,12 @@ class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory]
         return self._submit(call, arguments).result()
 
     def adapter(self, name: str) -> AdapterHandle:
-        """Returns a handle with the same calls for another adapter, which need not exist yet."""
+        """Returns a handle with the same calls for the adapter of this name, which need not exist yet."""
         return AdapterHandle(self, name)
 
     def __repr__(self) -> str:
         parts: list[str] = [self.role]
-        with suppress(SlimeError):  # the job has ended
+        with suppress(SlimeError):  # the job may have ended
             config: RunConfig | None = getattr(self, "config", None)
             if config is not None:
                 dp_replicate, dp = config.mesh_of(self.role)
@@ -95,7 +95,7 @@ class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory]
 
 
 class Job(Protocol):
-    """A job with a group for each of its roles: a supervisor in this process, or one in a process of its own."""
+    """A job with a group for each of its roles: a supervisor in this process, or the host process of a named group."""
 
     @property
     def roles(self) -> tuple[Role, ...]: ...
@@ -110,7 +110,7 @@ class Job(Protocol):
 
 
 class JobGroup(EndsWithBlock, GroupCalls):
-    """A handle on the group of one role of a job, whose lost ranks are replaced."""
+    """A handle on the group of one role of a job; the job replaces lost ranks."""
 
     def __init__(self, job: Job, role: Role) -> None:
         self.role = role
@@ -118,17 +118,17 @@ class JobGroup(EndsWithBlock, GroupCalls):
 
     @property
     def config(self) -> RunConfig:
-        """Returns the settings, in which mesh.dp is a number."""
+        """Returns the settings, with mesh.dp as a number."""
         return self._job.config_of(self.role)
 
     @property
     def critic(self) -> Self | None:
-        """Returns the critic's handle, of an actor with algorithm=ppo."""
+        """Returns the critic's handle if this is an actor's group with algorithm=ppo, otherwise None."""
         return self._other("critic")
 
     @property
     def reference_group(self) -> Self | None:
-        """Returns the reference group's handle, of an actor with reference.dp."""
+        """Returns the reference group's handle if this is an actor's group with reference.dp, otherwise None."""
         return self._other("ref")
 
     def _other(self, role: Role) -> Self | None:
@@ -136,7 +136,7 @@ class JobGroup(EndsWithBlock, GroupCalls):
 
     @property
     def receivers(self) -> list[Any]:
-        """Returns receivers for `update_weights` of another group; they change when lost ranks are replaced."""
+        """Returns this group's receivers for a weight update by another group; new ranks are new receivers."""
         return self._job.receivers(self.role)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
@@ -148,10 +148,10 @@ class JobGroup(EndsWithBlock, GroupCalls):
 
 
 def submit(call: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs) -> Future[Result]:
-    """Starts a call of a group and returns at once: `submit(group.train_step, batch)`.
+    """Starts a call of a group without waiting for it, for example `submit(group.train_step, batch)`.
 
     Returns:
-        A future, whose `result()` or `await` returns or raises what the call does.
+        The future of the call; its `result()`, or `await`, returns the call's result or raises the call's error.
 
     Raises:
         SlimeError: an argument is wrong; no rank has seen the call. ConfigError: `call` is not a call of a group.
@@ -164,10 +164,10 @@ def submit(call: Callable[Parameters, Result], *args: Parameters.args, **kwargs:
 
 
 class AdapterHandle(GroupCalls):
-    """The calls of a group for one of its adapters; `GroupCalls.adapter` makes it.
+    """A handle with the calls of a group for one of its adapters; `GroupCalls.adapter` returns it.
 
-    Calls for one adapter run in the order in which they were made. Adapters with waiting calls take turns, one call
-    each.
+    Calls for one adapter run in the order in which they were made. Adapters with waiting calls take turns; in each
+    turn one call runs.
     """
 
     def __init__(self, group: GroupCalls, name: str) -> None:
@@ -179,13 +179,13 @@ class AdapterHandle(GroupCalls):
         return f"AdapterHandle({self.name} of {self._group!r})"
 
     def _start(self, request: RankRequest) -> Future[Any]:
-        # the run's own adapter is None everywhere, so that each adapter has one lane
+        # A lane has the calls for one adapter; None is the lane of the run's own adapter, also if it is named.
         own = None if self.name == DEFAULT_ADAPTER else self.name
         return self._group._start(replace(request, adapter=request.adapter or own))
 
 
 def _copy(name: str, value: Any) -> Any:
-    """Returns a copy of an argument, which the caller may change before the ranks get it."""
+    """Returns a copy of an argument, since the caller may change the original before the ranks get it."""
     if name == "receivers":  # actors, which cannot be copied
         return list(value)
     if name == "batch":

@@ -1,8 +1,8 @@
-"""The handle on a group that lives in a process of its own and outlives the programs that use it.
+"""The handle on a named group, which outlives the programs that use it.
 
-That process (actors/fault_tolerance/group_host.py) is a detached Ray actor with the group's name. Programs attach to
-it. One at a time is the writer, which may make calls that change the group; all others read. A program renews its lease
-every few seconds, and a writer whose lease has expired may be replaced.
+A named group has a host process (actors/fault_tolerance/group_host.py), a detached Ray actor with the group's name.
+Programs attach to the host. One program at a time is the writer, which may make calls that change the group; all other
+programs only read. A program renews its lease every few seconds, and a writer with an expired lease may be replaced.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from slimefsdp.rpc import Role, require_name
 NAMESPACE = "slimefsdp"
 """The Ray namespace of all named groups of a cluster."""
 LEASE_S = 20.0
-"""Seconds after its last sign of life in which a program keeps its place as the writer."""
+"""Seconds for which a program remains the writer after its last renewal."""
 _RENEW_S = 3.0
-_ANSWER_S = 30.0  # limit on answers of the group's process that need no rank
+_ANSWER_S = 30.0  # limit on the host's answers for which it asks no rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +63,18 @@ class GroupStatus:
     ranks: int
     launched: float  # seconds since the epoch
     run_dir: str | None
-    updates: int | None = None  # updates that rank 0 of the policy has taken; None: it does not answer
-    saved_step: int | None = None  # the last checkpoint since the launch
+    updates: int | None = None  # optimizer updates of rank 0 of the policy; None if the rank does not answer
+    saved_step: int | None = None  # step of the newest checkpoint since the launch
     recoveries: int = 0
-    calls: tuple[str, ...] = ()  # calls that have not ended, the oldest first
+    calls: tuple[str, ...] = ()  # names of calls that have not ended, the oldest first
     writer: str | None = None  # host:pid
     readers: tuple[str, ...] = ()
 
 
 class NamedGroup(JobGroup):
-    """A handle on a group that lives on when this program ends.
+    """A handle on a named group; `actors.launch_named` and `WorkerGroup.attach` return it.
 
-    `actors.launch_named` and `WorkerGroup.attach` return one. The end of a `with` block detaches from the group.
+    The end of a `with` block detaches from the group, which continues to exist.
     """
 
     _job: Membership
@@ -89,16 +89,16 @@ class NamedGroup(JobGroup):
         address: str = "auto",
         allow_without_token: bool = False,
     ) -> NamedGroup:
-        """Returns a handle on a group that `actors.launch_named` launched, in this program or another.
+        """Returns a handle on a group that `actors.launch_named` has launched, in this or another program.
 
         Args:
-            write: allows calls that change the group, for one program at a time.
-            wait_s: how long to wait for another writer to detach. The place of one that was killed is free after 20 s.
-            address: the Ray cluster, unless this process is connected to one; see cluster.address.
+            write: whether to become the writer, which may make calls that change the group.
+            wait_s: limit on the wait for another writer to detach. A killed writer can be replaced after 20 s.
+            address: the Ray cluster to connect to if this process is not connected; see cluster.address.
             allow_without_token: see cluster.allow_without_token.
 
         Raises:
-            StateError: there is no such group, it is being launched or ended, or another program writes.
+            StateError: there is no such group, it is being launched or ended, or another program is the writer.
             ResourceError: no cluster can be reached. ConfigError: the name is invalid.
         """
         require_name(name, "a group")
@@ -117,23 +117,22 @@ class NamedGroup(JobGroup):
 
     @property
     def name(self) -> str:
-        """The name by which other programs attach."""
+        """Returns the name by which programs attach."""
         return self._job.name
 
     def status(self) -> GroupStatus:
-        """Returns what `slimefsdp groups list` shows of the group."""
         status: GroupStatus = self._job.ask("status")
         return status
 
     def detach(self) -> None:
-        """Leaves the group as it is, with its critic and reference; idempotent. Calls that were made are finished."""
+        """Detaches this program; the group finishes the calls that were made, and continues to exist. Idempotent."""
         self._job.leave()
 
     def shutdown(self) -> None:
-        """Ends the group for everybody, after saves in the background; idempotent.
+        """Ends the group for all programs, after saves in the background; idempotent.
 
         Raises:
-            StateError: this program is not its writer.
+            StateError: this program is not the writer.
         """
         if self.role == "actor" and not self._job.has_left:
             end_host(self._job.host, self.name, self._job.client.id)
@@ -144,7 +143,7 @@ class NamedGroup(JobGroup):
 
 
 class Membership:
-    """The `Job` of a named group; this program stays attached until it leaves, ends, or drops this object."""
+    """The `Job` of a named group. This program stays attached until it calls `leave`, ends, or drops this object."""
 
     def __init__(self, name: str, host: Any, client: Client, config: RunConfig, roles: tuple[Role, ...]) -> None:
         self.name, self.host, self.client, self.config, self.roles = name, host, client, config, roles
@@ -160,7 +159,7 @@ class Membership:
         return self.config
 
     def submit(self, role: Role, request: RankRequest) -> Future[Any]:
-        if request.name in ("export_hf", "export_adapter"):  # relative to this program's folder, which ranks lack
+        if request.name in ("export_hf", "export_adapter"):  # a relative path is relative to this program's directory
             request = request.having(path=Path(request.arguments["path"]).absolute())
         ticket = self.ask("begin", self.client.id, role, request, within_s=None)
         return Future(partial(_answer_of, self.host.result.remote(ticket), self.name, request.name))
@@ -174,7 +173,7 @@ class Membership:
         return answers
 
     def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-        """Calls the function `ask` for this group; raises StateError after `leave`."""
+        """Calls a method of the group's host, as the function `ask` does; raises StateError after `leave`."""
         if self.has_left:
             raise StateError(f"the group {self.name} after detach()", field="name", hint="attach to it again")
         return ask(self.host, self.name, method, *args, within_s=within_s)
@@ -184,7 +183,7 @@ class Membership:
         self._finalizer()
 
     def forget(self) -> None:
-        """Stops renewing the lease of a group that has ended."""
+        """Stops renewing the lease; for a group that has ended."""
         self._over.set()
         self._finalizer.detach()
 
@@ -193,7 +192,7 @@ def _renew(host: Any, client: Client, over: threading.Event) -> None:
     while not over.wait(_RENEW_S) and not cluster_is_gone():
         try:
             host.renew.remote(client)
-        except Exception:  # the next call reports why
+        except Exception:  # the program's next call reports the cause
             return
 
 
@@ -202,7 +201,7 @@ def _leave(host: Any, client: Client, over: threading.Event) -> None:
     try:
         if not cluster_is_gone():
             ray.get(host.detach.remote(client.id), timeout=_ANSWER_S)
-    except (RayError, OSError) as error:  # it has ended, or will notice that the lease expired
+    except (RayError, OSError) as error:  # the host has ended, or will see the lease expire
         print(f"left a group that did not answer: {str(error).partition(chr(10))[0]}", file=sys.stderr)
 
 
@@ -223,27 +222,27 @@ def named_groups() -> list[str]:
 
 
 def ask(host: Any, name: str, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-    """Calls a method of a group's process and returns its answer.
+    """Calls a method of a group's host and returns the answer.
 
     Args:
-        within_s: the limit in seconds; None: the answer takes as long as the ranks need.
+        within_s: limit in seconds; None means no limit, for answers that need the ranks.
 
     Raises:
-        WorkerDied: the process has ended. StateError: it does not answer, or cannot be reached.
-        SlimeError: what the method raised.
+        WorkerDied: the host has ended. StateError: the host does not answer, or cannot be reached.
+        SlimeError: any error that the method raises.
     """
     require_cluster()
     return _answer_of(getattr(host, method).remote(*args), name, method, within_s)
 
 
 def end_host(host: Any, name: str, client: str | None) -> None:
-    """Ends a group and its process, after saves in the background.
+    """Ends a group and its host, after saves in the background.
 
     Args:
-        client: the id of the program, which must be the writer; None: for a group without a writer.
+        client: the id of the program that asks, which must be the writer; None if the group has no writer.
 
     Raises:
-        StateError: another program writes.
+        StateError: another program is the writer.
     """
     try:
         ask(host, name, "stop", client, within_s=None)

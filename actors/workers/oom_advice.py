@@ -1,4 +1,4 @@
-"""Turns an out-of-memory error into one with the estimated memory of an update, and the settings that need less."""
+"""Adds to an out-of-memory error an estimate of an update's memory, and the settings that need less."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def memory_error(
     """Returns the typed error for an out-of-memory error (`is_out_of_memory`), on the rank that raised it.
 
     Args:
-        config: the rank's settings. If mesh.dp or fsdp.sharding is auto in them, nothing is estimated.
-        model_config: the role's config.json; None: it is not known.
+        config: the rank's settings. If mesh.dp or fsdp.sharding is auto, the error has no estimate.
+        model_config: the role's config.json; None if it is not known.
     """
     tokens = getattr(error, TOKENS, None)
-    in_update = tokens is not None  # otherwise no micro-batch takes part, for example in a launch or a save
+    in_update = tokens is not None  # in a launch or a save, for example, there is no micro-batch
     where = f" with a micro-batch of {tokens:,} tokens" if in_update else ""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     message = f"out of memory{where}: {reason}; {_megabytes(free_bytes(device))} are free for a rank"
@@ -36,12 +36,12 @@ def memory_error(
     model = model_spec_of(model_config)
     if model is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
         copies, dp = config.mesh_of(role)
-        other = model if role == "actor" else None  # reference and critic are taken to be as large as the policy
+        other = model if role == "actor" else None  # assumes that reference and critic are as large as the policy
         shape, on_cpu = MeshShape(copies, dp, config.mesh.cp), device.type == "cpu"
         setup = setup_of(config, model, shape, on_cpu=on_cpu, reference=other, critic=other)
         most = config.batch.max_tokens_per_rank
         tokens = most if tokens is None else min(tokens, most)
-        # with a single micro-batch gradients would need less
+        # two micro-batches, as gradients need less memory with a single one
         batch = MicroBatches(tokens, rows=tokens, count=2)
         expected = training_memory(setup, batch)
         parts = {name: size for name, size in asdict(expected).items() if name != "host" and size}

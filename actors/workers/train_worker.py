@@ -1,4 +1,4 @@
-"""The Ray actor of one rank: a process with a Trainer for each role in it, to which it forwards calls."""
+"""The Ray actor of one rank: a process that forwards calls to the Trainer of each of its roles."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
 
 class TrainWorker(Watched):
-    """Runs one rank. Calls arrive on threads of Ray, so state of threads and torch is set up in `start`."""
+    """Runs one rank. Ray constructs it and runs its calls in different threads, so `start` sets up torch."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.trainers: dict[str, Any] = {}  # role -> its Trainer; an actor's process may have the critic's, too
+        self.trainers: dict[str, Any] = {}  # role -> its Trainer; an actor's rank may also be a rank of the critic
         self._configs: dict[str, RunConfig] = {}  # role -> the settings with which its group was launched
         self._last_updates: dict[type, Any] = {}  # transport -> its last update, whose group or buffers are used again
-        self._listener: socket.socket | None = None  # on rank 0, until the process group takes it
-        self._has_aborted = False  # collectives were aborted, or are about to be: their results are garbage
+        self._listener: socket.socket | None = None  # on rank 0, until the process group uses it
+        self._has_aborted = False  # whether collectives were aborted, or are about to be: their results are garbage
 
     def free_address(self) -> tuple[str, int]:
-        """Listens on a free port of this node until `start`; returns its address and the port.
+        """Listens on a free port of this node until `start`; returns the node's address and the port.
 
         Raises:
             ResourceError: this node cannot listen at its own address, or has no port left.
@@ -52,7 +52,7 @@ class TrainWorker(Watched):
         return host, self._listener.getsockname()[1]
 
     def start(self, config: RunConfig, role: str, address: str, port: int) -> str:
-        """Joins the process group and loads the model; returns the level that fsdp.sharding has become."""
+        """Joins the process group and loads the model; returns the level of fsdp.sharding, which may have been auto."""
         self.keep_stacks(config.run.dir, f"{role}_rank_{self.rank}")
         import torch
 
@@ -61,7 +61,7 @@ class TrainWorker(Watched):
         try:
             device = choose_device(config.mesh.device)
             if device.type == "cpu":
-                torch.set_num_threads(1)  # ranks share the cores; threads of their own only contend
+                torch.set_num_threads(1)  # ranks share the machine's cores, for which more threads would contend
             start_process_group(
                 device,
                 rank=self.rank,
@@ -76,7 +76,7 @@ class TrainWorker(Watched):
         return self.add_trainer(config, role)
 
     def add_trainer(self, config: RunConfig, role: str) -> str:
-        """Loads the model of a role as `start` does; the process group exists."""
+        """Loads the model of one more role, after the process group was joined; returns as `start`."""
         import torch
 
         from slimefsdp.distributed.mesh import choose_device
@@ -86,7 +86,7 @@ class TrainWorker(Watched):
         try:
             device = choose_device(config.mesh.device)
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # per thread
+                torch.cuda.set_device(device)  # this is a setting of the current thread
             trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
         except Exception as error:
             raise self._failed(error, "start", config, role) from None
@@ -96,12 +96,12 @@ class TrainWorker(Watched):
         return level
 
     def call(self, request: RankRequest, role: str = "actor") -> Any:
-        """Makes a prepared call on the role's Trainer; ranks other than 0 return None, unless it answers by rank."""
+        """Runs a call on the role's Trainer; only rank 0 returns the result, unless the call has `answers_by_rank`."""
         import torch
 
         trainer = self.trainers[role]
         if trainer.mesh.device.type == "cuda":
-            torch.cuda.set_device(trainer.mesh.device)  # per thread
+            torch.cuda.set_device(trainer.mesh.device)  # this is a setting of the current thread
         try:
             self._require_peers()
             if role == "actor" and trainer.config.lora.rank is not None and request.call.adapter == "in_model":
@@ -120,7 +120,7 @@ class TrainWorker(Watched):
         return result if request.call.answers_by_rank or self.rank == 0 else None
 
     def _receivers(self, receivers: list[Any], drop_failed: bool, role: str) -> list[Any]:
-        """Returns what this rank's Trainer sends weights to: on rank 0 the transport to all receivers."""
+        """Returns the receivers for this rank's Trainer: on rank 0, one transport that sends to all of them."""
         if self.rank != 0 or not receivers:
             return []
         from actors.workers.transports import transport_to
@@ -138,7 +138,7 @@ class TrainWorker(Watched):
         return [self._last_updates[kind]]
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
-        """Begins a weight update of a reference group, as `slimefsdp.weight_sync.receive.Receiver`."""
+        """Begins a weight update of a reference group; the rank is a `slimefsdp.weight_sync.receive.Receiver`."""
         self.trainers["ref"].wake_up(("parameters",))
         self.trainers["ref"].receiver.begin(version, manifest)
 
@@ -149,7 +149,6 @@ class TrainWorker(Watched):
         self.trainers["ref"].receiver.receive(unpack_bucket(bucket))
 
     def commit(self, version: int) -> None:
-        """Commits a weight update."""
         self.trainers["ref"].receiver.commit(version)
 
     @ray.method(concurrency_group="control")
@@ -160,12 +159,12 @@ class TrainWorker(Watched):
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:
-        """Aborts collectives that do not end by themselves after the loss of a rank, and refuses further calls."""
+        """Aborts collectives and refuses further calls, if the backend's collectives outlast the loss of a rank."""
         from slimefsdp.distributed import collectives
 
         if not collectives.needs_abort():
             return
-        # before the abort: as kernels end one by one, the thread of the call goes on with garbage
+        # Set before the abort: as soon as a kernel has ended, the thread of the call continues with garbage.
         self._has_aborted = True
         try:
             collectives.abort_collectives()
@@ -182,12 +181,12 @@ class TrainWorker(Watched):
     def _failed(self, error: Exception, call: str, config: RunConfig, role: str) -> Exception:
         """Returns the error for the caller; ends this process after an error that other ranks do not have.
 
-        A typed error was raised by all ranks alike, or before any collective, and the group is healthy. After any other
-        error, peers in a collective are freed only when this process closes its connections by ending.
+        A typed error is raised by all ranks alike, or before any collective, and leaves the group healthy. After any
+        other error, peers may wait for this rank in a collective, until this process ends and closes its connections.
         """
         if isinstance(error, SlimeError) and (not self._has_aborted or isinstance(error, PeerFailed)):
             error.call = call
-            if error.rank is None:  # otherwise ranks have agreed on it, and it names the one where it happened
+            if error.rank is None:  # ranks that agree on an error name the rank where it happened
                 error.rank = self.rank
             return error
         from actors.workers.oom_advice import memory_error
@@ -206,5 +205,5 @@ class TrainWorker(Watched):
             reported.add_note(f"on rank {self.rank}, in {call}:\n{''.join(traceback.format_exception(error)).rstrip()}")
             return portable(reported)
         finally:
-            if not has_lost_a_peer:  # begins now, since composing the error may take long
+            if not has_lost_a_peer:  # the time starts here, since composing the error may take long
                 threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class IpcUpdate(WeightUpdate):
-    """An update of engines that read one of two buffers while the other is filled.
+    """An update by two shared buffers: engines read one buffer while the trainer fills the other.
 
     Args:
-        device: of the tensors that are sent. If it is a GPU, engines are on the same one; else on the same machine.
-        before: the last update, whose buffers are taken over.
+        device: of the sent tensors. If it is a GPU, the engines use the same GPU, otherwise the same machine.
+        before: the previous update by this transport; its buffers are used again.
     """
 
     call = "receive_ipc"
@@ -47,7 +47,7 @@ class IpcUpdate(WeightUpdate):
         layout = layout_of(bucket)
         buffer: SharedBuffer = self._buffers.next(packed_bytes(layout))
         flat = pack((tensor for _, tensor in bucket), into=buffer.data)
-        if self._device.type == "cuda":  # engines do not know this process's streams
+        if self._device.type == "cuda":  # engines cannot wait for this process's streams
             torch.cuda.synchronize(self._device)
         return buffer.handle, layout, *((digest_of(flat),) if self._checksums else ())
 
@@ -58,15 +58,15 @@ TRANSPORTS: dict[str, type[WeightUpdate]] = {
     "ipc": IpcUpdate,
     "disk": DiskUpdate,
 }
-"""The values of `rollout.weight_transport` but `auto`."""
+"""All values of `rollout.weight_transport` except `auto`."""
 
 
 def transport_to(receivers: Sequence[Any], wanted: str) -> type[WeightUpdate]:
     """Returns the transport to these Ray actors.
 
     Args:
-        wanted: a name in `TRANSPORTS`, for engines. Plain receivers, such as a reference group's ranks, lack its call
-            and take weights from the object store.
+        wanted: the name in `TRANSPORTS` of the transport to engines. If a receiver lacks the transport's method, as a
+            reference group's ranks do, the object store is used.
     """
     kind = TRANSPORTS[wanted]
     return kind if all(hasattr(receiver, kind.call) for receiver in receivers) else ObjectStoreUpdate

@@ -1,9 +1,9 @@
-"""Finds the process that hangs while a call waits for several: in what activity, and where in its code.
+"""Finds the process that hangs while a call waits for several processes, its activity, and the position in its code.
 
-Every process is asked for its progress once a second, and answers on a thread of its own, also while a call is stuck. A
-process hangs if it does not answer (it is stopped, or something holds its interpreter lock), or if its progress stands
-still for longer than its activity takes. Ranks that wait in a collective for a stuck rank stand still too, and are not
-blamed. The end of a process is noticed by the call itself, in actors/workers/futures.py.
+Every process is asked for its progress once a second, and answers in a separate thread, also while a call is stuck. A
+process hangs if it does not answer (it is stopped, or something holds its interpreter lock), or if it makes no progress
+for much longer than its activity usually takes. Ranks that wait in a collective for a stuck rank make no progress
+either, but are not blamed. The end of a process is noticed by the call itself, in actors/workers/futures.py.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from slimefsdp.errors import WorkerHung
 from slimefsdp.heartbeat import IDLE, LAUNCH, ProgressSnapshot
 
 ASK_EVERY_S = 1.0
-SLOWER_BY = 10.0  # a process hangs that stands still for so many times the usual time of its activity
-_HANG = 10.0  # a process that stands still hangs after so many times cluster.ping_timeout_s at the soonest
-STACKS = "stacks"  # folder below run.dir
-_ASK_AGAIN_S = 0.1  # the shortest time between two questions
-_AWAY_S = 2.0  # between two looks; after a longer time this process was busy or stopped itself
-_SILENT_S = 2.0  # a process without an answer for so long counts as behind those that answer
-_DUMP_S = 1.0  # limit for the processes of one node to write their stacks, which takes milliseconds
-_REMOTE_DUMP_S = 10.0  # the same for another node
+SLOWER_BY = 10.0  # a process hangs after this multiple of its activity's usual time without progress
+_HANG = 10.0  # a process without progress hangs after this multiple of cluster.ping_timeout_s at the earliest
+STACKS = "stacks"  # subfolder of run.dir
+_ASK_AGAIN_S = 0.1  # shortest time between two questions to a process
+_AWAY_S = 2.0  # after a longer time between two calls of `look`, this process itself was busy or stopped
+_SILENT_S = 2.0  # a process whose answer takes longer counts as further behind than processes that answer
+_DUMP_S = 1.0  # limit on the time in which a node's processes write their stacks, which usually takes milliseconds
+_REMOTE_DUMP_S = 10.0  # the same limit for another node, with the task that has to be started there
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A watched process's answer."""
+    """The answer of a watched process to the question for its progress."""
 
     progress: ProgressSnapshot
     pid: int
     started: int  # start time of the process, as in `_stat`, since pids are used again
     node: str  # Ray's id of the node
-    stacks: str | None  # file to which SIGUSR1 makes the process write its stacks; None: it has none
+    stacks: str | None  # file to which the process writes its stacks on SIGUSR1, if it has one
 
 
 class Watched:
-    """Base of the Ray actors that a Watchdog looks after."""
+    """The base class of the Ray actors that a `Watchdog` watches."""
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 1}  # name of the group -> its threads
     _stacks: TextIO | None = None
 
     def keep_stacks(self, run_dir: Path | None, name: str) -> None:
-        """Makes SIGUSR1 append the stacks of all threads to a file below `run_dir`, if that can be written.
+        """Has SIGUSR1 append the stacks of all threads to a file below `run_dir`, if the file can be written.
 
-        This works in C, also while the interpreter lock is held.
+        The signal handler is written in C, so it also works while the interpreter lock is held.
 
         Args:
             name: the name of the process in the run, such as `actor_rank_0`.
@@ -73,7 +73,7 @@ class Watched:
             folder.mkdir(parents=True, exist_ok=True)
             for earlier in folder.glob(f"{name}.*.txt"):
                 if earlier.stat().st_size == 0:
-                    earlier.unlink()  # its process did not hang
+                    earlier.unlink()  # the earlier process of this name did not hang
             self._stacks = (folder / f"{name}.{os.getpid()}.txt").open("a")
         except OSError:
             return
@@ -87,12 +87,12 @@ class Watched:
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:
-        """Ends the collectives in which a call waits for lost processes; here there are none."""
+        """Ends the collectives in which a call waits for lost processes; this base class has no collectives."""
 
 
 @functools.cache
 def remote_class(kind: type[Watched]) -> Any:
-    """Returns the Ray actor class of a class, with its concurrency groups; cached, as Ray never frees one."""
+    """Returns the Ray actor class of a class, with its concurrency groups; cached, as Ray never frees actor classes."""
     return ray.remote(concurrency_groups=kind.CONCURRENCY_GROUPS)(kind)  # type: ignore[call-overload]
 
 
@@ -100,25 +100,25 @@ def remote_class(kind: type[Watched]) -> Any:
 class _Process:
     """Holds the state of a watched process; times are of `time.monotonic`."""
 
-    question: Any = None  # reference to the answer to come; one at a time, since one thread answers
-    asked: float = 0.0
-    silent_since: float = 0.0  # `asked`, or later if this process was away since
-    ask_next: float = 0.0
+    question: Any = None  # reference to the answer that is awaited, if any
+    asked: float = 0.0  # time of the last question
+    silent_since: float = 0.0  # `asked`, or a later time if this process was away since
+    ask_next: float = 0.0  # earliest time of the next question
     pulse: Pulse | None = None  # the last answer
-    pulse_asked: float = 0.0  # when the last answer was asked for; it may be much older than its arrival here
+    pulse_asked: float = 0.0  # time of the question that was answered last, maybe long before the answer arrived
 
     def silent_s(self, now: float) -> float:
-        """Returns for how many seconds a question has been unanswered."""
+        """Returns the seconds for which the current question has had no answer."""
         return 0.0 if self.question is None else now - self.silent_since
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds how many seconds processes may take."""
+    """Holds the limits on times of processes, in seconds."""
 
-    ping_s: float  # to answer
-    hang_s: float  # between two ticks
-    sync_s: float  # to receive weights
+    ping_s: float  # for an answer
+    hang_s: float  # between two ticks of the heartbeat
+    sync_s: float  # for the receivers of a weight update
 
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
@@ -132,15 +132,15 @@ class Waiting:
     """A call that some processes have not answered."""
 
     call: str
-    ranks: Sequence[int]  # those without an answer
+    ranks: Sequence[int]  # the processes without an answer
     began: float  # by `time.monotonic`
 
 
 class Watchdog:
-    """Looks after the processes of one group; several threads may use it.
+    """Watches the processes of one group; several threads may use one watchdog.
 
     Args:
-        actors: actors of `Watched` classes, by rank.
+        actors: actors of `Watched` classes, in rank order.
         kind: the word for an actor in errors.
     """
 
@@ -153,17 +153,17 @@ class Watchdog:
         self._looked = 0.0
 
     def look(self, waiting: Waiting) -> None:
-        """Reads the answers that have arrived and asks again if it is time; does not wait.
+        """Reads the answers that have arrived, and asks again if it is time, without waiting.
 
         Raises:
-            WorkerHung: a process hangs. Its stack was written, if that was possible.
+            WorkerHung: a process hangs; its stack was written if that was possible.
         """
         with self._lock:
             now = time.monotonic()
             self._take_answers(now)
             if now - self._looked > _AWAY_S:
                 for process in self._processes:
-                    process.silent_since = now  # their answers may not have been read yet
+                    process.silent_since = now  # the process may have answered while this process was away
             self._looked = now
             silent = self._silent(waiting, now)
             still = self._still(waiting)
@@ -180,7 +180,7 @@ class Watchdog:
                 raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.ping_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
-        """Makes processes write their stacks, and returns the error of a call that has taken too long as a whole.
+        """Has processes write their stacks, and returns the error of a call that has taken longer than its timeout.
 
         Args:
             setting: the setting that has the timeout.
@@ -195,13 +195,13 @@ class Watchdog:
             return self._hung(waiting, rank, timeout_s, problem, setting)
 
     def abort_collectives(self, lost: Collection[int]) -> None:
-        """Makes all processes except the lost ones abort their collectives; does not wait."""
+        """Has all processes except the lost ones abort their collectives, without waiting."""
         for rank, actor in enumerate(self._actors):
             if rank not in lost:
                 actor.abort_collectives.remote()
 
     def kill_stopped(self) -> None:
-        """Kills the stopped processes of this node, for which Ray would wait 5 s."""
+        """Kills the stopped processes of this node, since Ray would wait 5 s for each to end."""
         if cluster_is_gone():
             return
         for process in self._processes:
@@ -229,21 +229,21 @@ class Watchdog:
             except RayError:
                 continue  # the process ended, which the call itself reports
             deadline_s = self._deadline_s(process.pulse.progress)
-            if deadline_s is not None:  # so that a hang is noticed at once
+            if deadline_s is not None:  # ask at the deadline, so that a hang is noticed at once
                 left_s = deadline_s - process.pulse.progress.since_tick_s
                 process.ask_next = min(process.ask_next, now + max(_ASK_AGAIN_S, left_s))
 
     # ------------------------------------------------------------------ judging
 
     def _silent(self, waiting: Waiting, now: float) -> list[int]:
-        """Returns the processes that do not answer; none during a launch, where an import may be the cause."""
+        """Returns the processes that do not answer; none during a launch, when imports hold the interpreter lock."""
         limit_s = self._limits.ping_s
         if waiting.call == LAUNCH or now - waiting.began <= limit_s:
             return []
         return [rank for rank, process in enumerate(self._processes) if process.silent_s(now) > limit_s]
 
     def _still(self, waiting: Waiting) -> list[int]:
-        """Returns the processes that stand still and do not only wait for others; or all, if each of them waits."""
+        """Returns the processes without progress that do not wait in a collective; if all `ranks` do, returns all."""
         overdue = []
         for rank in waiting.ranks:
             process = self._processes[rank]
@@ -256,13 +256,13 @@ class Watchdog:
         return alone or (overdue if len(overdue) == len(waiting.ranks) else [])
 
     def _deadline_s(self, progress: ProgressSnapshot) -> float | None:
-        """Returns the seconds without a tick after which a process hangs; None: only the call's deadline holds."""
+        """Returns the seconds without a tick after which a process hangs; None if only the call's timeout counts."""
         if progress.activity in (IDLE, LAUNCH) or progress.usual_gap_s is None:
             return None
-        # receivers of weights have a limit of their own, after which they are blamed instead of the sender
+        # not before cluster.sync_timeout_s, after which the receivers of weights are blamed instead of the sender
         hang_s = self._limits.hang_s
         least_s = max(hang_s, self._limits.sync_s if progress.activity == "update_weights" else 0.0)
-        # bounded, since the usual gap may be that of a single delayed activity
+        # bounded, since a single delayed activity may have made the usual gap long
         return max(least_s, min(SLOWER_BY * progress.usual_gap_s, progress.usual_gap_s + SLOWER_BY * hang_s))
 
     def _most_behind(self, ranks: Sequence[int], now: float) -> int:
@@ -272,7 +272,8 @@ class Watchdog:
             if process.pulse is None or not answers:
                 return answers, False, 0, 0, rank
             progress = process.pulse.progress
-            # on NCCL no frame shows that a rank waits, and ranks that wait for the device have equal ticks
+            # With NCCL, `waits` does not show a wait. Ranks that wait for the device have equal ticks, but fewer
+            # collectives if they are behind.
             return answers, progress.waits, progress.collectives, progress.ticks, rank
 
         return min(ranks, key=order)
@@ -316,7 +317,7 @@ class Watchdog:
         )
 
     def _write_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Makes processes on any node write their stacks; returns rank -> reason for those that did not."""
+        """Has processes on any node write their stacks; returns rank -> reason for processes that did not."""
         nodes: dict[str, list[tuple[int, Pulse]]] = {}
         for rank in ranks:
             pulse = self._processes[rank].pulse
@@ -328,8 +329,8 @@ class Watchdog:
             if node == _own_node():
                 reasons = write_stacks(processes)
             else:
-                there = NodeAffinitySchedulingStrategy(node, soft=False)
-                task: Any = ray.remote(num_cpus=0, max_retries=0)(write_stacks).options(scheduling_strategy=there)
+                on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+                task: Any = ray.remote(num_cpus=0, max_retries=0)(write_stacks).options(scheduling_strategy=on_node)
                 try:
                     reasons = ray.get(task.remote(processes), timeout=_REMOTE_DUMP_S)
                 except RayError:
@@ -339,7 +340,7 @@ class Watchdog:
 
 
 def write_stacks(processes: Sequence[Pulse]) -> list[str | None]:
-    """Makes processes of this node write their stacks; returns for each the reason why it did not, or None."""
+    """Has processes of this node write their stacks; returns, for each, None or the reason why it did not."""
     before = [_size(process.stacks) for process in processes]
     obstacles = [_signalled(process) for process in processes]
     deadline = time.monotonic() + _DUMP_S
@@ -352,7 +353,7 @@ def write_stacks(processes: Sequence[Pulse]) -> list[str | None]:
 
 
 def _signalled(process: Pulse) -> str | None:
-    """Sends the signal that makes a process write its stacks; returns the reason if it cannot."""
+    """Sends the signal on which a process writes its stacks; returns the reason if the process cannot."""
     state = _state(process)
     if state in ("T", "t"):
         return f"process {process.pid} is stopped (state {state}): a signal or a debugger did that"
@@ -376,7 +377,7 @@ def _size(file: str | None) -> int:
 def _state(process: Pulse) -> str:
     """Returns the kernel's letter for the state of a process; `?` if it has ended."""
     state, started = _stat(process.pid)
-    return state if started == process.started else "?"  # another process may have its pid
+    return state if started == process.started else "?"  # a new process may have the same pid
 
 
 def _stat(pid: int) -> tuple[str, int]:

@@ -1,7 +1,7 @@
-"""Sends one weight update to several Ray actors, with one deadline, and decides what becomes of those that fail.
+"""Sends one weight update to several Ray actors with one deadline, and drops or reports actors that fail.
 
-A subclass says how a bucket travels. A new transport needs a subclass, its line in transports.py and its name in
-config/rollout.py. To the trainer on rank 0 an update is one receiver that stands for all actors.
+A subclass of `WeightUpdate` is a transport, which defines how a bucket travels. A new transport also needs a line in
+transports.py and its name in config/rollout.py. The trainer on rank 0 uses an update as if it were a single receiver.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ if TYPE_CHECKING:
     from slimefsdp.config import RunConfig
     from slimefsdp.trainer import Trainer
 
-# name, dtype, shape, bytes and perhaps their sha256: numpy has no bfloat16, and plain arrays travel through the object
-# store without a copy
 WireBucket = list[tuple[Any, ...]]
-_HERE_S = 5.0  # timeout of getting an answer that Ray reports as ready
+"""(name, dtype, shape, bytes) of each tensor, and a sha256 if requested.
+
+Bytes, as numpy has no bfloat16; plain arrays travel through the object store without a copy.
+"""
+_READY_S = 5.0  # timeout of getting an answer that Ray reports as ready
 AGAIN = "restart the receiver; none may sample until a later update reaches it"
 
 
 class WeightUpdate:
-    """The base of all transports.
+    """The base class of all transports.
 
-    A bucket is sent while the next one is gathered: `receive` waits until the bucket before has arrived, and never for
-    its own.
+    A bucket is sent while the trainer gathers the next: `receive` only waits until the previous bucket has arrived.
 
     Args:
         actors: the receivers.
-        timeout_s: for the whole update, from `begin` to the end of `commit`. When a receiver is dropped, the others get
-            this time again.
-        drops: the update goes on without receivers that fail, as long as one is left; `failed` lists them. Otherwise
-            every method raises SyncError when a receiver fails, dies or is late.
-        checksums: receivers verify what they get.
+        timeout_s: limit on the whole update, from `begin` to the end of `commit`. It starts again when a receiver is
+            dropped.
+        drops: whether the update continues without receivers that fail, as long as one is left; `failed` lists them.
+            Otherwise every method raises SyncError if a receiver fails, dies or is late.
+        checksums: whether receivers verify the weights' checksums.
     """
 
     call: ClassVar[str]  # the receivers' method by which this transport's weights arrive
     takes_device_tensors = False
-    keeps_nothing = True  # of a bucket's tensors, once `_prepared` returns
+    keeps_nothing = True  # whether a bucket's tensors may be overwritten once `_prepared` returns
 
     def __init__(
         self, actors: Sequence[Any], timeout_s: float, *, drops: bool = False, checksums: bool = False
@@ -72,49 +73,56 @@ class WeightUpdate:
     def from_trainer(
         cls, trainer: Trainer, config: RunConfig, actors: Sequence[Any], *, before: Any = None, **options: bool
     ) -> WeightUpdate:
-        """Makes an update of the trainer's weights.
+        """Returns an update of the trainer's weights.
 
         Args:
-            trainer: of rank 0.
-            config: of the run.
-            before: the last update by this transport, whose group or buffers may be taken over; None: it is the first.
+            trainer: the Trainer of rank 0.
+            config: the settings of the run.
+            before: the previous update by this transport, or None; its group or buffers may be used again.
             options: `drops` and `checksums`.
         """
         return cls(actors, config.cluster.sync_timeout_s, **options)
 
     def has_frozen(self, source: str) -> bool:
-        """Returns whether all receivers are engines that have the frozen weights of `source`."""
+        """Returns whether all receivers are engines that already have the frozen weights of `source`."""
         return self._all_have("has_frozen") and all(self._call("has_frozen", source).values())
 
     @property
     def takes_adapters(self) -> bool:
-        """Returns whether all receivers may have adapters of their own, as embedded engines may."""
+        """Returns whether all receivers are engines that may keep adapters separate from the weights."""
         return self._all_have("takes_adapters")
 
     def _all_have(self, name: str) -> bool:
         return all(hasattr(actor, name) for actor in self._left.values())
 
     def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
-        """Announces an update to all; `more` is what `stream_weights` says of frozen weights and adapters."""
+        """Announces an update to all receivers.
+
+        Args:
+            more: the names of frozen weights that are not sent again, and the adapters' scale, if there are any.
+        """
         self._call("begin", version, manifest, *more)
 
     def receive(self, bucket: Bucket) -> None:
-        """Begins to send a bucket, once the one before it has arrived."""
+        """Waits until the previous bucket has arrived, and begins to send this bucket."""
         ready = self._prepared(bucket)
         self._finish()
         self._sending = in_thread(lambda: self._send(ready), "weights")
 
     def commit(self, version: int) -> None:
-        """Ends the update on all."""
+        """Ends the update: has every receiver commit this version."""
         self._finish()
         self._call("commit", version)
 
     def _prepared(self, bucket: Bucket) -> Any:
-        """Prepares the argument of `_send`, while the bucket before is on its way."""
+        """Returns the argument of `_send` for a bucket; called while the previous bucket is still being sent."""
         raise NotImplementedError
 
     def _send(self, ready: Any) -> None:
-        """Sends a prepared bucket, by default the arguments of the receivers' `call`; returns when all have it."""
+        """Sends a prepared bucket and waits until all receivers have it.
+
+        Here, `ready` has the arguments of the receivers' method `call`.
+        """
         self._call(self.call, *ready)
 
     def _finish(self) -> None:
@@ -125,9 +133,9 @@ class WeightUpdate:
     # ------------------------------------------------------------------ calls and their errors
 
     def _call(self, name: str, *args: Any) -> dict[int, Any]:
-        """Calls a method of all receivers; returns the answers of those that did not fail, by receiver."""
+        """Calls a method of all receivers; returns index of the receiver -> answer, without receivers that failed."""
         waiting = {getattr(actor, name).remote(*args): index for index, actor in self._left.items()}
-        answers, errors = self._answers(waiting, name, self._deadline, lambda found: bool(found) and not self._drops)
+        answers, errors = self._answers(waiting, name, self._deadline, lambda errors: bool(errors) and not self._drops)
         if self._drops or not errors:
             errors |= {index: self._late(index, name) for index in waiting.values()}
         self._drop({index: as_sync_error(error, index, name) for index, error in errors.items()})
@@ -136,14 +144,15 @@ class WeightUpdate:
     def _answers(
         self, waiting: dict[Any, int], name: str, deadline: float, is_over: Callable[[dict[int, Exception]], bool]
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        """Waits for answers until all are there, the deadline has passed, or `is_over` says so.
+        """Waits until all receivers have answered, the deadline has passed, or `is_over` returns True.
 
         Args:
-            waiting: receivers by their pending call; keeps those that have not answered.
-            is_over: is given the errors so far.
+            waiting: reference of a pending call -> index of its receiver; entries with an answer are removed.
+            deadline: a time of time.monotonic().
+            is_over: is called with the errors so far.
 
         Returns:
-            The answers and the errors, by receiver.
+            Index of the receiver -> answer, and index of the receiver -> error.
         """
         answers: dict[int, Any] = {}
         errors: dict[int, Exception] = {}
@@ -152,7 +161,8 @@ class WeightUpdate:
             ready = ray.wait(list(waiting), num_returns=1, timeout=min(SLICE_S, max(0.0, left_s)))[0]
             for ref in ready:
                 index = waiting.pop(ref)
-                answer = CallFuture([ref], name=name, timeout_s=max(_HERE_S, left_s), first_only=True, first_rank=index)
+                limit_s = max(_READY_S, left_s)
+                answer = CallFuture([ref], name=name, timeout_s=limit_s, first_only=True, first_rank=index)
                 try:
                     answers[index] = answer.result()
                 except Exception as error:  # a receiver can raise anything
@@ -162,10 +172,10 @@ class WeightUpdate:
         return answers, errors
 
     def _drop(self, errors: Mapping[int, SyncError]) -> None:
-        """Drops these receivers, if the update may go on without them.
+        """Drops these receivers.
 
         Raises:
-            SyncError: it may not, or none is left.
+            SyncError: the update may not continue without a receiver, or no receiver is left.
         """
         if not errors:
             return
@@ -193,7 +203,7 @@ class WeightUpdate:
 
 
 def as_sync_error(error: Exception, index: int, name: str) -> SyncError:
-    """Turns whatever a receiver raised into the error that all sending ranks raise."""
+    """Turns the error of a receiver into the error that all sending ranks raise."""
     if isinstance(error, SyncError):
         return error
     cause = error.message if isinstance(error, SlimeError) else error
@@ -204,7 +214,7 @@ def as_sync_error(error: Exception, index: int, name: str) -> SyncError:
 
 
 def in_thread(action: Callable[[], Any], name: str) -> Future[Any]:
-    """Runs an action on a thread of its own that does not keep the process alive."""
+    """Runs an action in a new daemon thread; returns the future of its result."""
     done: Future[Any] = Future()
 
     def act() -> None:
@@ -221,7 +231,7 @@ def in_thread(action: Callable[[], Any], name: str) -> Future[Any]:
 
 
 class ObjectStoreUpdate(WeightUpdate):
-    """An update of Ray actors that have `begin`, `receive` and `commit`, through Ray's object store."""
+    """An update through Ray's object store, to any Ray actors that have `begin`, `receive` and `commit`."""
 
     call = "receive"
 
@@ -229,12 +239,12 @@ class ObjectStoreUpdate(WeightUpdate):
         """Stores the bucket once, for every actor to read."""
         try:
             return (store(pack_bucket(bucket, with_digests=self._checksums), "weights"),)
-        except ResourceError as error:  # a receiver's errors reach all ranks, others would stay on this one
+        except ResourceError as error:  # all ranks raise a SyncError; other errors would be raised on rank 0 alone
             raise SyncError(f"weights cannot be sent: {error.message}", field=error.field, hint=error.hint) from error
 
 
 def pack_bucket(bucket: Bucket, *, with_digests: bool = False) -> WireBucket:
-    """Returns contiguous tensors as bytes that share their memory."""
+    """Returns contiguous tensors as arrays of bytes, which share the tensors' memory."""
     packed: WireBucket = []
     for name, tensor in bucket:
         data = np.frombuffer(memory_of(tensor), np.uint8)
@@ -244,10 +254,10 @@ def pack_bucket(bucket: Bucket, *, with_digests: bool = False) -> WireBucket:
 
 
 def unpack_bucket(bucket: WireBucket) -> Bucket:
-    """Returns the tensors that `pack_bucket` packed, as read-only views, to be copied from.
+    """Returns the tensors that `pack_bucket` packed, as views that must only be read.
 
     Raises:
-        SyncError: a tensor was altered in transit, if they came with digests.
+        SyncError: a tensor does not have the digest that it was sent with.
     """
     for name, _, _, data, *digest in bucket:
         if digest and [_sha256(data)] != digest:
@@ -261,7 +271,7 @@ def unpack_bucket(bucket: WireBucket) -> Bucket:
 
 
 def altered(what: str) -> SyncError:
-    """Returns the error for data whose checksum differs from the sender's."""
+    """Returns the error for received data whose checksum differs from the sender's."""
     return SyncError(
         f"weights did not arrive: {what} was altered on the way: its checksum is another one",
         field="rollout.weight_checksums",

@@ -1,7 +1,7 @@
-"""The driver's handle on all ranks of one role: it starts and ends them, and gives them calls.
+"""The driver's handle on all ranks of one role, which starts and ends the ranks, and sends them calls.
 
-A batch is checked where the call is made, and planned in a thread of the group, before any rank sees it. So bad input
-never disturbs a rank, and the caller goes on while a batch is planned.
+A batch is checked in the caller and planned in a thread of the group, before any rank sees it. So bad input never
+disturbs a rank, and the caller does not wait for the planning.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 
 
 class WorkerGroup(EndsWithBlock, GroupCalls):
-    """All ranks of one role. Make one with `launch`; `with` ends it."""
+    """The handle on all ranks of one role; `launch` returns it, and the end of its `with` block ends the ranks."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     ) -> None:
         self.config = config
         self.role: Role = role
-        self.reference_group: WorkerGroup | None = None  # of an actor, with reference.dp
-        self.critic: WorkerGroup | None = None  # of an actor, with algorithm=ppo
+        self.reference_group: WorkerGroup | None = None  # only of an actor's group, with reference.dp
+        self.critic: WorkerGroup | None = None  # only of an actor's group, with algorithm=ppo
         self._workers = list(workers)
         self._watchdog = watchdog
         self.places = PlacementGroups() if places is None else places
-        # what ends with the group: nothing if its processes are another group's; its processes; or also `places`
+        # What `shutdown` ends: "nothing" if the processes are also another group's, "processes", or also "places".
         self._ends = ends
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, folder.vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
-        # of a reference group: its actor's last update_ref until someone waits for it, and the error of the one before
-        self._coming_weights: CallFuture | None = None
-        self._failed_update: Exception | None = None
+        # The next two are of a reference group.
+        self._coming_weights: CallFuture | None = None  # the actor's last update_ref, until `await_weights` takes it
+        self._failed_update: Exception | None = None  # the error of the update that `await_weights` took last
 
     @classmethod
     def launch(
@@ -76,14 +76,15 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         places: PlacementGroups | None = None,
         sharding: Mapping[Role, str] = MappingProxyType({}),
     ) -> WorkerGroup:
-        """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
+        """Starts one process for each rank, joins them in a process group and loads the model; waits for all ranks.
 
-        An actor group launches its reference group too, with `reference.dp`, and under `algorithm: ppo`
-        its critic. With `mesh.dp: auto` the group takes what the cluster has; its `config` has the number.
+        An actor's group also launches its reference group if `reference.dp` is set, and its critic if `algorithm` is
+        ppo. With `mesh.dp: auto` the group takes all devices of the cluster; its `config` has the resulting number.
 
         Args:
-            places: placement groups for the processes, which the caller keeps; None: the group makes its own.
-            sharding: role -> level in place of fsdp.sharding. A group that replaces another one keeps its levels.
+            places: placement groups for the processes, which the caller releases; None means that the group reserves
+                and releases its own.
+            sharding: role -> level that replaces fsdp.sharding; a group that replaces another keeps its levels.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded or downloaded.
@@ -105,7 +106,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             )  # fmt: skip
             if role == "actor":
                 group._launch_others(config, own_places, sharding)
-        except BaseException:  # also Ctrl-C, after which a notebook lives on
+        except BaseException:  # includes Ctrl-C: in a notebook the driver's process continues
             if group is not None:
                 group.end()
             if places is None:
@@ -124,7 +125,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             self.critic = self.launch(config, "critic", places=places, sharding=sharding)
 
     def _colocated_critic(self, config: RunConfig, level: str | None) -> WorkerGroup:
-        """Returns a critic in the processes of this actor group, with which it ends."""
+        """Returns a critic in the processes of this actor's group; the critic ends with this group."""
         rank_config, workers = _with_level(config, level), self._workers
         level = self._queue.begin(
             lambda: [worker.add_trainer.remote(rank_config, "critic") for worker in workers],
@@ -142,19 +143,19 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return critic
 
     def _refer_to(self, reference: WorkerGroup) -> None:
-        """Makes a new group the reference. Its calls and those of this group keep one order."""
+        """Makes a new group the reference group; calls of both groups start in the order in which they were made."""
         self.reference_group = reference
         reference._queue = CallQueue(self._queue.dispatcher)
 
     @property
     def sharding(self) -> dict[Role, str]:
-        """Returns role -> level of fsdp.sharding, of this group and those that it launched."""
+        """Returns role -> level of fsdp.sharding, for this group, its critic and its reference group."""
         groups = [group for group in (self, self.critic, self.reference_group) if group is not None]
         return {group.role: group.config.fsdp.sharding for group in groups}
 
     @property
     def receivers(self) -> list[Any]:
-        """Returns receivers for `update_weights` of another group."""
+        """Returns this group's receivers for a weight update by another group."""
         return list(self._workers)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
@@ -184,7 +185,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     def shutdown(self) -> None:
         """Ends all processes of the group, its critic and its reference group, after saves in the background.
 
-        Idempotent. A critic in the processes of an actor only refuses further calls.
+        Idempotent. A critic in an actor's processes only refuses further calls, as the processes are the actor's.
         """
         for group in (self, self.critic):
             if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
@@ -194,7 +195,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             self.places.release()
 
     def end(self) -> None:
-        """Ends the same processes at once, but no placement groups. Idempotent."""
+        """Ends the same processes as `shutdown`, but at once, and keeps placement groups. Idempotent."""
         for other in (self.critic, self.reference_group):
             if other is not None:
                 other.end()
@@ -204,7 +205,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         self._workers = []
 
     def _finish_running_save(self) -> None:
-        """Waits for a save in the background; warns if it may be lost."""
+        """Waits for a save in the background; warns if the save may be lost."""
         try:
             self._queue.dispatcher.drain(SAVE_GRACE_S)
         except TimeoutError:
@@ -221,7 +222,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
     def check(self, request: RankRequest) -> Planning | None:
-        """Refuses a wrong call; returns the planning of its batch, None for a call without one.
+        """Checks a call; returns the function that plans its batch, or None for a call without a batch.
 
         Raises:
             WorkerHung: the ranks hang in an earlier call. SlimeError: the call is wrong; no rank has seen it.
@@ -241,37 +242,37 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return planning
 
     def prepared(self, request: RankRequest, planning: Planning | None) -> RankRequest:
-        """Plans and completes the batch of a checked call, and puts it into the object store.
+        """Plans the batch of a checked call, adds the reference's log-probs, and puts it into the object store.
 
-        The result is valid for any group of these settings, also one launched later.
+        The result is valid for any group of these settings, also for one that is launched later.
 
         Raises:
-            SlimeError: a reference group failed to complete the batch. ResourceError: the object store is full.
+            SlimeError: the reference group failed to compute log-probs. ResourceError: the object store is full.
         """
         if planning is None:
             return request
-        work = planning()
-        self._require_workers(request.name)  # another thread may have ended them, and Ray with them
+        batch = planning()
+        self._require_workers(request.name)  # another thread may have ended the workers, or Ray
         self.await_weights()
         if self.reference_group is not None:
-            work = self._with_reference(work, self.reference_group)
-        prepared = request.having(batch=store(work, "batch"))
-        prepared.arguments.pop("plan", None)  # the batch has it
+            batch = self._with_reference(batch, self.reference_group)
+        prepared = request.having(batch=store(batch, "batch"))
+        prepared.arguments.pop("plan", None)  # the prepared batch has it
         return prepared
 
     def await_weights(self) -> None:
-        """Waits until the weights of the actor's last update_ref have reached this reference group.
+        """Waits until the weights of the actor's last `update_ref` have reached this reference group.
 
         Raises:
             WorkerDied, WorkerHung, PeerFailed: ranks of the actor were lost during the update.
-            StateError: the last update failed in another way, and some weights may be new.
+            StateError: the last update failed in another way; the reference may have a mixture of old and new weights.
         """
         update, self._coming_weights = self._coming_weights, None
         if update is not None:
             try:
                 update.result()
                 self._failed_update = None
-            except Exception as error:  # the caller of update_ref gets it, too
+            except Exception as error:  # also raised in the caller of update_ref
                 self._failed_update = error
                 if isinstance(error, WorkerDied | WorkerHung | PeerFailed):
                     raise
@@ -282,18 +283,18 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
                 hint="call update_ref again",
             )
 
-    def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
+    def _with_reference(self, prepared: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
         """Adds the log-probs of a reference group to a batch that lacks them, if the loss reads them."""
-        batch = work.batch
-        if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
-            return work
-        # its method `compute_log_probs` would queue the request behind the call that is being prepared here
+        batch = prepared.batch
+        if prepared.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
+            return prepared
+        # reference.compute_log_probs() would queue the request behind the call that is being prepared, and never return
         request = RankRequest("compute_log_probs", {"batch": batch, "model": "ref"})
         future = reference.begin(reference.prepared(request, reference.check(request)))
-        return replace(work, batch=batch.replace(ref_log_probs=future.result().log_probs))
+        return replace(prepared, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
     def begin(self, request: RankRequest) -> CallFuture:
-        """Starts a prepared call on all ranks; a save or load of a job also waits for critic and reference group."""
+        """Starts a prepared call on all ranks; a save or load of a job includes the critic and the reference group."""
         others = [group for group in (self.critic, self.reference_group) if group is not None]
         if others and request.name in ("save", "load") and request.adapter is None:
             started = self._begin_save if request.name == "save" else self._begin_load
@@ -301,11 +302,11 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return self._begin(request)
 
     def _begin_save(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Saves the other groups' parts, then starts the actor's save; returns the future of it, or of what failed."""
+        """Saves the other groups' parts, then starts the actor's save; returns its future, or that of a failed part."""
         job = request.arguments.get("job") or JobCheckpoint(uuid.uuid4().hex)
         request = request.having(job=replace(job, parts=tuple(PARTS[group.role] for group in others)))
         part_arguments = {**request.arguments, "loop_state": None, "job": replace(job, is_part=True)}
-        if self.config.checkpoint.async_save:  # the save before may still read parts, or have the same step
+        if self.config.checkpoint.async_save:  # the previous save may still read parts, or have the same step
             finishing = self._begin(RankRequest("finish_save"))
             if _failed([finishing]):
                 return finishing
@@ -314,7 +315,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return _failed([group._begin(RankRequest("save", part_arguments)) for group in others]) or self._begin(request)
 
     def _begin_load(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Loads a checkpoint, then the other groups' parts of it; returns the future of the load, or of what failed."""
+        """Loads a checkpoint, then the other groups' parts; returns the load's future, or that of a failed part."""
         load = self._begin(request.having(job=request.arguments.get("job") or JobCheckpoint()))
         if _failed([load]):
             return load
@@ -327,7 +328,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         if request.name == "update_ref" and reference is not None:
             arguments = {"receivers": reference.receivers, "drop_failed": False}
             request = RankRequest("update_weights", arguments, request.adapter)
-        workers = self._workers  # another thread may replace the list
+        workers = self._workers  # read once, since another thread may replace the list
         self._require_workers(request.name)
         future = self._queue.begin(
             lambda: [worker.call.remote(request, self.role) for worker in workers],
@@ -353,7 +354,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
 
 def _failed(futures: Sequence[CallFuture]) -> CallFuture | None:
-    """Waits for calls; returns the first one that failed, or None."""
+    """Waits for calls; returns the first call that failed, or None."""
     failed = None
     for future in futures:
         try:
