@@ -1,7 +1,7 @@
-"""Collects batches: draws responses to prompts, rewards and filters them, and records what will be trained on.
+"""Collects batches: draws responses to prompts, rewards and filters them, and records the batch of each step.
 
-What a step collects depends only on the settings, `run.seed`, the step and the weights, so that a step can be repeated.
-A repeated step takes its recorded batch if there is one, and draws its responses again otherwise.
+The batch of a step depends only on the settings, `run.seed`, the step and the weights, so that a step can be repeated.
+A repeated step uses its recorded batch if there is one, and draws its responses again otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from slimefsdp.config.earlier import with_present_names
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError, SlimeError
 
-# comes after run.seed in the seed of a draw, so that draws for different purposes never share a seed
+# one of these follows run.seed in the seed of each draw, so that draws for different purposes never share a seed
 _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
 # settings on which a recorded batch depends, through the samples or through the weights that sampled them
 _DECIDING: Any = {
@@ -50,25 +50,25 @@ _DECIDING: Any = {
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
-# the place where a sample is drawn and rewarded, and the transport of the weights, do not change the sample
+# settings of `rollout` that do not change a sample: where it is drawn and rewarded, and how the weights were sent
 _NOT_DECIDING = {
     *("engines", "placement", "engine_python", "engine_args", "engine_urls", "gpus_per_engine"),
     *("engine_logprob_bound", "weight_transport", "weight_checksums"),
     *("reward_workers", "reward_timeout_s", "reward_concurrency"),
 }
 
-MAX_FAILED_STEPS = 3  # in a row, of nothing but failures: then the reward is broken, and no accident
-SHOWN_GROUPS = 2  # of a step, whose texts and rewards are left in run.dir/samples
-_LOOK_S = 1.0  # how long a wait for engines blocks at most, so that the program handles signals in between
+MAX_FAILED_STEPS = 3  # after this many steps in a row in which every group had a failure, the run ends
+SHOWN_GROUPS = 2  # number of groups of a step that are written to run.dir/samples
+_LOOK_S = 1.0  # longest single wait for engines; signals are handled between two waits
 
 
 class Collector:
     """Collects the batches of a run, and draws the samples for `actors.rollout.evaluation`.
 
     Args:
-        recorded: the store in which batches are recorded, for a run that may have to repeat a step.
-        prompts: the prompts to draw for; None: all records of the files, whatever their length.
-        rewards: runs the reward function or the environments; None: this process calls the reward function.
+        recorded: the store of recorded batches, for a run that may have to repeat a step.
+        prompts: the prompts to draw for; None means all records of the files, whatever their length.
+        rewards: runs the reward function or the environments; None means that this process calls the reward function.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Collector:
         self._train = prompts.train
         self._follows_records = True  # whether every batch so far was recorded by the run that is being resumed
         self._gate = threading.Condition()
-        self._drawing = 0  # number of calls to the engines in progress
-        self._closed = 0  # number of callers that keep new calls from starting
+        self._drawing = 0  # number of draws in progress
+        self._closed = 0  # number of open `engines_at_rest` blocks, which keep new draws from starting
         self._failed_steps = 0  # number of steps in a row in which every group had a failure
-        self._before = Progress()  # the counts when the present step began
+        self._before = Progress()  # the counts at the beginning of the current step
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
@@ -105,7 +105,7 @@ class Collector:
         return self._episodes.done
 
     def progress(self) -> str:
-        """Returns a text that says how far the collection of the present step has got."""
+        """Returns a text about the progress of the current step's collection."""
         return self._episodes.progress(self._before)
 
     def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
@@ -114,10 +114,10 @@ class Collector:
         A step for which an earlier process recorded a batch returns that batch, without asking the engines.
 
         Args:
-            version: the weight version that a recorded batch must have; None: a recorded batch is valid as long as all
-                batches before it were recorded ones, too (`max_staleness`).
-            seconds: gets the time of drawing and rewarding added, as `generate` and `reward`; with colocated engines
-                also the time of switching between training and engines, as `turn` and `sync`.
+            version: the weight version that a recorded batch must have. None, with `max_staleness`, means that a
+                recorded batch is valid if all batches before it were recorded batches, too.
+            seconds: the times of drawing and rewarding are added to the entries `generate` and `reward`; with colocated
+                engines, the times of switching devices and of sending weights are added to `turn` and `sync`.
         """
         self._before = self._episodes.counts
         recorded = self._recorded(step, version)
@@ -125,7 +125,7 @@ class Collector:
             return recorded
         self._follows_records = False
         with self.function_named(step + 1):
-            batch, metrics = self._drawn(step, seconds)
+            batch, metrics = self._draw(step, seconds)
         if batch is not None and version is not None:
             self.check_version(batch.weight_version, version)
         if batch is not None and self._recorded_batches is not None:
@@ -136,10 +136,14 @@ class Collector:
     def check_version(self, drawn: int | None, sent: int) -> None:
         """Checks that the engines drew from the weights that they were sent.
 
-        With a sync interval above one, an engine that replaces a lost one may have been sent newer weights.
+        With a sync interval above one, an engine that replaces a lost engine may have been sent newer weights.
+
+        Args:
+            drawn: the version that samples name.
+            sent: the version that was sent.
 
         Raises:
-            EngineError: they drew from other weights.
+            EngineError: the versions differ.
         """
         may_be_newer = self._config.rollout.sync_interval_steps > 1
         if drawn is None or drawn < sent or (drawn > sent and not may_be_newer):
@@ -151,7 +155,7 @@ class Collector:
 
     @contextmanager
     def function_named(self, step: int) -> Iterator[None]:
-        """Adds the step and the way to go on to errors of the user's reward, filter or environment raised inside."""
+        """Adds the step, and how to continue, to errors of the user's reward, filter or environment in the block."""
         try:
             yield
         except BatchError as error:
@@ -166,7 +170,7 @@ class Collector:
 
     @contextmanager
     def engines_at_rest(self) -> Iterator[None]:
-        """Waits until no engine draws samples for this collector, and keeps new draws from starting until the exit."""
+        """Waits until no engine draws samples for this collector; no draw starts before the end of the block."""
         with self._gate:
             self._closed += 1
             while self._drawing:
@@ -195,7 +199,7 @@ class Collector:
                 self._gate.notify_all()
 
     def _recorded(self, step: int, version: int | None) -> tuple[RolloutBatch, Metrics] | None:
-        """Returns the recorded batch of this step, if sampling now would give the same; warns if it would not."""
+        """Returns the recorded batch of this step if sampling now would give the same batch; otherwise warns."""
         if self._recorded_batches is None or not self._config.checkpoint.resume:
             return None
         record = self._recorded_batches.read(step)
@@ -204,7 +208,7 @@ class Collector:
         batch, notes = record
         has_same_records = self.prompts.has_records_of(notes["prompts"])
         has_same_weights = self._follows_records if version is None else batch.weight_version == version
-        # max_pack_tokens can be the only bound on an episode, and it may have become smaller since
+        # max_pack_tokens can be the only limit on an episode's length, and may be smaller than when it was recorded
         fits_packs = int(batch.lengths.max()) <= self._config.max_pack_tokens
         if not (has_same_records and has_same_weights and fits_packs and self._is_of_these_settings(notes["settings"])):
             warnings.warn(
@@ -217,22 +221,22 @@ class Collector:
         return batch, notes["metrics"]
 
     def _is_of_these_settings(self, recorded: Mapping[str, Any]) -> bool:
-        """Whether all that decides a batch had the same value; a setting that there was not then had its default."""
-        theirs = with_present_names(recorded)
-        for name, ours in self._deciding_settings().items():
-            found = theirs.get(name)
-            if isinstance(ours, dict) and isinstance(found, dict):
-                if differences(found, ours):
+        """Returns whether recorded settings give the same batch as the current ones; missing settings had defaults."""
+        earlier = with_present_names(recorded)
+        for name, current in self._deciding_settings().items():
+            previous = earlier.get(name)
+            if isinstance(current, dict) and isinstance(previous, dict):
+                if differences(previous, current):
                     return False
-            elif ours != found:
+            elif current != previous:
                 return False
         return True
 
     def _deciding_settings(self) -> dict[str, Any]:
         return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": _NOT_DECIDING})
 
-    def _drawn(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
-        """Draws in rounds until enough groups pass the filter, and drops the surplus of the last round."""
+    def _draw(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
+        """Draws in rounds until enough groups pass the filter; drops surplus groups of the last round."""
         settings = self._config.rollout
         limits = settings.limits_at(step + 1)
         drawn: list[Group] = []
@@ -241,7 +245,7 @@ class Collector:
         failures: list[SlimeError] = []
         while rounds < settings.max_rounds and len(kept) < settings.prompts_per_step:
             records = self.prompts.take(settings.prompts_per_step, limits.prompt_tokens)
-            # the first round is what a run without a filter draws
+            # the first round has the seeds of a run without a filter, and draws the same samples
             purpose = (_TRAINING, step, rounds) if rounds else (_TRAINING, step)
             version, groups = self.scored_groups(
                 records, settings.samples_per_prompt, purpose, seconds, most=limits.new_tokens, failures=failures
@@ -276,15 +280,16 @@ class Collector:
         return batch_of(self._config, kept, baselines, version), metrics
 
     def _show(self, step: int, drawn: Sequence[Group], kept: Sequence[Group]) -> None:
-        """Writes the texts of the first groups of a step into run.dir, for people to read."""
+        """Writes the texts of the first groups of a step into run.dir."""
         run_dir = self._config.run.dir
         if run_dir is None:
             return
         trained = {id(group) for group in kept}
         shown = []
         for group in drawn[:SHOWN_GROUPS]:
-            why = "" if id(group) in trained else "a reward failed" if group.failures else "rollout.filter, or surplus"
-            shown.append((group.record, group.samples, why))
+            is_trained = id(group) in trained
+            reason = "" if is_trained else "a reward failed" if group.failures else "rollout.filter, or surplus"
+            shown.append((group.record, group.samples, reason))
         write_step_samples(run_dir / SAMPLES, step + 1, shown)
 
     def scored_groups(
@@ -301,10 +306,13 @@ class Collector:
         """Draws and scores `per_prompt` responses to each record; returns the weight version and one group per record.
 
         Args:
-            environment_seeds: one seed for each record; None: they are derived from `purpose`.
-            most: limit on the tokens of a response; None: rollout.max_new_tokens, or evaluation's.
-            failures: a list to which skipped failures are added; any number of groups may fail then. None: at least one
-                group has to be free of failures.
+            purpose: the numbers that follow run.seed in the seeds of the draws.
+            seconds: as in `collect`.
+            greedy: whether responses are greedy.
+            environment_seeds: one seed for each record; None means that they are derived from `purpose`.
+            most: limit on the tokens of a response; None means the limit of the settings.
+            failures: a list to which skipped failures are added; then all groups may have failures. None means that at
+                least one group has to be free of failures.
         """
         evaluates = purpose[0] == EVALUATION
         most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
@@ -349,7 +357,7 @@ class Collector:
         return drawn, groups
 
     def _environment_seed(self, purpose: Sequence[int], index: int) -> int:
-        """Returns the seed of a record's episodes; it is the same in every evaluation."""
+        """Returns the seed of a record's episodes, which is the same in every evaluation."""
         numbers = purpose[:1] if purpose[0] == EVALUATION else purpose
         sequence = np.random.SeedSequence((self._config.run.seed, *numbers, index))
         return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
@@ -357,9 +365,9 @@ class Collector:
     def _with_greedy_rewards(
         self, step: int, kept: Sequence[Group], most: int, seconds: Metrics
     ) -> tuple[list[Group], list[float]]:
-        """Returns the groups with the reward of a greedy response to each prompt, which is the baseline of ReMax.
+        """Returns groups, and for each the reward of a greedy response to its prompt, the baseline of ReMax.
 
-        A group whose greedy response could not be rewarded is left out.
+        A group is left out if the reward of its greedy response failed.
         """
         records = [group.record for group in kept]
         seeds = [group.environment_seed for group in kept]
@@ -372,7 +380,7 @@ class Collector:
 
 @contextmanager
 def timed(seconds: Metrics, name: str) -> Iterator[None]:
-    """Adds the seconds spent inside to `seconds[name]`."""
+    """Adds the time of the block to `seconds[name]`."""
     start = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
@@ -380,7 +388,7 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Holds the batch of one step, and what was measured while it was collected."""
+    """Holds the batch of one step, and the metrics and times of its collection."""
 
     step: int
     batch: RolloutBatch | None
@@ -390,20 +398,20 @@ class Collected:
 
 
 class AheadCollector:
-    """Collects the batches of a run's steps in order, on a thread of its own, while earlier ones are trained on.
+    """Collects the batches of a run's steps in order, in a thread, while earlier batches are trained on.
 
-    A batch is collected as soon as the batch of the step before it is complete and the engines have weights that are at
+    The collection of a batch begins when the batch of the previous step is complete, and the engines' weights are at
     most `max_staleness` steps older than the step.
 
     Args:
-        first_step: the first step to collect; the engines have the weights of this step when it begins.
+        first_step: the first step to collect; the engines have the weights of this step at the start.
         steps: the number of steps of the whole run.
     """
 
     def __init__(self, collector: Collector, *, first_step: int, steps: int, max_staleness: int) -> None:
         self._collector = collector
-        self._allowed = threading.Semaphore(max_staleness + 1)  # steps that may begin with the engines' weights
-        self._ready: queue.Queue[Collected | BaseException | None] = queue.Queue()  # None: there are no more steps
+        self._allowed = threading.Semaphore(max_staleness + 1)  # number of steps that may begin with these weights
+        self._ready: queue.Queue[Collected | BaseException | None] = queue.Queue()  # None follows the last step
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, args=(first_step, steps), name="collector", daemon=True)
         self._thread.start()
@@ -422,7 +430,7 @@ class AheadCollector:
         return collected
 
     def step_done(self) -> None:
-        """Lets one more step begin, since the engines now have the weights after one more."""
+        """Lets one more step begin, since the engines now have the weights of the next step."""
         self._allowed.release()
 
     def settle(self, timeout_s: float) -> None:
@@ -431,7 +439,7 @@ class AheadCollector:
             self._ready.get(timeout=timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Stops collecting. Waits up to `timeout_s` for the step in progress, which fails once its engines end."""
+        """Stops collecting; waits up to `timeout_s` for the step in progress, which fails when its engines end."""
         self._is_closed = True
         self._allowed.release()
         self._thread.join(timeout_s)

@@ -1,7 +1,7 @@
 """Reads JSONL and Parquet files, folders of data files and data sets of the Hugging Face hub as plain dictionaries.
 
-All but JSONL files need the package `datasets` (the `data` extra), which is imported only when there is something to
-read. Nothing is decoded: Arrow values become plain Python ones. An image stays bytes, which no record may hold.
+All but JSONL files need the package `datasets` (the `data` extra), which is imported only when it is needed. Arrow
+values become plain Python values and are not decoded: an image is bytes, which a record must not have.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Row = tuple[dict[str, Any], str]
-"""The columns of a row, and its place for errors: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]`."""
+"""The columns of a row, and the row's place for errors: `file row n` or `id[split] row n`, counted from 0."""
 
-MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
-MAX_LEVELS = 100  # levels of brackets in a record; deeper ones could exceed the recursion limit when they are written
-MAX_FILES = 10_000  # the most files that a folder may have
+MAX_LINE = 16_000_000  # limit on the characters of a line; a prompt of millions of tokens fits
+MAX_LEVELS = 100  # limit on nested brackets in a record; more could exceed the recursion limit when it is written
+MAX_FILES = 10_000  # limit on the files of a folder
 _SELECTION = re.compile(
     r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*)?(?:\[(?P<rows>-?\d*:-?\d*)\])?)?", re.ASCII
 )
 _SPLITS = {"train": "train", "heldout": "test"}  # the split to read from several if the settings name none
 _SAVED = ("dataset_dict.json", "state.json")  # `save_to_disk` writes the first for several splits, the second for one
-_FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it would run other code for other formats
+_FORMATS = ("parquet", "json", "csv", "arrow")  # names of `datasets`, which would run more code for other formats
 
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """A data set that data.train or data.heldout names: `path`, `owner/name` or `owner/name@revision`, `:config#split`.
+    """A data set that data.train or data.heldout names, by a local path or its id on the Hugging Face hub.
 
-    The configuration and the split are optional. A slice of the records may follow, as in `owner/name#train[:1000]` or
-    `train.jsonl#[100:200]`.
+    A name is `path`, `owner/name` or `owner/name@revision`. A configuration, a split and a slice of the records may
+    follow, as in `owner/name:config#split`, `owner/name#train[:1000]` or `train.jsonl#[100:200]`.
 
     Args:
-        hub_id: its id on the hub; None: it is a local path, which may be missing.
-        rows: the records to take, as Python slices a list; None: all.
+        hub_id: the id on the hub; None for a local path, which may be missing.
+        rows: the slice of the list of records that is used; None means all records.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class DataSource:
 
     @classmethod
     def of(cls, written: str | Path) -> Self:
-        """Parses a name. An existing path of this exact name wins; what is no hub id is a local path."""
+        """Parses a name. An existing path of this exact name comes first; a name that is no hub id is a local path."""
         whole = Path(written)
         match = _SELECTION.fullmatch(str(written))
         if os.path.lexists(whole) or match is None:
@@ -87,7 +87,7 @@ class DataSource:
         return f"{self.hub_id or self.path}{config}" + (f"#{self.split or ''}{rows}" if self.split or rows else "")
 
     def selected(self, records: Iterable[T]) -> list[T]:
-        """Returns the records that the slice takes; reads no further ones if it counts from the beginning."""
+        """Returns the records in the slice; reads no later records if the slice counts from the beginning."""
         if self.rows is None:
             return list(records)
         ends = (self.rows.start or 0, self.rows.stop or 0)
@@ -97,7 +97,7 @@ class DataSource:
 
     @property
     def is_table(self) -> bool:
-        """Returns whether this source is read as a table; any other source is a JSONL file, or missing."""
+        """Returns whether this source is read as a table; otherwise it is a JSONL file, or missing."""
         is_parquet = self.path.suffix == ".parquet" and os.path.isfile(self.path)  # noqa: PTH113 - as in _is_folder
         return self.hub_id is not None or is_parquet or _is_folder(self.path)
 
@@ -126,7 +126,7 @@ def read_rows(data: DataSettings, name: str, *, chats: Collection[str]) -> list[
 
     Args:
         name: train, heldout, or heldout.NAME if there are several held-out sets.
-        chats: columns that may hold chat messages or `tools`; null keys that Arrow added are removed from these.
+        chats: columns that may have chat messages or `tools`, from which null keys that Arrow added are removed.
 
     Raises:
         ConfigError: the file is missing, unreadable or without records, or a line is not a JSON object; the package
@@ -165,7 +165,7 @@ def _lines_of(path: Path, field: str) -> Iterator[Row]:
         command = made_by(path)
         hint = f"make it first: `{command}`" if command else "name what is there, or a data set"
         raise ConfigError(f"{path} does not exist", field=field, hint=hint) from error
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
+    except (OSError, ValueError) as error:  # a ValueError if the file is not UTF-8 or the path has a NUL
         raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
 
 
@@ -229,14 +229,14 @@ def _cleaned(column: str, value: Any) -> Any:
 
 
 def _without_any_null(value: Any) -> Any:
-    """Removes null keys at all levels: Arrow gives every tool the parameters of all tools."""
+    """Removes null keys at all levels, since Arrow gives every tool the parameters of all tools."""
     if isinstance(value, dict):
         return {key: _without_any_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_any_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_nulls(prompt: Any) -> Any:
-    """Removes null keys from chat messages: Arrow gives every message all keys, and templates test which exist."""
+    """Removes null keys from chat messages, since Arrow gives every message all keys, and templates test for keys."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -248,10 +248,11 @@ def _without_nulls(prompt: Any) -> Any:
 
 
 def _table(source: DataSource, field: str, default_split: str) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the rows that a source has, before its slice is taken, and their place for errors."""
+    """Returns the name of a source for errors, and all of its rows, before its slice is taken."""
     if source.hub_id is None and not _is_folder(source.path):
         return str(source.path), _rows_of_parquet(source.path, field)
-    folder, name = source.path.absolute(), str(source.path)  # `datasets` takes the bare name `json` for a format
+    # absolute, since `datasets` would take a folder with the bare name `json` for a format
+    folder, name = source.path.absolute(), str(source.path)
     if source.hub_id is not None:
         folder, name = fetched(source.hub_id, field), source.hub_id.name
     with stage(f"reading {name}", is_short=True):
@@ -320,17 +321,17 @@ def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[
 
 
 def _require_few_files(folder: Path) -> None:
-    """Refuses huge folders: walking a home or root folder, named by mistake, would take very long."""
+    """Refuses a folder with too many files, since a home or root folder may be named by mistake."""
     files = itertools.chain.from_iterable(names for _, _, names in os.walk(folder))
     if sum(1 for _ in itertools.islice(files, MAX_FILES + 1)) > MAX_FILES:
         raise ValueError(f"there are more than {MAX_FILES:,} files in it")
 
 
 def _require_local(folder: Path) -> None:
-    """Refuses a data set whose description names remote files, which `datasets` would download without asking."""
+    """Refuses a data set whose metadata names remote files, which `datasets` would download without asking."""
     for name in ("README.md", ".huggingface.yaml"):
         text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
-        # the metadata of a README.md stands between its first two lines of ---
+        # the metadata of a README.md is between its first two lines of ---
         parts = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE) if name == "README.md" else ["", text, ""]
         try:
             described = yaml.safe_load(parts[1]) if len(parts) == 3 else None
@@ -347,7 +348,7 @@ def _require_local(folder: Path) -> None:
 
 
 def _require_inside(folder: Path, data_files: Mapping[str, Sequence[object]]) -> None:
-    """Refuses a data set whose files lie outside of its folder; its README.md can name any path."""
+    """Refuses a data set with files outside of its folder, since its README.md can name any path."""
     for file in itertools.chain.from_iterable(data_files.values()):
         if not Path(os.path.normpath(str(file))).is_relative_to(folder):
             raise ValueError(f"it names a file elsewhere, {file}")

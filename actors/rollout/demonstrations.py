@@ -2,15 +2,15 @@
 
 `actors.rollout.records` reads the records. The form of a record follows from its keys, in this order:
 
-    prompt and answer        the answer is trained; it is encoded by itself, and the end token is appended
-    prompt and completion    both are texts or both are lists of chat messages; the completion is trained
-    messages                 a chat; all turns of the assistant are trained, or only the last message
-    text                     every token but the first is trained; the end token is appended
-    conversations            a chat in the keys of ShareGPT: `from` and `value`
+    prompt and answer        the answer is trained on; it is encoded separately, and the end token is appended
+    prompt and completion    both are texts or both are lists of chat messages; the completion is trained on
+    messages                 a chat; all turns of the assistant are trained on, or only the last message
+    text                     every token but the first is trained on; the end token is appended
+    conversations            a chat with the keys of ShareGPT: `from` and `value`
 
-The response of a demonstration begins with its first trained token. Its loss mask is False on the tokens in between
-that are not trained. Records are encoded in a side process, since a chat template may run for long, and so that the
-driver needs no transformers.
+The response of a demonstration begins with its first trained token and includes all later tokens; the loss mask is
+False for those that are not trained on. Records are encoded in a side process, since a chat template may run for long,
+and so that the driver does not import transformers.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from slimefsdp.data.rollout_batch import RolloutBatch, Sample
 from slimefsdp.errors import ConfigError, ModelError
 
 T = TypeVar("T")
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the assistant's words in a chat template
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # precedes the assistant's text in a chat template
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demonstration:
-    """The tokens of one record, or of a part of one."""
+    """Holds the tokens of a record, or of a part of a record."""
 
     tokens: np.ndarray  # int64 [length]
-    response_length: int  # number of tokens from the first trained one to the end
-    loss_mask: np.ndarray | None = None  # bool [response_length]; None: all are trained
+    response_length: int  # number of tokens from the first trained token to the end
+    loss_mask: np.ndarray | None = None  # bool [response_length]; None means that all are trained on
 
     @property
     def prompt_length(self) -> int:
-        """Returns the number of tokens before the first trained one."""
+        """Returns the number of tokens before the first trained token."""
         return len(self.tokens) - self.response_length
 
     def truncated(self, length: int) -> Demonstration | None:
-        """Returns the first `length` tokens as a demonstration; None if none of them would be trained."""
+        """Returns the first `length` tokens as a demonstration, or None if none of these is trained on."""
         left = self.response_length - (len(self.tokens) - length)
         mask = None if self.loss_mask is None or left < 1 else self.loss_mask[:left]
         if left < 1 or (mask is not None and not mask.any()):
@@ -64,9 +64,10 @@ class Demonstration:
         return Demonstration(self.tokens[:length], left, mask)
 
     def split(self, length: int) -> list[Demonstration]:
-        """Splits a text into pieces of at most `length` tokens; every token but the first must be trained.
+        """Splits a demonstration of the form `text` into pieces of at most `length` tokens.
 
-        Each piece begins with the last token of the piece before it, so that every token but the first is trained once.
+        Each piece begins with the last token of the previous piece, which this piece does not train on. So every token
+        of the text but the first is trained on once.
         """
         starts = range(0, len(self.tokens) - 1, length - 1)
         pieces = [self.tokens[start : start + length] for start in starts]
@@ -74,7 +75,7 @@ class Demonstration:
 
 
 def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
-    """Makes one batch of demonstrations in their order; without loss masks if all responses are trained in full."""
+    """Returns one batch of demonstrations in their order; it has no loss masks if no demonstration has one."""
     samples = [Sample(item.tokens, item.response_length) for item in demonstrations]
     if any(item.loss_mask is not None for item in demonstrations):
         for sample, item in zip(samples, demonstrations, strict=True):
@@ -100,8 +101,8 @@ def encode_demonstration(
         template_kwargs: as in `actors.engines.tokenizer.encode_prompt`.
 
     Raises:
-        ConfigError: the chat template refuses the record or does not show where turns begin and end, or no token would
-            be trained.
+        ConfigError: the chat template refuses the record, or the tokens of its turns cannot be found, or no token would
+            be trained on.
         ModelError: the form needs an end token, and the tokenizer has none.
     """
     form = form_of(record)
@@ -122,7 +123,7 @@ def encode_demonstration(
 
 
 def _demonstration(tokens: Sequence[int], trained: Sequence[bool]) -> Demonstration:
-    """Makes a demonstration whose response begins with the first trained token; token 0 is never trained."""
+    """Returns a demonstration whose response begins with the first trained token; token 0 is never trained on."""
     first = next((position for position, is_trained in enumerate(trained) if is_trained and position), None)
     if first is None:
         raise ConfigError(
@@ -171,7 +172,7 @@ def _encoded_chat(
                 )
     else:
         messages, first_trained = [*record["prompt"], *record["completion"]], len(record["prompt"])
-    if first_trained:  # train everything after the opening of the answer, like a prompt and its completion
+    if first_trained:  # trains on all tokens after the opening of the assistant's turn at this index
         if not _begins_with(tokenizer, messages, first_trained, options):
             _refuse_template(first_trained, may_train_last=False)
         tokens = _tokens(tokenizer, messages, options)
@@ -183,7 +184,7 @@ def _encoded_chat(
 
 
 def _tools_of(record: Mapping[str, Any]) -> Any:
-    """Returns the tools of a record as a list; some data sets hold them as a JSON text."""
+    """Returns the tools of a record as a list; some data sets have them as a JSON text."""
     tools = record.get("tools")
     if not isinstance(tools, str):
         return tools or None
@@ -194,10 +195,10 @@ def _tools_of(record: Mapping[str, Any]) -> Any:
 
 
 def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
-    """Trains the tokens with at least one character between the template's `generation` markers.
+    """Encodes a chat; trains on all tokens with at least one character between the template's `generation` markers.
 
-    The `return_assistant_tokens_mask` of transformers is not used: if no token covers the last character before a
-    closing marker, for example because a special token absorbs the following space, it marks the rest of the chat.
+    The `return_assistant_tokens_mask` of transformers is not used. If no token covers the last character before a
+    closing marker, for example because a special token absorbs that space, this mask includes the rest of the chat.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -207,7 +208,7 @@ def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, A
     )  # fmt: skip
     template = tokenizer.get_chat_template(tools=options["tools"])
     variables = {**tokenizer.special_tokens_map, **options}
-    rendered: Any = render_jinja_template(  # returns the texts, and the marked character ranges of each
+    rendered: Any = render_jinja_template(  # returns the text of each chat, and its marked ranges of characters
         [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **variables
     )
     (marked,) = rendered[1]
@@ -222,9 +223,10 @@ def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, A
 
 
 def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
-    """Finds each turn of the assistant by rendering the chat up to it, and the chat including it.
+    """Encodes a chat; finds each assistant's turn by rendering the chat up to the turn and the chat with the turn.
 
-    The template has to render the beginning of a chat the same alone and within the whole chat. That is checked.
+    This needs a template that renders the beginning of a chat the same alone and within the whole chat, which is
+    checked.
     """
     tokens = _tokens(tokenizer, messages, options)
     text = _text(tokenizer, messages, options)
@@ -233,31 +235,31 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, 
         if message["role"] != "assistant":
             continue
         opening = _opening(tokenizer, messages[:turn], options)
-        upto = messages[: turn + 1]
-        if not (text.startswith(opening) and text.startswith(_text(tokenizer, upto, options))):
+        through_turn = messages[: turn + 1]
+        if not (text.startswith(opening) and text.startswith(_text(tokenizer, through_turn, options))):
             last = len(messages) - 1
             answers = messages[-1]["role"] == "assistant" and last > 0
             _refuse_template(turn, may_train_last=answers and _begins_with(tokenizer, messages, last, options))
         start = _common_length(tokenizer.encode(opening, add_special_tokens=False), tokens)
-        end = _common_length(_tokens(tokenizer, upto, options), tokens)
+        end = _common_length(_tokens(tokenizer, through_turn, options), tokens)
         trained[start:end] = [True] * (end - start)
     return _demonstration(tokens, trained)
 
 
 def _opening(tokenizer: Any, before: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """Returns what the template writes before the assistant's words that follow these messages."""
+    """Returns the rendered messages `before` with the opening of the assistant's turn that follows."""
     if before:
         return _text(tokenizer, before, options, opens_answer=True)
-    # many templates refuse a chat without messages, so the common beginning of two one-turn chats is taken
-    first, second = (_text(tokenizer, [{"role": "assistant", "content": words}], options) for words in ("A", "B"))
+    # Many templates refuse a chat without messages, so this takes the common beginning of two chats of one turn.
+    first, second = (_text(tokenizer, [{"role": "assistant", "content": content}], options) for content in ("A", "B"))
     return first[: _common_length(first, second)]
 
 
 def _begins_with(tokenizer: Any, messages: Sequence[Any], count: int, options: Mapping[str, Any]) -> bool:
-    """Returns whether the template renders the first messages the same alone and within the whole chat.
+    """Returns whether the template renders the first `count` messages the same alone and within the whole chat.
 
-    Alone, they may be rendered with or without the opening of an answer. Some templates open an answer with thinking
-    that a written answer does not have, and some end a chat that opens no answer with an end token.
+    Alone, the messages may be rendered with or without the opening of an answer. Some templates open an answer with a
+    thinking part that a given answer does not have. Others append an end token to a chat without such an opening.
     """
     text = _text(tokenizer, messages, options)
     alone = (_text(tokenizer, messages[:count], options, opens_answer=opens) for opens in (True, False))
@@ -297,7 +299,7 @@ def _tokens(
 def _common_length(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
     """Returns the length of the common beginning of two sequences of tokens or characters.
 
-    It is below the length of `beginning` if the tokenizer merges the end of `beginning` with what follows.
+    This is less than the length of `beginning` if the tokenizer merges its end with the text that follows.
     """
     pairs = zip(beginning, tokens, strict=False)
     return next(

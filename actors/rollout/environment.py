@@ -1,4 +1,4 @@
-"""Defines the contract of an environment: it begins an episode with a prompt and answers each response until the end.
+"""Defines the interface of environments: an environment returns the prompt of an episode and answers each response.
 
 `rollout.environment` names a subclass of `Environment` as `module:Class`. Importing this module imports neither torch
 nor Ray.
@@ -20,22 +20,22 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
 """The beginning of an episode: a text, a list of chat messages, token ids, or `{"messages": [...], "tools": [...]}` for
 a chat template that writes tools."""
 Observation = str | Sequence[Mapping[str, Any]] | Sequence[int]
-"""What follows a response: a text (one user message if the tokenizer has a chat template), chat messages of any role
-that the template knows, or token ids, which are appended unchanged."""
+"""An environment's text after a response: a text (one user message if the tokenizer has a chat template), chat messages
+of any role that the template knows, or token ids, which are appended unchanged."""
 
 MOST_CHARACTERS = 1_000_000
-"""The most characters of a prompt or an observation. No context is as long, and the text travels between processes."""
+"""Limit on the characters of a prompt or an observation; no context is as long."""
 OF_EPISODES = {"turns", "ended_by_turns", "ended_by_room"}
-"""The scores of every episode of an environment: its number of responses, and whether a limit ended it."""
+"""Scores that every episode of an environment has: its number of responses, and whether a limit ended it."""
 MOST = 3e38
-"""The largest reward or score: batches hold them in float32."""
+"""The largest absolute value of a reward or score, as batches have float32 rewards."""
 MOST_IN_NAME = 200
 """The most characters of a score's name."""
 RESERVED = {
     *("response_length", "response_length_max", "prompt_length", "prompt_length_max", "truncated", "overlong_penalty"),
     *("stage", "rounds", "groups_dropped", "baseline_reward", "reward_failures"),
 }
-"""Names of other metrics that a run logs of its rollouts; scores must not use them."""
+"""Names of other metrics that a run logs for its rollouts, which scores must not have."""
 _EXAMPLE = "my_package.environments:MyEnvironment"
 
 
@@ -46,19 +46,19 @@ class StepResult:
     observation: Observation | None = None  # required unless done
     reward: float = 0.0  # an episode's reward is the sum over its steps
     done: bool = False
-    scores: Mapping[str, float] = field(default_factory=dict)  # to be logged; the last value of a name in an episode
+    scores: Mapping[str, float] = field(default_factory=dict)  # are logged; the last value in an episode counts
 
 
 class Environment:
-    """Base class of environments; one object runs one episode. It is made with `environment.arguments` as keywords.
+    """The base class of environments; one object runs one episode, and is constructed with `environment.arguments`.
 
-    Its answers must depend on the record, the seed and the responses only: if its process is lost, another process
-    repeats the episode so far. `reset` and `step` may be coroutine functions; those of many episodes then run at once.
+    Its answers must depend only on the record, the seed and the responses: if its process is lost, another process
+    repeats the episode so far. If `reset` and `step` are coroutine functions, many episodes run at once.
     """
 
     @classmethod
     def check_arguments(cls, **arguments: Any) -> None:
-        """Checks `environment.arguments` before a run starts; it is called in the program that starts the run.
+        """Checks `environment.arguments` before a run starts, in the program that starts the run.
 
         Raises:
             ConfigError: a value is not valid for the class.
@@ -69,7 +69,7 @@ class Environment:
 
         Args:
             record: a record of data.train or data.heldout, with `prompt` and all of its other keys.
-            seed: it is the same for all episodes of a group, and in every evaluation of a record.
+            seed: a number that is the same for all episodes of a group, and in every evaluation of a record.
         """
         prompt: Prompt = record["prompt"]
         return prompt
@@ -79,21 +79,21 @@ class Environment:
 
         Args:
             response: the text without special tokens, stripped.
-            finished: False if it was cut at rollout.max_new_tokens, or because the episode has no room for more.
+            finished: False if the response was cut at rollout.max_new_tokens, or because the episode has no more room.
         """
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
-        """Frees resources after the last call of an episode. It is not called if the process is lost."""
+        """Frees resources after the last call of an episode; not called if the process is lost."""
         return None
 
 
 class EnvironmentFault(Exception):
-    """An environment returned something that cannot be used.
+    """An environment returned a value that cannot be used.
 
     Args:
-        text: the reason; the caller appends for which record and turn.
-        hint: the way out, if it is known.
+        text: the reason; the caller appends the record and the turn.
+        hint: the way out.
     """
 
     def __init__(self, text: str, hint: str = "correct the environment") -> None:
@@ -105,7 +105,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
     """Imports the class `module:Class`.
 
     Raises:
-        ConfigError: it cannot be imported, is not an environment, or does not take these arguments.
+        ConfigError: the class cannot be imported, is not an environment, or does not take these arguments.
     """
     environment: Any = load_function(name, field="rollout.environment", example=_EXAMPLE, is_class=True)
     if (
@@ -149,7 +149,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
 
 
 def is_async(environment: type[Environment]) -> bool:
-    """Returns whether the episodes of this class are awaited."""
+    """Returns whether this class has coroutine functions."""
     return any(inspect.iscoroutinefunction(getattr(environment, name)) for name in ("reset", "step"))
 
 
@@ -164,7 +164,7 @@ def checked_prompt(prompt: Any) -> Prompt:
     """Checks that a prompt is valid and returns it.
 
     Raises:
-        EnvironmentFault: it is not a valid prompt.
+        EnvironmentFault: the prompt is not valid.
     """
     messages, has_tools = prompt, isinstance(prompt, Mapping)
     if has_tools:
@@ -179,10 +179,10 @@ def checked_prompt(prompt: Any) -> Prompt:
 
 
 def checked_result(result: Any) -> StepResult:
-    """Checks what a step returned, and converts its numbers to plain ones.
+    """Checks the value that a step returned, and converts its numbers to Python floats.
 
     Raises:
-        EnvironmentFault: it cannot be used.
+        EnvironmentFault: the value cannot be used.
     """
     if not isinstance(result, StepResult):
         raise EnvironmentFault(f"{short_repr(result)}, which is no StepResult")
@@ -203,7 +203,7 @@ def checked_result(result: Any) -> StepResult:
 
 
 def checked_scores(scores: Mapping[Any, Any], reserved: Set[str]) -> dict[str, float]:
-    """Returns the scores as plain numbers.
+    """Returns the scores as Python floats.
 
     Raises:
         EnvironmentFault: a score is not a finite number, or its name is not a short printable text or is reserved.
@@ -229,11 +229,7 @@ def checked_scores(scores: Mapping[Any, Any], reserved: Set[str]) -> dict[str, f
 
 
 def _check_text(value: Any, what: str, *, may_be_text: bool) -> None:
-    """Checks that `given` is a text, a list of chat messages or token ids, and not too long.
-
-    Raises:
-        EnvironmentFault: it is not.
-    """
+    """Raises an EnvironmentFault unless `value` is a text, a list of chat messages or token ids, and not too long."""
     if is_token_ids(value):
         size = len(value)
     else:
@@ -248,8 +244,8 @@ def _check_text(value: Any, what: str, *, may_be_text: bool) -> None:
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a number, also one of numpy or torch, as a float; None if it is not a number or not finite."""
-    # float() would take the text "1", and an array of one number
+    """Returns a number of Python, numpy or torch as a float; None if the value is not a number or not finite."""
+    # float() would also accept the text "1", or an array of one number
     if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
         return None
     try:

@@ -1,8 +1,8 @@
-"""Runs episodes: the policy and the user's code take turns, all episodes of a step at once, until each has ended.
+"""Runs all episodes of a step at once; in each episode the policy and the user's code take turns until it has ended.
 
 In each turn the engines draw a response for every active episode. Environments answer the first responses while the
-rest are still being drawn. The context of a response is the sampled tokens of the earlier turns, with the environment's
-own text between them, which is not trained on. With a reward function an episode has one turn.
+rest are still being drawn. The context of a response has the sampled tokens of the earlier turns, and between them the
+environment's text, which is not trained on. With a reward function an episode has one turn.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from slimefsdp.sampling.params import VersionSpan
 Outcome = tuple[SampledResponse, Scores] | SlimeError
 Encoded = list[tuple["_Episode", list[int]]]
 End = Literal["done", "turns", "room"]
-"""Why an episode ended: its environment said so, environment.max_turns was reached, or the next response would have no
-room within environment.max_tokens or another limit on the context."""
+"""The reason for the end of an episode: its environment ended it, it had environment.max_turns responses, or there was
+no room for another response within environment.max_tokens or another limit on the context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class _Episode:
     record: Mapping[str, Any]
     seed: int
     tokens: list[int] = field(default_factory=list)  # the context of the next response
-    log_probs: list[float] = field(default_factory=list)  # of all tokens after the prompt; 0 for tokens not sampled
+    log_probs: list[float] = field(default_factory=list)  # of all tokens after the prompt; 0 for observations
     loss_mask: list[bool] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     responses: list[tuple[str, bool]] = field(default_factory=list)  # responses so far, and whether each was finished
@@ -53,11 +53,11 @@ class _Episode:
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the policy will be asked for another response."""
+        """Returns whether the policy will draw another response."""
         return self.end is None and self.error is None
 
     def call(self, responses: Sequence[tuple[str, bool]], max_turns: int) -> EpisodeCall:
-        """Returns the call that asks the environment for its answer to the responses `said`."""
+        """Returns the call that asks the environment for its answer to the last of these responses."""
         return EpisodeCall(
             self.key, self.record, self.seed, tuple(responses), tuple(self.digests), is_last=len(responses) == max_turns
         )
@@ -86,7 +86,7 @@ class _Episode:
         _, record_index, number = self.key
         mask = None if all(self.loss_mask) else self.loss_mask
         parts = self.transcript
-        if len(parts) > 1:  # indent, so that no line of a text looks like the beginning of another turn
+        if len(parts) > 1:  # texts are indented, so that none of their lines looks like the beginning of a turn
             parts = [part.replace("\n", "\n  ") for part in parts]
         text, is_whole = "\n".join(parts), self.end == "done" and self.responses[-1][1]
         return SampledResponse(
@@ -97,11 +97,11 @@ class _Episode:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Counts of what a run has drawn so far."""
+    """Holds the counts of episodes and responses of a run so far."""
 
     asked: int = 0  # episodes that were started
-    ended: int = 0
-    responses: int = 0
+    ended: int = 0  # episodes that have ended
+    responses: int = 0  # responses that were drawn
 
 
 class EpisodeRunner:
@@ -114,7 +114,7 @@ class EpisodeRunner:
     def __init__(self, config: RunConfig, engines: EnginePool, workers: UserCodeWorkers) -> None:
         self._engines, self._workers, self._code = engines, workers, workers.code
         self._max_turns = 1 if self._code.is_reward else config.environment.max_turns
-        # a rewarded response has room for rollout.max_new_tokens: prompt lengths were checked before the start
+        # With a reward function there is room for rollout.max_new_tokens, as prompt lengths were checked before.
         self._limits = () if self._code.is_reward else (config.environment.max_tokens, most_sample_tokens(config))
         self._calls = itertools.count()
         self.counts = Progress()
@@ -125,7 +125,7 @@ class EpisodeRunner:
         return self.counts.responses if self._code.is_reward else self.counts.ended
 
     def progress(self, before: Progress) -> str:
-        """Returns a text that says how far the episodes are that were started since the counts `before`."""
+        """Returns a text about the progress of the episodes that were started since the counts `before`."""
         started, ended = self.counts.asked - before.asked, self.counts.ended - before.ended
         responses = self.counts.responses - before.responses
         if not self._code.is_reward:
@@ -148,17 +148,17 @@ class EpisodeRunner:
 
         Args:
             seed: determines the draws, as in `EnginePool.generate`.
-            environment_seeds: one for each record, passed to its environments.
-            seconds: gets the time of the engines added as `generate`, and the time that the user's code took beyond it
-                as `reward`.
-            drawing: returns a context, given `seconds`. Engines are only asked inside of it; it is left once only
-                rewards are outstanding.
-            may_mix: allows new weights during the episodes.
+            environment_seeds: a seed for each record, passed to the environments of its episodes.
+            seconds: the engines' time is added to the entry `generate`, and the time of waiting for the user's code
+                after the engines have ended to `reward`.
+            drawing: returns a context manager for `seconds`. Engines draw only inside of this context, which is left
+                when only rewards are outstanding.
+            may_mix: whether new weights may arrive during the episodes.
             sampling: `max_new_tokens`, `greedy` and `evaluates`, as in `EnginePool.params`.
 
         Returns:
-            The oldest weight version that sampled, and the outcome of each episode by index of the record and number of
-            the episode. The outcome is an error if the user's code failed.
+            The oldest weight version that sampled, and (index of the record, number of the episode) -> outcome of the
+            episode, which is an error if the user's code failed.
 
         Raises:
             As `EnginePool.generate` and `UserCodeWorkers.pending`.
@@ -178,7 +178,7 @@ class EpisodeRunner:
             finally:
                 self._workers.forget(number)
             if len(versions) <= 1 or may_mix:
-                break  # otherwise an engine was replaced between two turns by one with newer weights: start again
+                break  # otherwise an engine was replaced between two turns and has newer weights: start again
         outcomes: dict[tuple[int, int], Outcome] = {}
         for episode in episodes:
             outcomes[episode.key[1:]] = episode.error or (episode.sample(), self._scores_of(episode))
@@ -219,7 +219,7 @@ class EpisodeRunner:
                 break
             requests, owners = self._requests(going, seed, sampling)
             pending = self._workers.pending()
-            call_of: dict[int, int] = {}  # episode id -> index of its last call: a response may be drawn twice
+            call_of: dict[int, int] = {}  # id() of an episode -> index of its last call; a response may be drawn twice
 
             def ask(
                 sample: SampledResponse, owners: Any = owners, pending: Any = pending, call_of: dict[int, int] = call_of
@@ -267,7 +267,7 @@ class EpisodeRunner:
             assert outcome.prompt is not None
             episode.digests.append(outcome.digest)
             prompts.append((episode, outcome.prompt))
-            if outcome.prompt != episode.record["prompt"]:  # a reader of the transcript has the record's own prompt
+            if outcome.prompt != episode.record["prompt"]:  # the record's own prompt is shown with the transcript
                 episode.transcript.append(f"[prompt] {_text_of(outcome.prompt)}")
         for episode, tokens in self._encoded(self._engines.encode, prompts):
             episode.tokens = tokens
@@ -282,9 +282,9 @@ class EpisodeRunner:
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
         """Returns the requests of a turn, and the episode of each sample by (index of the request, sample number).
 
-        In the first turn the episodes of a group are one request with one seed, so that a reward function and an
-        environment of one turn train on the same samples. In later turns, and in groups that lost an episode at the
-        start, each episode and turn has a seed of its own.
+        In the first turn all episodes of a group are one request with one seed, so that an environment of one turn
+        trains on the same samples as a reward function. In later turns, and in groups that lost an episode at the
+        start, each episode and turn has its own seed.
         """
         shared: dict[Any, list[_Episode]] = defaultdict(list)
         for episode in going:
@@ -343,7 +343,7 @@ class EpisodeRunner:
                 episode.add_observation(tokens, _text_of(observation))
 
     def _encoded(self, encode: Callable[..., list[list[int]]], items: Sequence[tuple[_Episode, Any]]) -> Encoded:
-        """Encodes what environments returned; an item that cannot be encoded fails its own episode only."""
+        """Encodes prompts or observations of environments; one that cannot be encoded fails only its own episode."""
         if not items:
             return []
         try:

@@ -1,6 +1,6 @@
-"""Evaluates a policy: answers and scores held-out prompts, and saves the texts of the responses.
+"""Evaluates a policy: draws and scores responses to held-out prompts, and saves their texts.
 
-The metrics are the mean scores and, if evaluation.pass_at asks for it, the share of solved prompts with an interval.
+The metrics are the mean scores and, with evaluation.pass_at, pass@k with a confidence interval.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slimefsdp.errors import BatchError
 from slimefsdp.monitoring.progress import Column
 
 SOLVED_REWARD = 1.0  # a response with this reward or more solves its prompt
-_NORMAL_95 = 1.959964  # the normal distribution has 95 % within this many standard deviations
+_NORMAL_95 = 1.959964  # 95 % of a normal distribution is within this many standard deviations
 
 
 def metric_prefix(heldout_set: str) -> str:
@@ -37,18 +37,19 @@ class Evaluator:
     def __init__(self, config: RunConfig, collector: Collector) -> None:
         self._config = config
         self._collector = collector
-        self.example = ""  # a line with a response to the first prompt in the last evaluation
+        self.example = ""  # a line for the terminal with a response to the first prompt of the last evaluation
 
     def evaluate(self, step: int, version: int | None = None) -> Metrics:
-        """Returns the mean scores of all held-out sets; an empty dictionary if the settings ask for no evaluation.
+        """Returns the mean scores of all held-out sets; an empty dictionary if the settings have no evaluation.
 
-        Each set is drawn by itself and with the same seed, so that its numbers do not depend on the other sets.
+        Each set is drawn separately and with the same seed, so that its scores do not depend on the other sets.
 
         Args:
-            version: the weight version that engines were sent; None: they may get newer weights during the evaluation.
+            version: the weight version that the engines were sent; None means that they may get newer weights during
+                the evaluation.
 
         Raises:
-            CheckpointError: samples are to be saved, and run.dir cannot be written.
+            CheckpointError: run.dir cannot be written.
             BatchError: a score has the same name as a metric of the evaluation itself.
         """
         metrics: Metrics = {}
@@ -77,7 +78,7 @@ class Evaluator:
         return metrics | solved
 
     def progress(self) -> str:
-        """Returns how far an evaluation has got, if nothing was drawn before it."""
+        """Returns a text about the progress of an evaluation, which must be the collector's first."""
         each, collector = self._config.evaluation.samples_per_prompt, self._collector
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
@@ -85,7 +86,7 @@ class Evaluator:
         """Returns a column of the progress lines for each held-out set."""
         columns = []
         for name in self._collector.heldout if self._config.evaluation.interval_steps is not None else ():
-            metric, instead = (metric_prefix(name) + score for score in self._known_by)
+            metric, instead = (metric_prefix(name) + score for score in self._main_scores)
             columns.append(Column(f"eval/{name}" if name else "held-out", metric, instead=instead))
         return columns
 
@@ -100,8 +101,8 @@ class Evaluator:
         parts = []
         for name, records in self._collector.heldout.items():
             prefix = metric_prefix(name)
-            first, otherwise = self._known_by
-            score = first if any(prefix + first in row for row in rows) else otherwise
+            first, second = self._main_scores
+            score = first if any(prefix + first in row for row in rows) else second
             values = [value for row in rows if (value := row.get(f"{prefix}{score}")) is not None]
             if len(values) > 1:
                 change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
@@ -119,15 +120,15 @@ class Evaluator:
             )
 
     @property
-    def _known_by(self) -> tuple[str, str]:
-        """Returns the main score of a held-out set, and the score to use if no row has the first."""
-        # "exact" would leave out episodes that reached environment.max_turns, which have no score of a reward function
+    def _main_scores(self) -> tuple[str, str]:
+        """Returns the main score of a held-out set, and the score to use if no row has the main score."""
+        # With an environment not "exact": an episode that reached environment.max_turns may lack this score.
         return ("exact" if self._config.rollout.environment is None else "reward", "reward")
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The mean of values between 0 and 1, with its 95 % confidence interval."""
+    """Holds the mean of values between 0 and 1, with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -137,14 +138,15 @@ class Share:
 def share_of(values: Sequence[float], answers_each: int = 1) -> Share:
     """Returns the mean of one value per prompt, each between 0 and 1, with a confidence interval.
 
-    The interval is Wilson's with an effective number of prompts (Kish): the number of 0/1 values that would have the
-    variance of these values. For single answers it is the plain Wilson interval. For several answers per prompt the
-    variance is the unbiased estimate, widened by the ratio of Student's t to the normal distribution, since an estimate
-    from few prompts is rough. The effective number never exceeds the number of all answers. Prompts, not answers, are
-    the independent draws.
+    The independent draws are the prompts, not the answers. With one answer per prompt, the result is Wilson's interval.
+    With several answers per prompt, it is Wilson's interval for an effective number of prompts (Kish): the number of
+    0/1 values whose mean would have the same variance. This variance is the unbiased estimate from the values, widened
+    by the squared ratio of Student's t to the normal quantile, as few prompts give a rough estimate. The effective
+    number is at most the number of all answers.
 
     Args:
-        answers_each: number of independent answers behind each value; for pass@k, the responses per prompt over k.
+        answers_each: number of independent answers from which each value is computed; for pass@k, the responses per
+            prompt divided by k.
     """
     count, mean = len(values), math.fsum(values) / len(values)
     effective = float(count)
@@ -161,7 +163,7 @@ def share_of(values: Sequence[float], answers_each: int = 1) -> Share:
 
 
 def _student_95(degrees: int) -> float:
-    """Returns the 95 % quantile of Student's t, within 1 % from 3 degrees of freedom on (Abramowitz, Stegun 26.7.5)."""
+    """Returns Student's t of a two-sided 95 % interval, within 1 % from 3 degrees on (Abramowitz, Stegun 26.7.5)."""
     z = _NORMAL_95
     terms = (
         (z**3 + z) / 4,
@@ -174,7 +176,8 @@ def _student_95(degrees: int) -> float:
 def pass_probability(k: int, solved: int, drawn: int) -> float:
     """Returns the unbiased estimate of pass@k for a prompt with `solved` solving responses among `drawn`.
 
-    It is one minus the share of subsets of k without a solving response (Chen et al., arXiv 2107.03374, equation 1).
+    This is 1 minus the share of subsets of k responses that have no solving response (Chen et al., arXiv 2107.03374,
+    equation 1).
     """
     return 1.0 - math.comb(drawn - solved, k) / math.comb(drawn, k)
 
@@ -184,7 +187,7 @@ def solved_metrics(groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[i
 
     Args:
         groups: the responses to each prompt.
-        pass_at: if it is empty, the result is empty.
+        pass_at: values of k; if there are none, the result is empty.
     """
     if not pass_at or not groups:
         return {}

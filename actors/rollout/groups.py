@@ -1,8 +1,8 @@
-"""Groups of rewarded responses to one prompt each: the filter that chooses them, their metrics, and their batch.
+"""Groups of rewarded responses to one prompt: the filter that chooses groups, their metrics, and their batch.
 
-A filter is `keep(record, samples) -> bool`. `record` is the prompt's JSONL object, and `samples` is the group that was
-sampled for it, in the order of drawing. False drops the whole group. The settings name a filter as `module:function`,
-like a reward. It sees the scores as the reward function returned them.
+A filter is a function `keep(record, samples) -> bool`, named in the settings as `module:function`. `record` is the
+prompt's JSONL object. `samples` are the responses to the prompt, in the order of drawing, with the scores that the
+reward function returned. False drops the whole group.
 
 Importing this module imports neither torch nor Ray, so that the command line can check a filter quickly.
 """
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from actors.engines.pool import SampledResponse
 
 FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all equal; arXiv 2503.14476"}
-"""The built-in filters, which are named without a module, with a description of each."""
+"""Name of each built-in filter -> its description; the settings name these filters without a module."""
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredSample:
     sample: SampledResponse
-    scores: dict[str, float]  # what the reward function returned, `reward` included
-    reward: float  # the reward that is trained on, after `overlong_penalty`
+    scores: dict[str, float]  # all numbers that the reward function returned, `reward` included
+    reward: float  # the reward that is trained on: scores["reward"] minus `overlong_penalty`
 
 
 Filter = Callable[[Record, Sequence[ScoredSample]], bool]
@@ -49,20 +49,20 @@ class Group:
     record: Record
     samples: list[ScoredSample]
     environment_seed: int
-    failures: int = 0  # of the reward; with one or more the group is left out of everything
+    failures: int = 0  # number of failed rewards; with one or more, the group is not used at all
 
     def trains(self, masks_truncated: bool) -> bool:
         """Returns whether any token would be trained on.
 
         Args:
-            masks_truncated: as rollout.mask_truncated.
+            masks_truncated: the value of rollout.mask_truncated.
         """
-        return any(one.sample.finished or not masks_truncated for one in self.samples)
+        return any(scored.sample.finished or not masks_truncated for scored in self.samples)
 
 
 def metrics_of(config: RunConfig, groups: Sequence[Group], limits: LengthLimits) -> Metrics:
-    """Returns metrics of all groups that were drawn, trained or not; rewards are without the overlong penalty."""
-    scored = [one for group in groups if not group.failures for one in group.samples]
+    """Returns metrics of all drawn groups, trained or not; rewards do not include the overlong penalty."""
+    scored = [sample for group in groups if not group.failures for sample in group.samples]
     lengths = [scored_sample.sample.response_length for scored_sample in scored]
     metrics = mean_scores(config, groups, "rollout/")
     if not scored:  # every group had a failure
@@ -82,9 +82,10 @@ def metrics_of(config: RunConfig, groups: Sequence[Group], limits: LengthLimits)
 
 
 def mean_scores(config: RunConfig, groups: Sequence[Group], prefix: str) -> Metrics:
-    """Returns mean scores of the groups without failures; under skip, also the share of responses that failed.
+    """Returns mean scores of the groups without failures.
 
-    A score that only some episodes have is averaged over these, since an episode may end before a score is given.
+    With rollout.reward_failure=skip the result also has the share of failed rewards. With an environment, a score is
+    averaged over the episodes that have it, since an episode may end before it gets a score.
     """
     scored = [(group.record, sample.scores) for group in groups if not group.failures for sample in group.samples]
     scores = [score for _, score in scored]
@@ -113,8 +114,8 @@ def batch_of(
     """Returns the batch that trains on these groups.
 
     Args:
-        baselines: rewards of the prompts' likeliest responses, by group, for ReMax.
-        version: of the weights that sampled, where there are no samples.
+        baselines: for ReMax, the reward of the greedy response of each group.
+        version: the weight version of the batch if there are no samples; otherwise the samples' oldest version counts.
     """
     settings = config.rollout
     samples = []
@@ -146,13 +147,13 @@ def batch_of(
 
 
 def length_penalty(config: RunConfig, response_length: int, max_new_tokens: int) -> float:
-    """Returns what a response's length takes off its reward under rollout.overlong_buffer_tokens."""
+    """Returns the penalty for a response's length by rollout.overlong_buffer_tokens; 0 if the setting is None."""
     buffer_tokens = config.rollout.overlong_buffer_tokens
     return 0.0 if buffer_tokens is None else overlong_penalty(response_length, max_new_tokens, buffer_tokens)
 
 
 def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int) -> float:
-    """Returns the penalty on a response for its length: 0 up to the buffer at the end of the limit, then linear.
+    """Returns the penalty for a response's length, which grows linearly from 0 to 1 in the last `buffer_tokens`.
 
     A response cut at `max_new_tokens` gets a penalty of 1. This is the soft overlong punishment of DAPO (arXiv
     2503.14476, equation 13), for rewards from 0 or -1 to 1.
@@ -164,9 +165,9 @@ def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: i
 
 
 def load_filter(name: str) -> Filter:
-    """Returns a filter of `FILTERS`, or the function `module:function`.
+    """Returns a filter of `FILTERS`, or a user's function `module:function`.
 
-    The returned filter raises BatchError if the function raises, or returns neither True nor False.
+    The returned filter raises BatchError if the user's function raises, or returns neither True nor False.
 
     Raises:
         ConfigError: the module cannot be imported, or it has no such callable.
@@ -178,7 +179,7 @@ def load_filter(name: str) -> Filter:
 
 
 def mixed_groups(record: Record, samples: Sequence[ScoredSample]) -> bool:
-    """Keeps a group whose rewards differ; if all are equal, all advantages are zero and nothing can be learned.
+    """Keeps a group whose rewards differ. If all rewards are equal, all advantages are zero, and nothing is learned.
 
     Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
     """

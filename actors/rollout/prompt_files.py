@@ -1,4 +1,4 @@
-"""Reads the records that a run trains on and evaluates with; refuses those that are too long, or leaves them out.
+"""Reads the records that a run trains on and evaluates with; refuses or leaves out records that are too long.
 
 Importing this module imports neither torch nor transformers; tokens are counted in a side process.
 """
@@ -50,20 +50,21 @@ class Prompts:
     train: list[Record]
     heldout: dict[str, list[Record]]  # by name, as in `DataSettings.heldout_sets`
     skipped: list[Skipped] = field(default_factory=list)
-    # tokens of the longest prompt of train, and of the evaluated held-out sets, if they were counted
+    # numbers of tokens, if they were counted: of the longest prompt of train, of the longest prompt of the evaluated
+    # held-out sets, and of each prompt of train
     longest: int = 0
     longest_heldout: int = 0
-    train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, if they were counted
-    # the encoded records of train and of each held-out set under sft and dpo; a record may become several, and a pair
-    # becomes two, the chosen response first
+    train_lengths: list[int] = field(default_factory=list)
+    # with sft and dpo, the encoded records; sft may split a record, and dpo encodes a pair as two demonstrations, the
+    # chosen response first
     demonstrations: list[Demonstration] = field(default_factory=list)
     heldout_demonstrations: dict[str, list[Demonstration]] = field(default_factory=dict)
 
 
 def with_data_commits(config: RunConfig) -> RunConfig:
-    """Downloads the data sets of the hub, and returns the settings with a commit in each of their ids.
+    """Downloads the data sets of the hub, and returns the settings with a commit in the id of each data set.
 
-    The commit is the newest one, or the one with which a resumed run began.
+    The commit is the newest commit; for a resumed run, it is the commit with which the run began.
 
     Raises:
         ConfigError, ResourceError: as in `actors.rollout.data_sets.fetched`.
@@ -83,12 +84,13 @@ def with_data_commits(config: RunConfig) -> RunConfig:
 
 
 def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
-    """Resolves the commits of data sets like `with_data_commits`, but downloads nothing.
+    """Resolves the commits of data sets like `with_data_commits`, but does not fail if sources are missing.
 
-    Returns the unchanged settings and the missing sources if there are any.
+    Returns:
+        The settings and the missing sources; if there are any, the settings are unchanged.
 
     Raises:
-        As `with_data_commits`, except for a hub that is out of reach.
+        As `with_data_commits`, except for a hub that cannot be reached.
     """
     absent: list[NotHere] = []
     for name, written in config.data.sources.items():
@@ -109,7 +111,7 @@ def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
 
 
 def _recorded_sources(config: RunConfig) -> dict[str, str]:
-    """Returns the data sources that were recorded when the run to be resumed was last started."""
+    """Returns setting -> data source, as recorded when the run to be resumed was last started."""
     data = recorded_settings(config).get("data")
     if not isinstance(data, dict):
         return {}
@@ -142,7 +144,7 @@ def read_set(config: RunConfig, field: str) -> list[Record]:
 
 
 def read_heldout(config: RunConfig) -> Prompts:
-    """Reads the held-out records that can be evaluated with; `train` gets them, too, since a caller only evaluates.
+    """Reads the held-out records that are short enough; `train` has them, too, for a caller that only evaluates.
 
     Raises:
         As `read_prompts` and `without_overlong`.
@@ -163,7 +165,7 @@ def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
 
 
 def _reads_answers(config: RunConfig) -> bool:
-    """Returns whether the reward is one of our functions that compare with the record's `answer`."""
+    """Returns whether the reward is one of our functions, all of which read the record's `answer`."""
     return config.rollout.reward in READ_ANSWERS
 
 
@@ -172,11 +174,11 @@ def _all(sets: Mapping[str, list[Record]]) -> list[Record]:
 
 
 def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
-    """Returns the records that are short enough for training or evaluation, whatever is sampled.
+    """Returns the records that are short enough for training or evaluation, with the longest possible response.
 
     Raises:
-        ConfigError: a record is too long and data.overlong_prompts is error; all of a set are too long; a record cannot
-            be encoded; a stage of rollout.curriculum admits no prompt.
+        ConfigError: a record is too long with data.overlong_prompts=error; all records of a set are too long; a record
+            cannot be encoded; a stage of rollout.curriculum admits no prompt.
         ModelError: the model folder has no usable tokenizer.
         ResourceError: counting took too long.
     """
@@ -196,7 +198,9 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
 
 
 def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
-    """Resolves the number of steps from the records; a resumed run gets the steps that its newest checkpoint leaves.
+    """Returns settings with the number of steps that follows from run.epochs and the records.
+
+    For a resumed run this accounts for the records that were used up to the newest checkpoint.
 
     Raises:
         ConfigError: as in `RunConfig.with_steps_of`.
@@ -215,7 +219,7 @@ def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
 
 
 def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
-    """Encodes the records of sft or dpo, and applies data.overlong_prompts to those that are too long.
+    """Encodes the records of sft or dpo, and applies data.overlong_prompts to records that are too long.
 
     Raises:
         As `without_overlong`.
@@ -251,8 +255,8 @@ def _fitted(
 ) -> tuple[list[Record], list[Demonstration]]:
     """Returns the records of a set that are short enough, and their demonstrations.
 
-    Under sft a record that is too long may be cut or split (data.overlong_prompts). Under dpo each response has to fit
-    into a sample, and both together into a pack.
+    With sft a record that is too long may be cut or split (data.overlong_prompts). With dpo each response with its
+    prompt must fit into a sample, and both samples of a pair into a pack.
     """
     limits = _limits_of_demonstrations(config)
     pieces = {id(record): known[id(record)] for record in records}
@@ -263,21 +267,22 @@ def _fitted(
     else:
         passes = [([limit for limit in limits if limit.is_of_packs == packs], packs) for packs in (False, True)]
     kept = list(records)
-    for limits_here, adds_up in passes:
+    for limits_of_pass, adds_up in passes:
         counts = {}
         for record in kept:
             longest = max(pieces[id(record)], key=lambda demonstration: len(demonstration.tokens))
             whole = sum(len(piece.tokens) for piece in pieces[id(record)]) if adds_up else len(longest.tokens)
             counts[id(record)] = (longest.prompt_length, whole - longest.prompt_length)
-        kept = _short_enough(config, name, kept, counts, limits_here, skipped)
+        kept = _short_enough(config, name, kept, counts, limits_of_pass, skipped)
     return kept, [piece for record in kept for piece in pieces[id(record)]]
 
 
 def _cut(demonstration: Demonstration, most: int, option: str, form: str | None) -> list[Demonstration]:
-    """Returns a demonstration in pieces of at most `most` tokens; unchanged if it fits or is not to be cut.
+    """Returns a demonstration in pieces of at most `most` tokens, or unchanged if it fits or may not be cut.
 
     Args:
-        how: the value of data.overlong_prompts.
+        option: the value of data.overlong_prompts.
+        form: the form of the record; only the form `text` can be split.
     """
     if len(demonstration.tokens) <= most:
         return [demonstration]
@@ -306,7 +311,7 @@ def _check_stages(config: RunConfig, shortest: int) -> None:
 
 
 _Counts = Mapping[int, tuple[int, int]]
-"""id of a record -> tokens of its prompt, and of its answer (or the most tokens that may be sampled)."""
+"""id() of a record -> the number of tokens of its prompt, and of its answer or (if sampled) of the longest response."""
 
 
 def _longest(records: Sequence[Record], counts: _Counts) -> int:
@@ -314,7 +319,7 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 
 
 def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Sequence[Record]) -> _Counts:
-    """Counts the tokens of prompts, and returns them with the most tokens that may be sampled."""
+    """Returns the counts of records whose responses are sampled."""
     records = [*train, *evaluated]
     with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
         timeout_s = config.cluster.call_timeout_s
@@ -351,7 +356,7 @@ def _limits(config: RunConfig) -> list[_Limit]:
 
 
 def _limits_of_heldout(config: RunConfig) -> list[_Limit]:
-    """Returns the limits on held-out samples; they are not packed, but an episode is never longer than a pack."""
+    """Returns the limits on held-out samples, which are not packed; but an episode is never longer than a pack."""
     if config.rollout.environment is not None:
         return _limits(config)
     limits = [limit for limit in _limits(config) if not limit.is_of_packs]
@@ -379,7 +384,7 @@ def _short_enough(
     limits: Sequence[_Limit],
     skipped: list[Skipped],
 ) -> list[Record]:
-    """Returns the records within all limits; refuses the others, or adds them to `skipped`."""
+    """Returns the records within all limits; refuses the other records, or adds them to `skipped`."""
     kept: list[Record] = []
     too_long: list[tuple[Record, str, str]] = []
     setting = config.sampling(evaluates=name != "data.train").length_setting
@@ -416,10 +421,11 @@ def _short_enough(
 def _fault(
     config: RunConfig, prompt: int, response: int, limits: Sequence[_Limit], setting: str
 ) -> tuple[str, str] | None:
-    """Returns why a record is too long and how to allow it; None if it is not.
+    """Returns why a record is too long and a hint how to allow it; None if it is not too long.
 
     Args:
-        setting: the setting that bounds the length of a response.
+        prompt, response: numbers of tokens.
+        setting: the setting that limits the length of a response.
     """
     longest = config.data.max_prompt_tokens
     if longest is not None and prompt > longest:

@@ -23,12 +23,12 @@ def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
 class PromptStream:
     """An endless stream of records: each once per epoch, in an order that depends only on the seed and the epoch.
 
-    The order of epoch e is a permutation by numpy's Philox generator with the key (seed, e), so that a position is two
-    numbers and needs no generator state.
+    The order of epoch e is a permutation by numpy's Philox generator with the key (seed, e). So a position in the
+    stream is the epoch and an offset, without a generator state.
 
     Args:
-        digest: identifies the records for a resumed run; None: it is computed from the records.
-        lengths: tokens of each record's prompt, for `take` with a limit.
+        digest: identifies the records for a resumed run; None means that it is computed from the records.
+        lengths: the number of tokens of each record's prompt, for `take` with a limit.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class PromptStream:
         self._start_epoch(0)
 
     def take(self, count: int, max_tokens: int | None = None) -> list[Any]:
-        """Returns the next `count` records; begins the next epoch when one ends.
+        """Returns the next `count` records; begins the next epoch when all records were taken or skipped.
 
         Args:
-            max_tokens: longer prompts are skipped until the next epoch.
+            max_tokens: limit on the tokens of a prompt; records with longer prompts are skipped.
         """
         assert max_tokens is None or (self._lengths and min(self._lengths) <= max_tokens), "none would ever be taken"
         taken: list[Any] = []
@@ -76,10 +76,10 @@ class PromptStream:
         """Continues from a `state()` of a stream with the same records and seed.
 
         Args:
-            allow_changed: if the records differ, the next epoch begins; otherwise that is an error.
+            allow_changed: whether the records may differ; if they do, the next epoch begins.
 
         Raises:
-            CheckpointError: the state is invalid, or of another seed or other records.
+            CheckpointError: the state is invalid, or of another seed, or of other records without `allow_changed`.
         """
         keys = ("seed", "records", "epoch", "offset")
         numbers = [state.get(key) for key in keys] if isinstance(state, dict) else [None]

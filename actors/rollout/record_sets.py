@@ -1,6 +1,6 @@
-"""Counts the prompts of each set of records that a run reads, and those that are in another set, too.
+"""Counts the prompts of each set of records that a run reads, and the prompts that two sets share.
 
-Training on held-out prompts makes an evaluation say little. Shared prompts are reported but not refused, since a user
+An evaluation on prompts that were trained on shows little. Shared prompts are reported but not refused, since a user
 may want the same question in two sets. Only equal texts are found, not paraphrases.
 """
 
@@ -20,19 +20,19 @@ _Prompt = str | tuple[str]
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The prompts that a set shares with another one."""
+    """Counts the prompts that a set shares with another set."""
 
     field: str  # the setting of the other set
-    prompts: int
+    prompts: int  # number of shared prompts
     first: str  # the place of the first shared prompt
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSet:
-    """The set of records that one setting of `data` names.
+    """Describes the set of records that one setting of `data` names.
 
     Args:
-        shared: the prompts that it shares with each set before it.
+        shared: the prompts that the set shares with each earlier set.
     """
 
     field: str
@@ -48,7 +48,7 @@ class RecordSet:
 def record_sets(
     data: DataSettings, heldout: Mapping[str, Sequence[Record]], train: Sequence[Record] | None = None
 ) -> list[RecordSet]:
-    """Returns data.train, if it is given, and the held-out sets; each is compared with those before it."""
+    """Returns data.train, if it is given, and the held-out sets; each set is compared with all earlier sets."""
     named = {} if train is None else {"data.train": train}
     named |= {heldout_field(name): records for name, records in heldout.items()}
     sets: list[RecordSet] = []
@@ -76,6 +76,6 @@ def warn_of_shared_prompts(sets: Iterable[RecordSet]) -> None:
 
 
 def _hashable(record: Record) -> _Prompt:
-    """Returns a record's prompt, chat or text for comparison; a chat as JSON in a tuple, so that no text equals it."""
+    """Returns a record's prompt, chat or text as a hashable value; a chat is JSON in a tuple, which equals no text."""
     prompt = next(record[key] for key in ("prompt", "messages", "text") if key in record)
     return prompt if isinstance(prompt, str) else (json.dumps(prompt, sort_keys=True),)

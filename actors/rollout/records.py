@@ -8,8 +8,8 @@ With rollouts a record has a `prompt`, a text or a list of chat messages. Demons
     {"prompt": [{"role": "user", ..}], "chosen": [{"role": "assistant", ..}], "rejected": [{"role": "assistant", ..}]}
     {"chosen": [{"role": "user", ..}, {"role": "assistant", ..}], "rejected": [{"role": "user", ..}, ..]}
 
-In the last form both are whole conversations, and their common messages are the prompt. Two whole texts likewise share
-their beginning. A pair of any form has the keys `prompt`, `chosen` and `rejected` once it is read.
+In the last form both are whole conversations, and their common messages are the prompt. If both are whole texts, their
+common beginning is the prompt. Whatever its form, a pair that was read has the keys `prompt`, `chosen` and `rejected`.
 
 Importing this module imports neither torch nor transformers, so that the command line can check data files quickly.
 """
@@ -43,7 +43,7 @@ _PAIR_FORMS = (
 
 
 class Record(dict[str, Any]):
-    """The JSON object of a line, or the row of a data set; `place` is its position: file:line or `id[split] row n`."""
+    """The JSON object of a line or the row of a data set, with its `place`: `file:line` or `id[split] row n`."""
 
     def __init__(self, fields: Mapping[str, Any], place: str) -> None:
         super().__init__(fields)
@@ -51,7 +51,7 @@ class Record(dict[str, Any]):
 
 
 def place_of(record: Mapping[str, Any]) -> str:
-    """Returns the place of a record for an error message; its prompt if it comes from no file."""
+    """Returns the place of a record for an error message, or its prompt if the record is not from a file."""
     return record.place if isinstance(record, Record) else f"the prompt {record.get('prompt')!r:.100}"
 
 
@@ -62,15 +62,15 @@ def read_records(data: DataSettings, name: str) -> list[Record]:
         name: train, heldout, or heldout.NAME if there are several held-out sets.
 
     Raises:
-        ConfigError: as in `actors.rollout.data_sets.read_rows`, or a record has no usable prompt; the message names its
-            place.
+        ConfigError: as in `actors.rollout.data_sets.read_rows`, or a record has no usable prompt; the message names the
+            record's place.
         ResourceError: the disk is full.
     """
     return _read(data, name, (data.prompt_key,), _with_prompt)
 
 
 def read_demonstrations(data: DataSettings, name: str) -> list[Record]:
-    """Reads the demonstrations that a setting of `data` names, in their order; arguments and errors are those above."""
+    """Reads the demonstrations that a setting of `data` names; arguments and errors are those of `read_records`."""
     chats = ("prompt", "completion", "messages", "conversations", "tools", data.prompt_key)
     return _read(data, name, chats, _demonstration_of)
 
@@ -119,7 +119,7 @@ def _with_prompt(row: dict[str, Any], data: DataSettings, place: str, field: str
 
 
 def _with_columns(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
-    """Returns the row with `prompt` and `answer` taken from the columns or the template that the settings name."""
+    """Returns the row with `prompt` and `answer` from the columns, or the template, that the settings name."""
     columns = {"prompt": data.prompt_key, "answer": data.answer_column}
     columns = {name: column for name, column in columns.items() if column != name}
     for name, column in columns.items():
@@ -138,7 +138,7 @@ def _with_columns(row: dict[str, Any], data: DataSettings, place: str, field: st
 
 
 def _prompt_of_template(template: str, row: Mapping[str, Any], place: str, field: str) -> str:
-    """Returns the prompt that the template in data.prompt_column makes of a row, without trailing space."""
+    """Returns the template of data.prompt_column filled with the columns of a row, without trailing space."""
     parts = []
     for text, column, _, _ in string.Formatter().parse(template):
         value = row.get(column) if column else None
@@ -166,7 +166,7 @@ def prompt_fault(prompt: Any) -> str | None:
         if not isinstance(role, str) or not role.strip() or "content" not in message:
             return f"has no chat message at index {index}"
         content = message["content"]
-        if content is None and "tool_calls" in message:  # tool calls stand in for words
+        if content is None and "tool_calls" in message:  # a message with tool calls needs no text
             continue
         if not isinstance(content, str):
             return f"has a {type(content).__name__} for the content of message {index}"
@@ -183,10 +183,10 @@ def text_fault(text: str) -> str | None:
 
 
 def check_answers(records: Sequence[Record], *, field: str) -> None:
-    """Checks that each record has an `answer`, a text or a number, as supervised training and some rewards need.
+    """Checks that each record has an `answer`, a text or a number, which some rewards need.
 
     Raises:
-        ConfigError: naming the place of the first record without one.
+        ConfigError: a record has no such answer; the message names the place of the first.
     """
     for record in records:
         if fault := answer_fault(record.get("answer")):
@@ -206,7 +206,7 @@ def answer_fault(answer: Any) -> str | None:
 
 
 def form_of(record: Mapping[str, Any]) -> str | None:
-    """Returns the name of a demonstration's form: answer, completion, messages or text; None if it has none of them."""
+    """Returns the name of a demonstration's form (answer, completion, messages or text), or None if it has no form."""
     if "prompt" in record:
         for key in ("answer", "completion"):
             if key in record:
@@ -241,7 +241,7 @@ def _chat_message(turn: Any, place: str, field: str) -> dict[str, Any]:
 
 
 def _faults(record: Mapping[str, Any], form: str) -> list[tuple[str, str | None]]:
-    """Returns the fault of each value of a record by its key; None if it has none."""
+    """Returns (key, fault) of each value of a record that its form has; the fault is None if the value is valid."""
     if form == "text":
         text = record["text"]
         is_text = isinstance(text, str) and bool(text.strip())
@@ -306,10 +306,10 @@ def _response_fault(row: Mapping[str, Any], responses: Mapping[str, Any]) -> str
 
 
 def _parted(prompt: str | None, responses: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Splits two whole conversations into their common beginning and the rest of each, which is never empty.
+    """Splits two whole conversations into their common beginning and the rest of each conversation.
 
-    Texts are split before the space of the first word that differs, since tokenizers join a space with the word after
-    it. Texts that share no space, as in languages without spaces, are split where they differ.
+    No rest is empty. Texts are split before the space of the first word that differs, since tokenizers join a space
+    with the word after it. Texts whose common beginning has no space are split at the first different character.
     """
     chosen, rejected = responses["chosen"], responses["rejected"]
     most = max(0, min(len(chosen), len(rejected)) - 1)

@@ -2,11 +2,11 @@
 
 A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async; it may also return
 only the reward, as a number. `record` is the prompt's JSONL object. `response` is the sampled text, decoded with
-`skip_special_tokens=True` and stripped, so that end tokens and padding never take part in a comparison. `finished` is
-False if the response was cut before an end token. Every other key that it returns is logged as a metric.
+`skip_special_tokens=True` and stripped. `finished` is False if the response was cut before an end token. All other keys
+of the returned dictionary are logged as metrics.
 
-If the name is a URL, each response is posted there as `{"record": ..., "response": ..., "finished": ...}`; the answer
-is the value of a reward function as JSON.
+If the name is a URL, each response is posted there as `{"record": ..., "response": ..., "finished": ...}`; the server
+answers with the return value of a reward function as JSON.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from slimefsdp.errors import BatchError, ConfigError, short_repr
 
 Scores = dict[str, float]
 
-# our functions that compare with a record's `answer`; a start checks that every record has one
+# our functions, which read a record's `answer`; at the start of a run every record is checked for it
 READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy or starting
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is repeated
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # pauses before a request is repeated
 
 
 def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> Callable[..., Any]:
@@ -63,7 +63,7 @@ def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1)
 
 
 def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> type[Environment]:
-    """Returns an environment of one turn whose answer is what the reward function returns for its response.
+    """Returns an environment of one turn, which answers a response with the reward function's return value.
 
     Args:
         timeout_s, concurrency: as in `load_reward`.
@@ -90,10 +90,10 @@ def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: i
 
 
 def reward_result(value: Any) -> StepResult:
-    """Returns what a reward function returned as the only answer of an episode.
+    """Converts the return value of a reward function to the only result of an episode.
 
     Raises:
-        EnvironmentFault: it is neither a finite number nor a dictionary of finite numbers with `reward`.
+        EnvironmentFault: the value is neither a finite number nor a dictionary of finite numbers with `reward`.
     """
     if not isinstance(value, dict) and (number := finite_number(value)) is not None:
         return StepResult(None, number, True)
@@ -105,10 +105,10 @@ def reward_result(value: Any) -> StepResult:
 
 
 def _refuse_form_of_verl(function: Callable[..., Any], name: str) -> None:
-    """Refuses a function with verl's argument names: it could be called, but would misread its arguments."""
+    """Refuses a function with verl's argument names, since it could be called but would misread its arguments."""
     try:
         parameters = inspect.signature(function).parameters
-    except (ValueError, TypeError):  # some builtins have none
+    except (ValueError, TypeError):  # some builtins have no signature
         return
     if {"solution_str", "ground_truth"} & parameters.keys():
         called = name.rpartition(":")[2]
@@ -122,7 +122,7 @@ def _refuse_form_of_verl(function: Callable[..., Any], name: str) -> None:
 
 
 def is_url(name: str) -> bool:
-    """Returns whether the name is a URL, which is called over HTTP."""
+    """Returns whether the name is a URL, not `module:function`."""
     return name.startswith(("http://", "https://"))
 
 
@@ -130,10 +130,10 @@ def _poster(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
     """Returns a reward function that posts to a URL, and retries for up to `timeout_s` while the server is busy."""
     import httpx
 
-    clients: list[httpx.AsyncClient] = []  # made at the first request, since it belongs to the event loop
+    clients: list[httpx.AsyncClient] = []  # one client, constructed at the first request, in the event loop
 
     async def post(record: Mapping[str, Any], response: str, finished: bool) -> Any:
-        if not clients:  # it ignores proxies of the environment, and .netrc
+        if not clients:  # with trust_env=False it ignores the environment's proxies, and .netrc
             limits = httpx.Limits(max_connections=concurrency)
             clients.append(httpx.AsyncClient(trust_env=False, limits=limits, timeout=None))
         body: Any = {"record": dict(record), "response": response, "finished": finished}
@@ -147,7 +147,7 @@ def _poster(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
             except httpx.TransportError:
                 if is_last:
                     raise
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # spreads the requests of a step
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # random, to spread the requests of a step
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     return post
@@ -166,7 +166,7 @@ def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Sco
 def final_number(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
     """Rewards a finished response whose last number equals the last number of the `answer` with 1, any other with 0.
 
-    It suits answers such as `42`, `1,234.5` or a worked solution that ends with `#### 42`, as in GSM8K.
+    The answer may be, for example, `42`, `1,234.5` or a solution that ends with `#### 42`, as in GSM8K.
 
     Raises:
         BatchError: the record has no `answer`, or one without a number.
@@ -187,10 +187,10 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Returns half the reward for an exact `answer`, and half for the share of correct positions; 0 if unfinished.
+    """Rewards an exact `answer` with 0.5 and the share of correct positions with up to 0.5; 0 if unfinished.
 
-    The share is of the longer of the two texts, so that neither padding nor cutting a response raises it. The score
-    `exact` is 1 for a finished response that equals the answer, else 0.
+    The share is relative to the longer of response and answer, so that neither padding nor cutting a response raises
+    it. The score `exact` is 1 for a finished response that equals the answer, otherwise 0.
 
     Raises:
         BatchError: the record has no `answer`.

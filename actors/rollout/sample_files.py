@@ -1,7 +1,7 @@
-"""Writes responses as text to be read: files for a step and for an evaluation, and one line for the terminal.
+"""Writes responses as readable text: files for a step and for an evaluation, and one line for the terminal.
 
-The texts of models and environments are untrusted. Control characters are escaped, so that no text acts on a terminal.
-The middle of a long text is cut out. Texts are indented, so that no line of them looks like a heading.
+The texts of models and environments are untrusted, so their control characters are escaped. The middle of a long text
+is cut out. Texts are indented, so that none of their lines looks like a heading.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from actors.rollout.records import Record, place_of
 from slimefsdp.errors import printable
 from slimefsdp.io.files import io_reported, write_synced
 
-_SHOWN_GROUPS = 50  # groups of an evaluation in the text file
-_SHOWN_RESPONSES = 8  # responses of a group in a text: those with the lowest and highest rewards
-_MOST_OF_VALUE = 2000  # characters of a value of a record, which is repeated for each of its responses
-_MOST_OF_TEXT = 4000  # characters of a prompt or a response
+_SHOWN_GROUPS = 50  # limit on the groups of an evaluation in its text file
+_SHOWN_RESPONSES = 8  # limit on the responses of a group in a text: those with the lowest and highest rewards
+_MOST_OF_VALUE = 2000  # limit on the characters of a record's value, which is repeated for each response
+_MOST_OF_TEXT = 4000  # limit on the characters of a prompt or a response in a file
 _INDENT = "  "
-_MOST_OF_EXAMPLE = 80  # characters of a prompt or a response in a line for a terminal
+_MOST_OF_EXAMPLE = 80  # limit on the characters of a prompt or a response in a line for the terminal
 
 
 def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
@@ -42,12 +42,10 @@ def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequen
 
 
 def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, Sequence[ScoredSample], str]]) -> None:
-    """Writes the text of groups of a training step.
-
-    If the folder cannot be written, it only warns, since looking at a run must not end it.
+    """Writes the text of groups of a training step; only warns if the folder cannot be written.
 
     Args:
-        groups: (record, responses, reason why the group is not trained on, or "").
+        groups: (record, responses, reason for which the group is not trained on, or "") of each group.
     """
     text = "\n".join(_group_text(record, samples, why_left_out) for record, samples, why_left_out in groups)
     try:
@@ -61,9 +59,9 @@ def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, S
 def example_line(step: int, record: Record, scored: ScoredSample) -> str:
     """Returns a response to a held-out prompt as one line for the terminal."""
     prompt = record["prompt"]
-    words = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     prompt, response = (
-        printable(_shortened(text.strip(), _MOST_OF_EXAMPLE), kept="") for text in (words, scored.sample.text)
+        printable(_shortened(text.strip(), _MOST_OF_EXAMPLE), kept="") for text in (question, scored.sample.text)
     )
     return f"step {step}, a held-out sample: {prompt} -> {response} ({_scores_text(scored)})"
 
@@ -111,7 +109,7 @@ def _row(record: Record, scored: ScoredSample) -> dict[str, Any]:
 
 
 def _bounded(value: Any) -> Any:
-    """Returns a value of a record; of a long one, the beginning of its JSON."""
+    """Returns a value of a record, or the beginning of its JSON if it is long."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
 

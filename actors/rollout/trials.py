@@ -1,7 +1,7 @@
-"""Tries the user's code in side processes before anything else starts, since it may hang or end its process.
+"""Tries the user's code in side processes before anything else starts, since the code may hang or end its process.
 
-Its modules are imported; then an environment begins an episode of the first record of each file, or a reward function
-scores one response. Ray is not imported, and torch only if the user's module or the tokenizer imports it.
+The code's modules are imported. Then an environment begins an episode of the first record of each file, or a reward
+function scores one response. Ray is not imported, and torch only if the user's module or the tokenizer imports it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from slimefsdp.config.callables import imported
 from slimefsdp.errors import ConfigError, SlimeError
 
 _OURS = ("actors", "slimefsdp")
-_USUAL_S = 60.0  # the deadline of imports, unless cluster.launch_timeout_s is shorter or more than five times as long
+_USUAL_S = 60.0  # usual limit on imports; see `try_imports`
 
 
 def try_imports(functions: Mapping[str, str], launch_timeout_s: float) -> None:
     """Imports the modules of `module:function` names, except our own and those that are imported already.
 
-    Exceptions of the imports are ignored: they are reported when the modules are imported for use.
+    Exceptions of the imports are ignored, since they are reported when the modules are imported for use.
 
     Args:
-        functions: the names by the setting that has them; other names, such as URLs, are skipped.
-        launch_timeout_s: all imports together have 60 s or a fifth of this, whichever is longer, but at most this.
+        functions: setting -> the name that it has; other names, such as URLs, are skipped.
+        launch_timeout_s: cluster.launch_timeout_s. All imports together may take 60 s or a fifth of it, whichever is
+            longer, but at most all of it.
 
     Raises:
         ConfigError: an import did not return in time, or ended its process.
@@ -75,7 +76,7 @@ def try_environment(config: RunConfig, prompts: Prompts) -> None:
     Does nothing without an environment, or on another cluster, whose nodes alone may have what the environment needs.
 
     Raises:
-        ConfigError: the environment raised, did not return in time, ended its process, or returned something that the
+        ConfigError: the environment raised, did not return in time, ended its process, or returned a value that the
             tokenizer cannot encode as a prompt; the message names the record.
     """
     name = config.rollout.environment
@@ -89,13 +90,13 @@ def try_environment(config: RunConfig, prompts: Prompts) -> None:
 
 
 def try_reward(config: RunConfig, prompts: Prompts) -> None:
-    """Has the reward function score one response to the first record: its answer, or an empty text if it has none.
+    """Has the reward function score one response to the first record: the record's answer, or an empty text.
 
     Does nothing for a function of this project, a URL, rollout.reward_failure=skip (a failure only leaves out a group),
     a function that the driver itself calls, or on another cluster.
 
     Raises:
-        ConfigError: the function raised, did not return in time, ended its process, or returned something that is not a
+        ConfigError: the function raised, did not return in time, ended its process, or returned a value that is not a
             reward.
     """
     settings = config.rollout
@@ -141,13 +142,15 @@ def _try_here(code: UserCode, calls: Sequence[EpisodeCall], model_path: str, tem
 
 
 def try_calls(code: UserCode, calls: Sequence[EpisodeCall], encode: Callable[[Any], object]) -> None:
-    """Runs the calls in this process, a side process that a call may end late, and encodes the prompts they return.
+    """Runs the calls in this process, and encodes the prompts that they return.
+
+    This must be a side process: a call that takes too long has it answer with the error and end.
 
     Args:
         encode: turns a prompt into tokens.
 
     Raises:
-        ConfigError: as in `try_environment` and `try_reward`, except for the ends of the process.
+        ConfigError: as in `try_environment` and `try_reward`, except that the caller reports the end of the process.
     """
     host = CodeHost(code)
     for call in calls:

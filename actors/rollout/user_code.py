@@ -36,13 +36,13 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
 
-# Plain code answers calls one after another until this many seconds have passed; then the host returns what it has.
-# Short enough for all processes to end a step together, long enough that cheap code does not need a message per call.
+# After this many seconds of answering calls with plain code, the host returns the answers so far. It is short, so that
+# all processes end a step at about the same time, but long enough for many calls of cheap code.
 TURN_S = 0.2
-_CLOSE_S = 10.0  # the most seconds that close() may take
+_CLOSE_S = 10.0  # limit on the time of close()
 
 EpisodeKey = tuple[int, int, int]
-"""The driver's call that the episode belongs to, the index of its record in that call, and its number in the group."""
+"""(number of the driver's call of `EpisodeRunner.run`, index of the record in that call, number in the group)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class EpisodeCall:
     key: EpisodeKey
     record: Mapping[str, Any]
     seed: int
-    responses: tuple[tuple[str, bool], ...]  # the texts so far, and whether each ended by itself
-    digests: tuple[str, ...] = ()  # digests of the answers so far: to the prompt request and all responses but the last
-    is_last: bool = False  # whether the episode ends after this answer in any case
+    responses: tuple[tuple[str, bool], ...]  # the texts so far, and whether each is finished (not cut)
+    digests: tuple[str, ...] = ()  # of the answers so far: to the request for the prompt and all earlier responses
+    is_last: bool = False  # whether the episode ends after this answer, whatever the environment returns
 
     @property
     def turn(self) -> int:
@@ -64,7 +64,7 @@ class EpisodeCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An environment's answer: a `prompt` at the beginning of an episode, a `result` after each response."""
+    """The answer of an environment: the `prompt` at the beginning of an episode, or the `result` of a response."""
 
     digest: str
     prompt: Prompt | None = None
@@ -73,14 +73,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """Names the environment or the reward function of a run, and says how it is run.
+    """Holds the settings of a run's environment or reward function.
 
     Args:
         field: the setting that names the code.
         arguments: keyword arguments of the environment's class.
-        workers: number of processes that run the code; 0: the driver runs it itself.
-        timeout_s: seconds for each answer.
-        concurrency: answers that one process works on at once if the code is asynchronous.
+        workers: number of processes that run the code; with 0, the driver runs the code itself.
+        timeout_s: limit on the time of each answer.
+        concurrency: limit on the number of calls that one process answers at once if the code is asynchronous.
     """
 
     field: Literal["rollout.environment", "rollout.reward"]
@@ -118,14 +118,15 @@ class UserCode:
     def load(self) -> type[Environment]:
         """Imports the code and returns the environment's class; for a reward function, a class that calls it.
 
-        ConfigError: as in `load_environment` and `load_reward`.
+        Raises:
+            ConfigError: as in `load_environment` and `actors.rollout.rewards.load_reward`.
         """
         if self.is_reward:
             return reward_environment(self.name, timeout_s=self.timeout_s, concurrency=self.concurrency)
         return load_environment(self.name, self.arguments)
 
     def close_s(self, environment: type[Environment]) -> float:
-        """Returns the limit in seconds on `close`, which runs before an episode's last answer is returned."""
+        """Returns the limit on the time of `close`, which runs before the last answer of an episode is returned."""
         return 0.0 if environment.close is Environment.close else min(self.timeout_s, _CLOSE_S)
 
     def failure(self, problem: str, call: EpisodeCall, turn: int, hint: str | None = None) -> BatchError:
@@ -139,17 +140,19 @@ class UserCode:
         return BatchError(f"{problem} {where} {place_of(call.record)}", field=self.field, hint=hint or self.correct_it)
 
     def overdue(self, call: EpisodeCall, turn: int, what: str = "") -> BatchError:
-        """Returns the error of a call that did not return in time."""
+        """Returns the error of a call that did not return in time; `what` follows the code's name in the text."""
         problem = f"{self.name}{what} did not return within {self.timeout_s:g} s"
         return self.failure(problem, call, turn, f"{self.correct_it}, or raise rollout.reward_timeout_s")
 
 
 def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
-    """Imports the code that the settings name and checks that they fit it; returns both.
+    """Imports the code that the settings name and checks the settings of its processes.
+
+    Returns:
+        The code's settings, and the environment's class.
 
     Raises:
-        ConfigError: as in `UserCode.load`; the driver is to run asynchronous code or to call a URL; a number of
-            coroutines is set for an environment without coroutines.
+        ConfigError: as in `UserCode.load`; or asynchronous code or a URL needs processes, and there are none.
     """
     code = UserCode.of(config)
     environment = code.load()
@@ -167,14 +170,14 @@ class _Episode:
     """The state of an episode in the process that runs its environment."""
 
     environment: Environment
-    responses: list[tuple[str, bool]] = field(default_factory=list)  # the responses that the environment has had
+    responses: list[tuple[str, bool]] = field(default_factory=list)  # those that the environment has answered
 
 
 class CodeHost:
     """Runs the user's code in this process.
 
-    Asynchronous code runs in one event loop for the life of the host, since clients that a module holds belong to the
-    loop in which they were first used. Plain code runs outside of any loop, so that it may start a loop itself.
+    All asynchronous code runs in the same event loop, since a module's HTTP clients belong to the loop in which they
+    were first used. Plain code runs outside of any loop, so that it may start a loop itself.
     """
 
     def __init__(self, code: UserCode) -> None:
@@ -185,7 +188,7 @@ class CodeHost:
         self._episodes: dict[EpisodeKey, _Episode] = {}
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
-        """Answers the first calls: as many as fit into a turn, or all if the code is asynchronous."""
+        """Returns the answers to the first calls: all if the code is asynchronous, otherwise those within `TURN_S`."""
         if self._is_async:
             return self._runner.run(self._all_at_once(calls))
         outcomes: list[Answer | SlimeError] = []
@@ -197,7 +200,7 @@ class CodeHost:
         return outcomes
 
     def forget(self, number: int) -> None:
-        """Closes the environments that remain of one call of the driver."""
+        """Closes the environments that are left of the driver's call of this number."""
         for key in [key for key in self._episodes if key[0] == number]:
             closing = self._close(key)
             self._runner.run(closing) if self._is_async else _run_plain(closing)
@@ -205,7 +208,7 @@ class CodeHost:
     async def _all_at_once(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
         last: dict[EpisodeKey, asyncio.Task[Answer | SlimeError]] = {}
         tasks = []
-        for call in calls:  # a response that was drawn again has a second call, which has to follow the first
+        for call in calls:  # a response that was drawn again has a second call, which must follow the first
             task = asyncio.create_task(self._outcome(call, after=last.get(call.key)))
             last[call.key] = task
             tasks.append(task)
@@ -224,11 +227,11 @@ class CodeHost:
         return answer
 
     async def _answer(self, call: EpisodeCall) -> Answer:
-        """Returns the answer to the last response, after running all turns that this process has not seen.
+        """Returns the answer to the last response, after running all turns that this process has not run.
 
         Raises:
-            BatchError: the code raised, did not return in time or returned something unusable; or the environment was
-                made again and its answers differ from those before.
+            BatchError: the code raised, did not return in time or returned an unusable value; or the episode was
+                repeated in this process, and an answer differs from the first time.
         """
         episode = self._episodes.get(call.key)
         if episode is None or list(call.responses[:-1]) != episode.responses:
@@ -245,10 +248,10 @@ class CodeHost:
             answer = self._checked(call, turn, functools.partial(_answer_of_result, result, self._code.is_reward))
         return answer
 
-    def _checked(self, call: EpisodeCall, turn: int, make: Callable[[], Answer]) -> Answer:
-        """Makes the answer; checks that it is valid, and equal to an earlier answer to the same turn."""
+    def _checked(self, call: EpisodeCall, turn: int, convert: Callable[[], Answer]) -> Answer:
+        """Returns the result of `convert`, after checking that it equals an earlier answer to the same turn."""
         try:
-            answer = make()
+            answer = convert()
         except EnvironmentFault as fault:
             raise self._code.failure(f"{self._code.name} returned {fault}", call, turn, fault.hint) from None
         if turn < len(call.digests) and answer.digest != call.digests[turn]:
@@ -261,7 +264,10 @@ class CodeHost:
     async def _returned(
         self, call: EpisodeCall, turn: int, function: Callable[..., Any], *args: Any, **named: Any
     ) -> Any:
-        """Calls a function of the user's code and returns its value; only asynchronous code has a deadline here."""
+        """Calls a function of the user's code and returns its value.
+
+        Only asynchronous code has a deadline here; the driver ends a process whose plain code takes too long.
+        """
         code = self._code
         deadline = _deadline(code.timeout_s) if self._is_async else None
         try:
@@ -285,7 +291,7 @@ class CodeHost:
         return await value if self._is_async else self._runner.run(_coroutine_of(value))
 
     async def _close(self, key: EpisodeKey) -> None:
-        """Closes an environment; errors are only printed, since nothing depends on it."""
+        """Closes an environment; errors are only printed, since the episode has ended."""
         episode = self._episodes.pop(key, None)
         if episode is None:
             return
@@ -298,7 +304,7 @@ class CodeHost:
             print(failure_of(self._code.name, error), file=sys.stderr, flush=True)
 
     def _is_cancelled(self, error: BaseException) -> bool:
-        """Returns whether the host's own task was cancelled, not something that the user's code awaited."""
+        """Returns whether the error cancels the host's own task, and not a task that the user's code awaits."""
         if not (self._is_async and isinstance(error, asyncio.CancelledError)):
             return False
         task = asyncio.current_task()
@@ -306,7 +312,7 @@ class CodeHost:
 
 
 def _run_plain(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine that awaits nothing, without an event loop."""
+    """Runs a coroutine that never suspends, without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as end:

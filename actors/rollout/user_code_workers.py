@@ -1,7 +1,7 @@
-"""Runs the user's code in processes with a deadline for each call: one that hangs or ends costs only its own call.
+"""Runs the user's code in processes with a deadline for each call; a process that hangs or ends fails only one call.
 
-A call contains all responses of its episode so far. It goes to the process that has the episode's environment; if that
-process was lost, another one makes the environment again and repeats the episode.
+A call contains all responses of its episode so far. It goes to the process that has the episode's environment. If that
+process was lost, another process constructs the environment again and repeats the episode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class UserCodeWorker:
 
     def __init__(self, code: UserCode, search_path: Sequence[str]) -> None:
         sys.path += [folder for folder in search_path if folder not in sys.path]
-        # a member, not a base class: Ray would make an asynchronous actor of a class with coroutines
+        # a member, not a base class: Ray makes asynchronous actors of classes with coroutines
         self._host = CodeHost(code)
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
@@ -64,7 +64,7 @@ class _Queued:
 
     call: EpisodeCall
     outcome: Answer | SlimeError | None = None
-    is_alone: bool = False  # it is run without others, since a process was lost with it and others
+    is_alone: bool = False  # whether to run it without other calls, since it may have ended a process
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class _Worker:
     """The driver's record of one process."""
 
     actor: Any
-    ref: Any  # the process's start or its running calls; None if it is idle
-    waiting: deque[_Queued] = field(default_factory=deque)  # calls that only this process is to run
+    ref: Any  # reference to the process's start or to its running calls; None if the process is idle
+    waiting: deque[_Queued] = field(default_factory=deque)  # calls that only this process may run
     running: list[_Queued] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
@@ -82,11 +82,11 @@ class UserCodeWorkers:
     """Runs the user's code in processes, which are replaced if they hang or end, or in the driver itself.
 
     Args:
-        config: names the environment or the reward function; the driver runs it if `rollout.reward_workers` is 0.
-        in_driver: the driver runs the code whatever the settings say.
+        config: names the environment or the reward function; with rollout.reward_workers=0, the driver runs the code.
+        in_driver: whether the driver runs the code, whatever rollout.reward_workers is.
 
     Raises:
-        ConfigError: as in `checked_code`; it is raised here, so that a wrong name is one error, not one per process.
+        ConfigError: as in `checked_code`, so that a wrong name is one error instead of one for each process.
     """
 
     def __init__(self, config: RunConfig, *, in_driver: bool = False) -> None:
@@ -94,9 +94,9 @@ class UserCodeWorkers:
         self._launch_timeout_s = config.cluster.launch_timeout_s
         self._calls_at_once = self.code.concurrency if is_async(environment) else None
         self._more_s = self.code.close_s(environment) + TURN_S + _LATE_S
-        self._kept_by: dict[EpisodeKey, Any] = {}  # the process that answered last in an episode, and has its state
-        self._waiting: deque[_Queued] = deque()  # calls that any process can run
-        self._lock = threading.Lock()  # guards all of these
+        self._kept_by: dict[EpisodeKey, Any] = {}  # episode -> the actor that answered last, and has its environment
+        self._waiting: deque[_Queued] = deque()  # calls that any process may run
+        self._lock = threading.Lock()  # guards the queues, the workers and `_kept_by`
         count = 0 if in_driver else self.code.workers
         self._host = None if count else CodeHost(self.code)
         self._workers = [_Worker(*self._started()) for _ in range(count)]
@@ -121,18 +121,18 @@ class UserCodeWorkers:
         return workers
 
     def pending(self) -> PendingCalls:
-        """Returns an object to which calls are added one by one; processes run the first while others are being added.
+        """Returns an object to which calls are added one by one; processes run calls while others are being added.
 
         A process that ends or does not return in time is replaced. The calls that it was running are then run one by
         one, so that the error names the call at fault.
 
         Raises:
-            ResourceError: (by the methods of the object) a replacement did not come up, or Ray is gone.
+            ResourceError: from the object's methods, if a replacement did not start, or the Ray cluster is gone.
         """
         return PendingCalls(self)
 
     def forget(self, number: int) -> None:
-        """Drops what waits of one call of the driver, and has the processes close the environments that remain."""
+        """Drops the waiting calls of the driver's call of this number, and has processes close its environments."""
         with self._lock:  # other episodes may be running on another thread
             for waiting in (self._waiting, *(worker.waiting for worker in self._workers)):
                 kept = [queued for queued in waiting if queued.call.key[0] != number]
@@ -143,19 +143,19 @@ class UserCodeWorkers:
             return
         if self._host is not None:
             self._host.forget(number)
-        with suppress(Exception):  # if Ray is gone, the next wait for an answer reports it
+        with suppress(Exception):  # if the Ray cluster is gone, the next wait for an answer reports it
             for worker in self._workers:
                 worker.actor.forget.remote(number)
 
     def shutdown(self) -> None:
-        """Ends the processes; may be called more than once."""
+        """Ends the processes; idempotent."""
         end_processes([worker.actor for worker in self._workers])
         self._workers = []
 
     # ------------------------------------------------------------------ running calls
 
     def queue(self, call: EpisodeCall) -> _Queued:
-        """Queues a call, and starts it if its process is idle; this process runs its own calls in `advance` alone."""
+        """Queues a call, and starts it if a process is idle. If the driver runs the code, `advance` runs the call."""
         self._require_running()
         queued = _Queued(call)
         with self._lock:
@@ -165,12 +165,13 @@ class UserCodeWorkers:
         return queued
 
     def advance(self, wait_s: float) -> None:
-        """Starts calls, and collects outcomes, waiting up to `wait_s` seconds for one; they may be of other threads."""
+        """Starts waiting calls of any thread, and collects their outcomes; waits up to `wait_s` for the first."""
         self._require_running()
         if self._host is not None:
             with self._lock:
                 waiting = list(self._waiting)
-                for queued, outcome in zip(waiting, self._host.run([one.call for one in waiting]), strict=False):
+                outcomes = self._host.run([queued.call for queued in waiting])
+                for queued, outcome in zip(waiting, outcomes, strict=False):
                     queued.outcome = outcome
                     self._waiting.popleft()
             return
@@ -199,14 +200,14 @@ class UserCodeWorkers:
             raise StateError(problem, field="rollout.reward_workers", hint="launch others")
 
     def _queue_of(self, call: EpisodeCall) -> deque[_Queued]:
-        """Returns the queue of the process that has the episode, or of all; a reward function keeps no state."""
+        """Returns the queue of the episode's process; for a reward function, which has no state, the common queue."""
         _, index, number = call.key
         if self._host is not None or self.code.is_reward:
             return self._waiting
         return self._workers[(index + number) % len(self._workers)].waiting
 
     def _next(self, worker: _Worker) -> list[_Queued]:
-        """Returns the calls for a process to run; fewer towards the end, so that all processes stay busy."""
+        """Returns the next calls of a process; fewer as the queue gets shorter, so that all processes stay busy."""
         waiting = worker.waiting or self._waiting
         share = len(waiting) if waiting is worker.waiting else -(-len(waiting) // len(self._workers))
         if self._calls_at_once is not None:
@@ -219,7 +220,7 @@ class UserCodeWorkers:
         return calls
 
     def _take(self, worker: _Worker) -> None:
-        """Collects what a process returned; replaces the process if it ended instead."""
+        """Collects the outcomes that a process returned; replaces the process if it ended instead."""
         try:
             outcomes = ray.get(worker.ref, timeout=_GET_S)
         except RayError as error:
@@ -227,11 +228,11 @@ class UserCodeWorkers:
             if not worker.running:
                 raise self._did_not_come_up(f"({_reason_of(error)})") from error
             is_of_memory = isinstance(error, OutOfMemoryError)  # another process may have used the memory
-            ended = "lost its process, which Ray ended for want of memory on its machine,"
-            self._replace(worker, ended if is_of_memory else f"ended its process ({_reason_of(error)})")
+            by_ray = "lost its process, which Ray ended for want of memory on its machine,"
+            self._replace(worker, by_ray if is_of_memory else f"ended its process ({_reason_of(error)})")
             return
         running, worker.ref, worker.running = worker.running, None, []
-        if running:  # otherwise it has started
+        if running:  # otherwise the reference was that of the process's start
             for queued, outcome in zip(running, outcomes, strict=False):
                 queued.outcome = outcome
                 if not self.code.is_reward:
@@ -243,29 +244,29 @@ class UserCodeWorkers:
             self._queue_of(queued.call).appendleft(queued)
 
     def _allowed_s(self, worker: _Worker) -> float:
-        """Returns the seconds within which a process has to start, or to answer its calls."""
+        """Returns the limit in seconds on the start of a process, or on its running calls."""
         if not worker.running:
             return self._launch_timeout_s
         runs = max(self._most_runs(worker, queued.call) for queued in worker.running)
         return self.code.timeout_s * runs + self._more_s
 
     def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
-        """Returns how often the code runs for one call: once, or to make the object, its prompt and each turn again."""
-        is_one = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
-        return 1 if is_one else call.turn + 2
+        """Returns the most runs of the code for one call: 1, or those that construct and repeat the whole episode."""
+        has_environment = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
+        return 1 if has_environment else call.turn + 2  # the constructor, the prompt, and each turn
 
     def _started(self) -> tuple[Any, Any]:
-        """Starts a process; returns its actor, and a reference that becomes ready once the process has started."""
-        # it reserves no CPU: ranks and engines reserve theirs, and the user's code mostly waits
+        """Starts a process; returns its actor, and a reference that becomes ready when the process has started."""
+        # no CPU is reserved, since ranks and engines reserve CPUs, and the user's code mostly waits
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor: Any = ray.remote(UserCodeWorker).options(**options).remote(self.code, sys.path)
         return actor, actor.__ray_ready__.remote()
 
     def _replace(self, worker: _Worker, reason: str | None) -> None:
-        """Replaces a lost process. Its only call fails; if it had several, they are run again one by one.
+        """Replaces a lost process. If it ran a single call, the call fails; several calls are run again one by one.
 
         Args:
-            reason: how the process ended; None: it did not return in time.
+            reason: how the process ended; None means that it did not return in time.
         """
         end_processes([worker.actor])
         lost, worker.running = worker.running, []
@@ -306,7 +307,7 @@ class UserCodeWorkers:
 
 
 class PendingCalls:
-    """Calls whose outcomes are wanted together; several objects may be in use at once, on different threads."""
+    """Calls whose outcomes are collected together; several threads may each use such an object at the same time."""
 
     def __init__(self, workers: UserCodeWorkers) -> None:
         self._workers = workers
@@ -314,7 +315,7 @@ class PendingCalls:
         self._queued: list[_Queued] = []
 
     def add(self, call: EpisodeCall) -> None:
-        """Adds a call to run; does not wait for it."""
+        """Adds a call to run, without waiting for it."""
         self._queued.append(self._workers.queue(call))
         self.calls.append(call)
 
@@ -326,8 +327,8 @@ class PendingCalls:
 
 
 def _reason_of(error: RayError) -> str:
-    """Returns the line of an error that says what happened."""
-    # what the process raised is the last line, below its traceback
+    """Returns the line of an error that describes the cause."""
+    # an exception of the process is the last line, below its traceback
     if getattr(error, "actor_init_failed", False) or isinstance(error, RayTaskError):
         return str(error).strip().splitlines()[-1]
     return next(iter(str(error).splitlines()), type(error).__name__)

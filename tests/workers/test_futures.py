@@ -377,7 +377,7 @@ def test_lanes_take_turns_also_one_that_comes_later_and_each_keeps_its_order() -
         next(held for _, held in begun if not held.is_over).is_over = True
         wait_until(lambda: len(begun) > before)  # noqa: B023
     assert [name for name, _ in begun] == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "b2"]
-    assert last._begun.result() is begun[4][1]
+    assert last._started.result() is begun[4][1]
 
 
 def unbounded_waits(source: str) -> Iterator[str]:
