@@ -43,10 +43,13 @@ _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # pauses before a request is repeated
 
 
-def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> Callable[..., Any]:
+def load_reward(
+    name: str, *, timeout_s: float = math.inf, concurrency: int = 1, field: str = "rollout.reward"
+) -> Callable[..., Any]:
     """Returns the reward function `module:function`, or an async one that calls a URL.
 
     Args:
+        field: the setting that has the name, for errors.
         timeout_s: limit in seconds on all requests for one response, if the name is a URL.
         concurrency: number of requests to a URL at once.
 
@@ -57,8 +60,8 @@ def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1)
     if is_url(name):
         return _poster(name, timeout_s, concurrency)
     example, takes = "actors.rollout.rewards:exact_match", ("record", "response", "finished")
-    function = load_function(name, field="rollout.reward", example=example, takes=takes, may_be_async=True)
-    _refuse_form_of_verl(function, name)
+    function = load_function(name, field=field, example=example, takes=takes, may_be_async=True)
+    _refuse_form_of_verl(function, name, field)
     return function
 
 
@@ -104,7 +107,7 @@ def reward_result(value: Any) -> StepResult:
     return StepResult(None, scores.pop("reward"), True, scores)
 
 
-def _refuse_form_of_verl(function: Callable[..., Any], name: str) -> None:
+def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) -> None:
     """Refuses a function with verl's argument names, since it could be called but would misread its arguments."""
     try:
         parameters = inspect.signature(function).parameters
@@ -115,7 +118,7 @@ def _refuse_form_of_verl(function: Callable[..., Any], name: str) -> None:
         raise ConfigError(
             f"{name!r} takes ({', '.join(parameters)}), as verl calls a reward, and is called with (record, response, "
             "finished)",
-            field="rollout.reward",
+            field=field,
             hint=f"define it as {called}(record, response, finished); the record has the columns of its row, such as "
             "answer",
         )
