@@ -175,6 +175,21 @@ def _has_own_null(field: FieldInfo) -> bool:
     return field.default is not None and type(None) in get_args(field.annotation)
 
 
+def without_nulls(value: Any, *kinds: type[BaseModel]) -> Any:
+    """Removes the nulls of a section, so that these settings have their defaults and no rule sees them.
+
+    A setting whose null means something else than its default keeps it (critic.clip). So does a name that none of the
+    kinds has, which is an error.
+
+    Args:
+        kinds: the settings of the section, or of each kind that it can be of.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    withdrawn = {name for kind in kinds for name, field in kind.model_fields.items() if not _has_own_null(field)}
+    return {name: setting for name, setting in value.items() if setting is not None or name not in withdrawn}
+
+
 class Settings(BaseModel):
     """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
 
@@ -201,14 +216,7 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def null_is_not_given(cls, value: Any) -> Any:
-        """Removes settings that are null, so that they have their defaults and no rule sees them.
-
-        A setting whose null means something else than its default keeps it (critic.clip).
-        """
-        if not isinstance(value, Mapping):
-            return value
-        withdrawn = {name for name, info in cls.model_fields.items() if not _has_own_null(info)}
-        return {name: setting for name, setting in value.items() if setting is not None or name not in withdrawn}
+        return without_nulls(value, cls)
 
     @field_validator("*", mode="before")
     @classmethod

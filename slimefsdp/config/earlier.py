@@ -7,13 +7,22 @@ settings file that somebody wrote is not translated: the error says what a name 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 STORED = "# Every setting of this run."
 """How the settings.yaml of a run begins."""
 
-RENAMED: dict[str, str | None] = {
+
+@dataclass(frozen=True)
+class Always:
+    """The value that every run has now for a setting that decided numbers."""
+
+    value: Any
+
+
+RENAMED: dict[str, str | Always | None] = {
     "cluster.hang_timeout_s": None,  # ten times cluster.ping_timeout_s
     "cluster.max_ranks_per_core": None,
     "critic.offload": None,
@@ -26,7 +35,7 @@ RENAMED: dict[str, str | None] = {
     "environment.workers": "rollout.reward_workers",
     "evaluation.greedy": "evaluation.temperature=0",
     "evaluation.save_samples": None,
-    "evaluation.solved_reward": None,
+    "evaluation.solved_reward": Always(1.0),
     "fsdp.offload_threads": None,
     "fsdp.pin_memory": None,
     "fsdp.prefetch_layers": None,
@@ -36,27 +45,27 @@ RENAMED: dict[str, str | None] = {
     "loss.dpo_beta": "loss.beta",
     "loss.dro_beta": "loss.beta",  # after dpo's: it was null unless the loss was dro
     "loss.drop_zero_advantages": None,
-    "loss.kl_horizon": None,
+    "loss.kl_horizon": Always(10_000),
     "loss.kl_unbiased": "loss.kl_estimator=k3_unbiased",
-    "loss.sapo_temperature_negative": None,
-    "loss.sapo_temperature_positive": None,
+    "loss.sapo_temperature_negative": Always(1.05),
+    "loss.sapo_temperature_positive": Always(1.0),
     "model.checkpoint_every_n_layers": None,
     "model.offload_activations": "model.activation_checkpointing=offload",
-    "optim.adjust_lr_fn": None,
-    "optim.implementation": None,
+    "optim.adjust_lr_fn": Always("match_rms_adamw"),
+    "optim.implementation": Always("auto"),
     "optim.max_skipped_updates": None,
-    "optim.nesterov": None,
-    "optim.ns_steps": None,
+    "optim.nesterov": Always(True),
+    "optim.ns_steps": Always(5),
     "optim.warmup_ratio": "optim.warmup_updates",
-    "precision.buffer_dtype": None,
-    "precision.loss_scale_growth_interval": None,
-    "precision.tf32": None,
+    "precision.buffer_dtype": Always("auto"),
+    "precision.loss_scale_growth_interval": Always(2000),
+    "precision.tf32": Always(False),
     "profile.memory": None,
     "profile.record_shapes": None,
     "profile.with_stack": None,
     "reference.placement": "reference.dp",
     "rollout.max_failed_steps": None,
-    "rollout.overlong_penalty": None,
+    "rollout.overlong_penalty": Always(1.0),
     "rollout.show_groups": None,
     "run.export_dtype": None,  # precision.compute_dtype
     "run.wandb_group": None,
@@ -73,7 +82,8 @@ RENAMED: dict[str, str | None] = {
     "service.result_kept_s": None,
     "service.session_timeout_s": None,
 }
-"""Earlier name -> what the setting is called now; None: it is a constant now, or follows from another setting.
+"""Earlier name -> what the setting is called now; None: it follows from another setting now, or is a constant
+that decides no number.
 
 `section.name=value` stands for an earlier switch: the setting has this value where the switch was on.
 """
@@ -89,7 +99,7 @@ def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(values, dict) or name not in values:
             continue
         value = values.pop(name)
-        if present is None or value is None:
+        if not isinstance(present, str) or value is None:
             continue
         present, _, switched = present.partition("=")
         if switched and not value:
@@ -97,10 +107,26 @@ def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = present.partition(".")
         tree.setdefault(section, {})[name] = switched or value
     optim = tree.get("optim")
-    if isinstance(optim, dict) and optim.get("name") == "sgd" and "betas" in optim:
-        optim["momentum"] = optim.pop("betas")[0]
-        optim.pop("eps", None)
+    if isinstance(optim, dict) and optim.get("name") == "sgd":
+        if optim.get("betas"):
+            optim["momentum"] = optim["betas"][0]
+        for name in ("adamw_lr", "betas", "eps", "state_dtype"):  # all optimisers had them
+            optim.pop(name, None)
     return tree
+
+
+def changed_constants(stored: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a sentence for each setting of an earlier run that had another value than every run has now."""
+    for earlier, present in RENAMED.items():
+        section, _, name = earlier.partition(".")
+        values = stored.get(section)
+        value = values.get(name) if isinstance(values, Mapping) else None
+        if isinstance(present, Always) and value not in (None, present.value):
+            yield f"{earlier} was {_text(value)} and is always {_text(present.value)} now"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _merge_settings(tree: dict[str, Any]) -> None:
@@ -129,4 +155,6 @@ def hint_of(field: str) -> str:
     if field not in RENAMED:
         return ""
     present = RENAMED[field]
+    if isinstance(present, Always):
+        return f"remove it: it is always {_text(present.value)} now"
     return "remove it: it cannot be chosen any more" if present is None else f"it is called {present} now"

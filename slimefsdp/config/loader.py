@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from slimefsdp.config.earlier import STORED, with_present_names
+from slimefsdp.config.earlier import STORED, changed_constants, with_present_names
 from slimefsdp.config.messages import NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.user_files import NoPath, open_plain, path_of
@@ -214,7 +215,11 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         problem = "is empty" if value is None else f"holds {short_text(value)}, not sections of settings"
         raise ConfigError(f"{name} {problem}", hint="begin with sections such as `model:` and `optim:`")
-    return with_present_names(value) if text.startswith(STORED) else value
+    if not text.startswith(STORED):
+        return value
+    for message in changed_constants(value):
+        warnings.warn(f"{name}: {message}", stacklevel=2)
+    return with_present_names(value)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

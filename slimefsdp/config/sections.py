@@ -20,6 +20,7 @@ from slimefsdp.config.base import (
     is_text,
     list_of,
     within_ranks,
+    without_nulls,
 )
 
 
@@ -365,6 +366,7 @@ OptimSettings = AdamWSettings | MuonSettings | SgdSettings
 OptimChoice = Annotated[
     Annotated[AdamWSettings, Tag("adamw")] | Annotated[MuonSettings, Tag("muon")] | Annotated[SgdSettings, Tag("sgd")],
     chosen_by("name", default="adamw"),
+    BeforeValidator(lambda value: without_nulls(value, AdamWSettings, MuonSettings, SgdSettings)),
 ]
 
 

@@ -36,7 +36,7 @@ from slimefsdp.checkpoint.save_load import (
 )
 from slimefsdp.checkpoint.store import PARTS, CheckpointStore
 from slimefsdp.config import TrainerConfig
-from slimefsdp.config.earlier import with_present_names
+from slimefsdp.config.earlier import changed_constants, with_present_names
 from slimefsdp.distributed.collectives import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import CheckpointError, ConfigError
@@ -275,6 +275,7 @@ class Checkpoints:
         return info
 
     def _differences(self, info: dict[str, Any]) -> Iterator[str]:
+        yield from changed_constants(info["config"])
         saved_settings = with_present_names(info["config"])
         own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
         if changed := differences(saved_settings.get("optim", {}), own):

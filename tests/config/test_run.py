@@ -25,7 +25,7 @@ from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.config.algorithm import CorrectionSettings
 from slimefsdp.config.base import kinds_of
 from slimefsdp.config.conditions import CONFLICTS, ONLY_WITH, REQUIRED_WITH
-from slimefsdp.config.earlier import with_present_names
+from slimefsdp.config.earlier import STORED, with_present_names
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.config.messages import MAX_FINDINGS, NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError
@@ -148,7 +148,7 @@ BAD_OVERRIDES = {
     "optim.zzz=3": ["optim.zzz=3", "betas", "eps", "schedule"],
     "optim.name=adam": ["optim.name='adam'", "adamw"],
     "optim.momentum=0.5": ["optim.momentum=0.5", "adamw", "muon", "sgd"],
-    "optim.nesterov=false": ["optim.nesterov=false", "cannot be chosen"],
+    "optim.nesterov=false": ["optim.nesterov=false", "always true now"],
     "loss.kl_unbiased=true": ["loss.kl_unbiased=true", "loss.kl_estimator=k3_unbiased"],
     "fsdp.wrap_layers=[A]": ["fsdp.wrap_layers=['A']", "fsdp.wrap"],
     "lr=3": ["lr=3", "critic.lr", "optim.lr"],
@@ -660,6 +660,35 @@ def test_settings_of_earlier_runs_are_read_under_the_names_that_they_have_now():
     also_greedy = {"evaluation": {"greedy": True, "samples_per_prompt": 4}, "service": {"port": 9}}
     expected = {"evaluation": {"samples_per_prompt": 4}, "service": {"address": "127.0.0.1:9"}}
     assert with_present_names(also_greedy) == expected
+
+
+def test_null_withdraws_settings_of_another_kind():
+    muon = LEAST | {"optim": {"name": "muon", "adamw_lr": 1e-4, "momentum": 0.9}}
+    overrides = ["optim.name=adamw", "optim.adamw_lr=null", "optim.momentum=null"]
+    assert load_config(muon, overrides).optim == load_config(LEAST, ["optim={}"]).optim
+    assert refusal(load_config, muon, [*overrides, "optim.adamw_lrr=null"]).field == "optim.adamw_lrr"
+
+
+@pytest.mark.parametrize(
+    ("stored", "momentum"),
+    [({"state_dtype": "auto"}, 0.9), ({"eps": 1e-5}, 0.9), ({"betas": [0.5, 0.9], "momentum": 0.95}, 0.5)],
+)
+def test_sgd_of_earlier_runs_has_no_settings_of_adamw(stored, momentum):
+    optim = with_present_names({"optim": {"name": "sgd", "adamw_lr": None} | stored})["optim"]
+    assert settings(optim=optim).optim.momentum == momentum
+
+
+def test_stored_settings_that_are_constants_now_are_named_where_they_had_other_values(tmp_path):
+    optim = {"name": "muon", "ns_steps": 3, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    tree = LEAST | {"optim": optim, "precision": {"tf32": True, "buffer_dtype": "auto"}}
+    (file := tmp_path / "settings.yaml").write_text(f"{STORED}\n{yaml.safe_dump(tree)}")
+    with pytest.warns(UserWarning) as warned:
+        load_config(file)
+    assert [str(one.message).removeprefix(f"{file}: ") for one in warned] == [
+        "optim.nesterov was false and is always true now",
+        "optim.ns_steps was 3 and is always 5 now",
+        "precision.tf32 was true and is always false now",
+    ]
 
 
 def test_tools_are_of_a_prompt_and_not_of_all():
