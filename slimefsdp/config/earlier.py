@@ -52,7 +52,7 @@ RENAMED: dict[str, str | Always | None] = {
     "model.checkpoint_every_n_layers": None,
     "model.offload_activations": "model.activation_checkpointing=offload",
     "optim.adjust_lr_fn": Always("match_rms_adamw"),
-    "optim.implementation": Always("auto"),
+    "optim.implementation": None,
     "optim.max_skipped_updates": None,
     "optim.nesterov": Always(True),
     "optim.ns_steps": Always(5),
