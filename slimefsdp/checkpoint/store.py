@@ -202,8 +202,7 @@ class CheckpointStore:
         """Reads and checks a manifest, but not the files in it.
 
         Raises:
-
-        CheckpointError: see `read_manifest`; or the manifest belongs to another step.
+            CheckpointError: see `read_manifest`; or the manifest belongs to another step.
         """
         manifest = read_manifest(step_folder)
         named = _STEP_NAME.search(step_folder.name)

@@ -1,6 +1,7 @@
 """The settings of a run: pydantic models of each section, and how they are read from YAML and overrides.
 
-Names are resolved on first use, so that finding a user's function, or wording an error, costs no pydantic import.
+Public names are imported at their first use, so that other modules of this package can be used without importing
+pydantic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections of the settings tree that make an algorithm: advantages, loss, correction, critic; with their rules."""
+"""Defines the sections of settings that make an algorithm (advantage, loss, correction, critic), and their rules."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from slimefsdp.errors import short_text
 
 
 def _name_in(table: Iterable[str], other: str, other_table: Iterable[str]) -> Callable[[str], str]:
-    """Returns a validator that takes a name of the table, or a user's function as `module:function`.
+    """Returns a validator that accepts a name in the table, or a user's function as `module:function`.
 
     Args:
-        other: a setting with which this one is easily confused, and the names that it takes.
+        other: a setting with which this one is easily confused.
+        other_table: the names that the other setting accepts.
     """
     names, others = list(table), list(other_table)
 
@@ -52,7 +53,7 @@ def _choices(table: Iterable[str]) -> str:
 
 
 class AdvantageSettings(Settings):
-    """Chooses how rewards become advantages, which are computed once for a whole rollout batch."""
+    """Chooses how advantages are computed from rewards, once for a whole rollout batch."""
 
     estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS, "loss.policy", POLICY_LOSSES))] | None = Field(
         None, description=f"{_choices(ESTIMATORS)}; null: grpo, or gae under algorithm=ppo"
@@ -68,7 +69,7 @@ class AdvantageSettings(Settings):
 
 
 class LossSettings(Settings):
-    """The training loss: which terms, and how tokens are weighted."""
+    """Chooses the terms of the training loss, and the weights of tokens."""
 
     policy: Annotated[str, AfterValidator(_name_in(POLICY_LOSSES, "advantage.estimator", ESTIMATORS))] = Field(
         "ppo", description=_choices(POLICY_LOSSES)
@@ -121,7 +122,7 @@ class LossSettings(Settings):
 
 
 class CorrectionSettings(Settings):
-    """Weights and masks for tokens that the rollout engine drew with another probability than the trainer's own."""
+    """Weights or masks tokens for which the probabilities of rollout engine and trainer differ."""
 
     method: Literal["none", "importance", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = (
         Field("none", description=f"none, or one of {', '.join(CORRECTIONS)}; reads rollout_log_probs")
@@ -149,12 +150,12 @@ class CorrectionSettings(Settings):
 
     @property
     def reads_rollout_log_probs(self) -> bool:
-        """Returns whether a setting of this section compares with the engine's log-probs."""
+        """Returns whether a setting of this section needs the engine's log-probs."""
         return self.method != "none" or self.veto_below is not None
 
 
 class CriticSettings(PlacedSettings):
-    """The value model of algorithm=ppo. Optimiser, schedule and epochs are those of the policy."""
+    """Describes the value model of algorithm=ppo; its optimiser, schedule and epochs are those of the policy."""
 
     path: PathOrIdSetting | None = Field(
         None,
@@ -178,7 +179,7 @@ DPO_LOSS = {"policy": "dpo", "reduction": "sequence_mean"}
 
 
 class AlgorithmSettings(Settings):
-    """The choices that make an algorithm; `slimefsdp.config.RunConfig` adds everything else."""
+    """Holds the choices that make an algorithm; `slimefsdp.config.RunConfig` adds all other settings."""
 
     algorithm: Literal["grpo", "ppo", "sft", "dpo"] = Field(
         "grpo",
@@ -193,7 +194,7 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def fill_dpo_loss(cls, tree: Any) -> Any:
-        """Gives algorithm=dpo its loss: the mean over pairs, which is sequence_mean of loss.policy=dpo."""
+        """Sets the loss of algorithm=dpo to the mean over pairs, which is loss.policy=dpo with sequence_mean."""
         given = tree.get("loss") or {} if isinstance(tree, dict) else None
         if not isinstance(given, dict) or tree.get("algorithm") != "dpo":
             return tree
@@ -265,23 +266,23 @@ class AlgorithmSettings(Settings):
 
     @property
     def has_rollouts(self) -> bool:
-        """Returns whether `slimefsdp train` samples responses from engines; otherwise the files have them."""
+        """Returns whether `slimefsdp train` samples responses from engines; otherwise files contain the responses."""
         return self.algorithm not in ("sft", "dpo")
 
     @property
     def loss_name(self) -> Literal["policy", "sft"]:
-        """Returns the loss that an actor's `train_step` takes under this algorithm."""
+        """Returns the kind of loss in an actor's `train_step` under this algorithm."""
         return "sft" if self.algorithm == "sft" else "policy"
 
     @property
     def kl_estimator(self) -> str:
-        """Returns the formula of the KL: that of `loss.kl_estimator`, or the one whose gradient is right."""
+        """Returns the formula of the KL: that of `loss.kl_estimator`, or the formula with the right gradient."""
         chosen = self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
         return chosen.removesuffix("_unbiased")
 
     @property
     def is_kl_unbiased(self) -> bool:
-        """Returns whether the KL of a token is weighted by the ratio, which makes its gradient unbiased."""
+        """Returns whether the KL of a token is weighted by the ratio, which makes the gradient unbiased."""
         return (self.loss.kl_estimator or "").endswith("_unbiased")
 
     @property
@@ -291,20 +292,20 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Returns whether training reads a reference model."""
+        """Returns whether training needs a reference model."""
         return self.loss.kl_coefficient > 0 or self.loss.policy == "dpo"
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Returns whether rewards, and so advantages, depend on log-probs of policy and reference."""
+        """Returns whether the KL is subtracted from rewards, so that advantages depend on log-probs."""
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     def effective(self, field: str) -> Any:
-        """Returns the value of a setting that holds in the end."""
+        """Returns the value of a setting, with a null replaced where it stands for another value."""
         return self.estimator if field == "advantage.estimator" else self.value_of(field)
 
     def value_of(self, field: str) -> Any:
-        """Returns the value of `section.name`, or of a setting of the top level."""
+        """Returns the value of a setting `section.name`, or of a top-level setting."""
         if "." not in field:
             return getattr(self, field)
         section, name = field.split(".")

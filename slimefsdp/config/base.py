@@ -1,4 +1,4 @@
-"""The base of all sections of settings, and the types that they share."""
+"""Defines the base class of all sections of settings, and the types that sections share."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from slimefsdp.io.user_files import NoPath, path_of, possible
 
 
 def broken_rule(rule: str, hint: str) -> PydanticCustomError:
-    """Returns the error of a rule about one value; the message begins with the setting and the value."""
+    """Returns the error for a value that breaks a rule; `config_error` puts the setting and the value before `rule`."""
     return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
 
 
 MOST = 10**12
 """The largest whole number of any setting: products of a few of them are still exact in 64 bits, or nearly so."""
-LARGEST = 1e30  # float32 holds it
-LONGEST_S = 1e9  # thirty years; system calls take no wait that is much longer
+LARGEST = 1e30  # a float32 can represent it
+LONGEST_S = 1e9  # thirty years; system calls refuse much longer waits
 MOST_RANKS = 100_000
 
 
@@ -56,9 +56,9 @@ def _path_from_text(value: Any) -> Path:
 
 
 def path_or_id(value: Any) -> Path:
-    """Returns the path that is written, or the id of the Hugging Face hub.
+    """Returns a path, or an id of the Hugging Face hub as a path.
 
-    A path such as `./owner/name`, which would look like an id without its `./`, becomes absolute.
+    A path such as `./owner/name`, which without `./` would look like an id, becomes absolute.
     """
     path = _path_from_text(value)
     is_written_so = isinstance(value, str) and reads_like_id(_without_selection(value))
@@ -74,15 +74,15 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def function_name(value: str) -> str:
-    """Returns a value of the form `module:function` or `file.py:function`; the path of a file becomes absolute.
+    """Returns a value of the form `module:function` or `file.py:function`, with the path of a file made absolute.
 
-    Raises the error of `broken_rule` otherwise.
+    Raises the error of `broken_rule` for other values.
     """
     return _named(value, "must be module:function or file.py:function", "actors.rollout.rewards:exact_match")
 
 
 def class_name(value: str) -> str:
-    """Checks the name of a class of the user as `function_name` checks that of a function."""
+    """Checks the name of a user's class in the same way as `function_name`."""
     return _named(value, "must be module:Class or file.py:Class", "examples/environments/tools.py:ToolUse")
 
 
@@ -101,10 +101,11 @@ def within_ranks(value: Any) -> Any:
 
 
 def list_of(is_item: Callable[[Any], Any], items: str, example: str, *, may_be_empty: bool = False) -> BeforeValidator:
-    """Returns a check that a value is a list of some kind of items, which makes it a tuple.
+    """Returns a validator that accepts lists whose items all fulfil `is_item`, and makes them tuples.
 
     Args:
-        items: what they are, for the error, like the example of a list.
+        items: a plural noun for the items, for the error.
+        example: a valid list, for the error.
     """
 
     def check(value: Any) -> tuple[Any, ...]:
@@ -123,7 +124,7 @@ def is_text(value: Any) -> bool:
 def keyword_arguments(value: Any) -> dict[str, Any]:
     try:
         is_plain = isinstance(value, dict) and json.loads(json.dumps(value, allow_nan=False)) == value
-    except (TypeError, ValueError, RecursionError):  # of dates, say, which YAML has
+    except (TypeError, ValueError, RecursionError):  # raised for values such as the dates of YAML
         is_plain = False
     if not is_plain or not all(name.isidentifier() for name in value):
         raise broken_rule("must be names with plain values", "write it like {level: 3, operators: ['+', '-']}")
@@ -131,7 +132,7 @@ def keyword_arguments(value: Any) -> dict[str, Any]:
 
 
 def path_text(path: Path) -> str:
-    """Returns the path as a YAML file names it, so that it is read back unchanged."""
+    """Returns the text for a path in a YAML file, from which the same path is read back."""
     return str(path).replace("$", "$$")
 
 
@@ -144,11 +145,11 @@ RankCount = Annotated[PositiveInt, BeforeValidator(within_ranks)]
 
 
 def chosen_by(name: str, *, default: str) -> Discriminator:
-    """Returns how pydantic finds the kind of settings that a section holds: by one of its settings.
+    """Returns pydantic's discriminator for a section with several kinds, which one of its settings names.
 
     Args:
         name: the setting that names the kind.
-        default: the kind where that is not given.
+        default: the kind if that setting is missing.
     """
 
     def kind(section: Any) -> str:
@@ -159,8 +160,9 @@ def chosen_by(name: str, *, default: str) -> Discriminator:
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Returns the kinds of a section -> their settings; one kind without a name if there is no choice, none if it is no
-    section.
+    """Returns kind -> settings class for the type of a section.
+
+    If there is no choice, the only kind is "". For other types the result is empty.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {"": annotation}
@@ -178,8 +180,8 @@ def _has_own_null(field: FieldInfo) -> bool:
 def without_nulls(value: Any, *kinds: type[BaseModel]) -> Any:
     """Removes the nulls of a section, so that these settings have their defaults and no rule sees them.
 
-    A setting whose null means something else than its default keeps it (critic.clip). So does a name that none of the
-    kinds has, which is an error.
+    A null stays if it means something other than the default, as for critic.clip. So does a name that none of the kinds
+    has, which is an error.
 
     Args:
         kinds: the settings of the section, or of each kind that it can be of.
@@ -191,11 +193,11 @@ def without_nulls(value: Any, *kinds: type[BaseModel]) -> Any:
 
 
 class Settings(BaseModel):
-    """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
+    """Base class of all sections: refuses unknown keys and silent conversions, and is frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
-    section: ClassVar[str] = ""  # which it is, where the name of the class does not say so
+    section: ClassVar[str] = ""  # name of the section, if it differs from the class's name
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise self._frozen(name)

@@ -1,4 +1,4 @@
-"""Imports users' functions, which settings name as `module:function` or `file.py:function`."""
+"""Imports the users' functions that settings name as `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def load_function(
     may_be_async: bool = False,
     is_class: bool = False,
 ) -> Callable[..., Any]:
-    """Imports and returns the function `module:function` or `file.py:function`, or a class of such a name.
+    """Imports and returns the function or class that is named `module:function` or `file.py:function`.
 
-    A file is looked for from the present folder; its own folder is then searched for the modules that it imports.
+    A relative path of a file starts at the current folder. The file can import modules from its own folder.
 
     Args:
-        field: the setting that names it.
-        example: a name that would do, for the error.
-        takes: the names of the positional arguments of a call, which the function must accept; None: not checked.
+        field: the setting with this name, for errors.
+        example: a valid name, for errors.
+        takes: names of the positional arguments that the function must accept; None means that they are not checked.
         may_be_async: whether a coroutine function is allowed.
-        is_class: whether a class is wanted, for the errors.
+        is_class: whether the name must be that of a class.
 
     Raises:
-        ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
-            be called with these arguments.
+        ConfigError: the name has another form, the module cannot be imported or has no such callable, or the callable
+            does not accept these arguments.
     """
     module_name, colon, function_name = name.rpartition(":") if ".py:" in name else name.partition(":")
     what = "class" if is_class else "function"
@@ -51,7 +51,7 @@ def load_function(
         )
     try:
         module = imported(module_name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that ends
+    except (Exception, SystemExit) as error:  # the user's module may raise any error, or exit
         raise ConfigError(
             f"module {module_name!r} of {name!r} cannot be imported: {type(error).__name__}: {error}",
             field=field,
@@ -59,7 +59,7 @@ def load_function(
         ) from error
     try:
         function: Callable[..., Any] = getattr(module, function_name)
-    except (Exception, SystemExit) as error:  # the module's own __getattr__ may raise anything
+    except (Exception, SystemExit) as error:  # the module's own __getattr__ may raise any error
         raise ConfigError(
             f"module {module_name!r} has no {function_name!r}",
             field=field,
@@ -75,7 +75,7 @@ def load_function(
 
 
 def imported(name: str) -> ModuleType:
-    """Imports a module by its name or file; a file's module has the same name in all processes."""
+    """Imports a module by its name or file; the module of a file gets the same name in all processes."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()
@@ -104,7 +104,7 @@ def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
             return f"correct the file{also}"
         return "name a file by its path from the settings file's folder or from the present one; neither has it"
     is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
-    if not (is_missing or module_name.startswith(".")):  # such as ./rewards without its .py
+    if not (is_missing or module_name.startswith(".")):  # for example ./rewards instead of ./rewards.py
         return f"correct the module{also}"
     file = f"{module_name.replace('.', '/')}.py"
     here = (
@@ -116,23 +116,23 @@ def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
 
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:
-    """Returns a hint with similar names; empty if there are none."""
+    """Returns a hint with similar names in the module; empty if there are none."""
     names = [
         one
         for one, value in vars(module).items()
         if not one.startswith("_") and (isinstance(value, type) if is_class else callable(value))
     ]
-    lowered = {one.lower(): one for one in names}  # guess is near to Guess
+    lowered = {one.lower(): one for one in names}  # so that case does not matter
     near = difflib.get_close_matches(name.lower(), lowered, n=2)
     return f"did you mean {' or '.join(lowered[one] for one in near)}?" if near else ""
 
 
 def failure_of(name: str, error: BaseException) -> str:
-    """Describes what a user's function raised, and in which line."""
+    """Returns a text with the error that a user's function raised, and the line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     try:
         text = str(error)
-    except Exception:  # its own method, which may raise anything
+    except Exception:  # the error's own __str__ may raise any error
         text = "(it has no text)"
     return f"{name} raised {type(error).__name__}: {text:.300} ({frame.filename}:{frame.lineno})"
 
@@ -150,7 +150,7 @@ def _check_arguments(
             raise ConfigError(f"{name!r} is {what}", field=field, hint=f"make it a plain function{wanted}")
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some builtins have none
+    except (ValueError, TypeError):  # some builtins have no signature
         return
     try:
         signature.bind(*takes)

@@ -1,6 +1,6 @@
-"""Says which values of settings go together: what is read only with another setting, and what contradicts another.
+"""Lists which values of settings go together: settings that are read only with others, and contradictions.
 
-A condition is `section.name` of a setting -> the values with which it holds.
+A condition is a mapping from a setting, `section.name`, to the values with which the condition holds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pydantic import BaseModel
 from slimefsdp.config.messages import BrokenRule
 from slimefsdp.errors import short_text
 
-OWN = "module:function"  # a function or class of the user's own, which may read every setting
-SET = ()  # any value but null, false and 0
+OWN = "module:function"  # stands for any user's function or class, which may read every setting
+SET = ()  # stands for any value but null, false, 0 and ()
 
 
 class But(tuple[Any, ...]):
-    """All values but these."""
+    """Stands for all values except the listed ones."""
 
 
 Condition = dict[str, tuple[Any, ...]]
@@ -26,7 +26,7 @@ _CLIPS: Condition = {"loss.policy": ("ppo", "gspo", "gspo_token", "cispo", "gmpo
 _KL: Condition = {"loss.kl_coefficient": SET}
 _LORA: Condition = {"lora.rank": SET}
 _SERVER: Condition = {"rollout.engine": But(("embedded",))}
-_ALL_LOG_PROBS: Condition = {"rollout.engine": ("embedded", OWN)}  # servers may give those of the remaining tokens
+_ALL_LOG_PROBS: Condition = {"rollout.engine": ("embedded", OWN)}  # servers may return those over kept tokens only
 _OWN_PLACE: Condition = {"rollout.placement": ("own",)}
 _FILES: Condition = {"algorithm": ("sft", "dpo")}
 
@@ -165,7 +165,7 @@ def broken_condition(config: Any) -> BrokenRule | None:
     """Returns the first rule of this module that the settings break, or None.
 
     Args:
-        config: the settings; its `effective(field)` returns the value of a setting that holds in the end.
+        config: the settings, with the method `effective` of `AlgorithmSettings`.
     """
     for section in type(config).model_fields:
         settings = getattr(config, section)
@@ -190,7 +190,7 @@ def broken_condition(config: Any) -> BrokenRule | None:
 
 
 def condition_text(field: str) -> str:
-    """Returns the condition of a setting as the documents write it; empty if it is always read."""
+    """Returns the condition under which a setting is read, as a text for documents; empty if it is always read."""
     return " and ".join(map(_condition, *zip(*ONLY_WITH[field].items(), strict=True))) if field in ONLY_WITH else ""
 
 

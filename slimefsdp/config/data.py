@@ -1,4 +1,4 @@
-"""The section of data: files and data sets of records."""
+"""Defines the section `data`: files and data sets of records."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _template_arguments(value: Any) -> dict[str, Any]:
 
 
 def heldout_field(name: str) -> str:
-    """Returns the setting that locates a held-out set; for a set without a name it is data.heldout itself."""
+    """Returns the setting with the path of a held-out set; if its name is empty, this is data.heldout itself."""
     return f"data.heldout.{name}" if name else "data.heldout"
 
 
 def _one_or_named(value: Any) -> Path | dict[str, Path]:
-    """Returns a path or id, or several by name; an error about one of them has its name."""
+    """Returns a path or id, or name -> path or id if there are several; an error about one of several has its name."""
     example = "write it like {math: math.jsonl, code: code.jsonl}"
     if isinstance(value, list | tuple):
         raise broken_rule("is a list, and several held-out sets have names", example)
@@ -46,10 +46,10 @@ def _one_or_named(value: Any) -> Path | dict[str, Path]:
         return path_or_id(value)
     if not value:
         raise broken_rule("names no held-out set", f"{example}, or remove it")
-    kept = {name: path for name, path in value.items() if path is not None}  # null withdraws one of several
+    kept = {name: path for name, path in value.items() if path is not None}  # a null removes a set
     found = {}
     for name, path in (kept or value).items():
-        # metrics and folders are called by it
+        # the name is part of names of metrics and folders
         if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
             rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
             raise broken_rule(rule, "rename it, for its metrics are eval/NAME/..")
@@ -74,7 +74,7 @@ HeldoutSetting = Annotated[
 
 
 def template_columns(template: str) -> list[str]:
-    """Returns the columns that a template like `{instruction}: {input}` names. Raises ValueError if it is malformed."""
+    """Returns the columns in a template like `{instruction}: {input}`; raises a ValueError if it is malformed."""
     columns = []
     for _, name, form, conversion in string.Formatter().parse(template):
         if name is None:
@@ -95,7 +95,7 @@ def _column_or_template(value: str) -> str:
 
 
 class DataSettings(Settings):
-    """Files and data sets of records."""
+    """Names the files and data sets of records, and how they are read."""
 
     train: PathOrIdSetting | None = Field(
         None,
@@ -149,29 +149,29 @@ class DataSettings(Settings):
 
     @property
     def prompt_template(self) -> str | None:
-        """Returns `prompt_column` if it is a template of columns in braces, else None."""
+        """Returns `prompt_column` if it is a template, with columns in braces; otherwise None."""
         return self.prompt_column if template_columns(self.prompt_column) else None
 
     @property
     def prompt_key(self) -> str:
-        """Returns the key or column that has the prompts; `prompt` where a template makes them."""
+        """Returns the key or column that has the prompts; `prompt` if a template makes them."""
         return "prompt" if self.prompt_template else self.prompt_column
 
     @property
     def heldout_sets(self) -> dict[str, Path]:
-        """Returns the path or id of each held-out set by its name; data.heldout=PATH is one set with an empty name."""
+        """Returns name -> path or id of each held-out set; data.heldout=PATH is a single set with an empty name."""
         if self.heldout is None:
             return {}
         return {"": self.heldout} if isinstance(self.heldout, Path) else self.heldout
 
     @property
     def sources(self) -> dict[str, Path]:
-        """Returns the path or id of each setting that names records, such as data.heldout.math."""
+        """Returns setting -> path or id for each setting that names records, such as data.heldout.math."""
         train = {} if self.train is None else {"data.train": self.train}
         return train | {heldout_field(name): path for name, path in self.heldout_sets.items()}
 
     def with_sources(self, paths: Mapping[str, Path]) -> DataSettings:
-        """Returns these settings with other paths or ids, named as in `sources`."""
+        """Returns these settings with other paths or ids, given as in `sources`."""
         changed: dict[str, Any] = {"train": paths["data.train"]} if "data.train" in paths else {}
         sets = {name: paths.get(heldout_field(name), path) for name, path in self.heldout_sets.items()}
         if sets:

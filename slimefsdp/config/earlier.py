@@ -1,7 +1,7 @@
-"""Names of settings that earlier versions had, so that what an earlier run stored can still be read.
+"""Translates settings' names from earlier versions, so that files of earlier runs can still be read.
 
-What a run stores is the settings.yaml of its folder, and the settings inside its checkpoints and recorded batches. A
-settings file that somebody wrote is not translated: the error says what a name has become.
+Translated are the settings.yaml in a run's folder, and the settings inside checkpoints and recorded batches. A settings
+file of the user is not translated: the error for an old name gives the new name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Always:
 
 
 RENAMED: dict[str, str | Always | None] = {
-    "cluster.hang_timeout_s": None,  # ten times cluster.ping_timeout_s
+    "cluster.hang_timeout_s": None,  # now ten times cluster.ping_timeout_s
     "cluster.max_ranks_per_core": None,
     "critic.offload": None,
     "critic.placement": "critic.dp",
@@ -43,7 +43,7 @@ RENAMED: dict[str, str | Always | None] = {
     "fsdp.wrap_min_parameters": "fsdp.wrap",
     "lora.resident_adapters": None,
     "loss.dpo_beta": "loss.beta",
-    "loss.dro_beta": "loss.beta",  # after dpo's: it was null unless the loss was dro
+    "loss.dro_beta": "loss.beta",  # listed after loss.dpo_beta, because it was null unless the loss was dro
     "loss.drop_zero_advantages": None,
     "loss.kl_horizon": Always(10_000),
     "loss.kl_unbiased": "loss.kl_estimator=k3_unbiased",
@@ -90,7 +90,7 @@ that decides no number.
 
 
 def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of an earlier run, sections with their settings, under the names that they have now."""
+    """Returns the settings of an earlier run (section -> its settings) with the present names."""
     tree: dict[str, Any] = copy.deepcopy(dict(stored))
     _merge_settings(tree)
     for earlier, present in RENAMED.items():
@@ -130,7 +130,7 @@ def _text(value: Any) -> str:
 
 
 def _merge_settings(tree: dict[str, Any]) -> None:
-    """Changes the values of settings that were merged with another one, if that one was set as well."""
+    """Computes the values of settings into which other settings were merged."""
     loss, critic = (tree[name] if isinstance(tree.get(name), dict) else {} for name in ("loss", "critic"))
     if loss.get("kl_unbiased") and loss.get("kl_estimator"):
         loss["kl_estimator"] = f"{loss['kl_estimator']}_unbiased"
@@ -147,11 +147,11 @@ def _merge_settings(tree: dict[str, Any]) -> None:
     for name in ("critic", "reference"):
         section = tree.get(name)
         if isinstance(section, dict) and section.pop("placement", None) == "group" and section.get("dp") is None:
-            section["dp"] = (mesh.get("dp") or 1) * (mesh.get("dp_replicate") or 1)  # as many as the actor has
+            section["dp"] = (mesh.get("dp") or 1) * (mesh.get("dp_replicate") or 1)  # data ranks of the actor
 
 
 def hint_of(field: str) -> str:
-    """Returns what became of a setting of an earlier version; empty where there was none of this name."""
+    """Returns a hint about a setting of an earlier version; empty if there was no setting of this name."""
     if field not in RENAMED:
         return ""
     present = RENAMED[field]

@@ -1,4 +1,4 @@
-"""Checks the settings for `slimefsdp train` and `slimefsdp serve`; a loop of your own does not need these rules."""
+"""Checks settings for `slimefsdp train` and `slimefsdp serve`; loops that users write do not need these rules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MOST_SAMPLES = 10_000_000
 
 
 def check_ready_to_train(config: RunConfig) -> None:
-    """Refuses settings that the loop of `slimefsdp train` cannot serve.
+    """Checks that `slimefsdp train` can run with these settings.
 
     Raises:
-        ConfigError: naming the first setting that is missing, or that cannot be served.
+        ConfigError: a setting is missing, or is not supported by `train`; the error names the first such setting.
     """
     needed = ["run.dir", *([] if config.run.epochs is not None else ["run.steps"]), "data.train"]
     needed += [config.rewards_by] if config.has_rollouts else ["batch.samples_per_update"]
@@ -51,10 +51,10 @@ def check_ready_to_train(config: RunConfig) -> None:
 
 
 def check_ready_to_serve(config: RunConfig) -> None:
-    """Refuses settings that `slimefsdp serve` cannot serve: a request says what is computed, and settings add nothing.
+    """Checks that `slimefsdp serve` can run with these settings; those that requests choose must not be set.
 
     Raises:
-        ConfigError: naming the first setting that is missing, or that cannot be served.
+        ConfigError: a setting is missing, or is not supported by `serve`; the error names the first such setting.
     """
     if config.run.dir is None:
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
 
 
 def _check_server_that_samples(config: RunConfig) -> None:
-    """Checks that a service can sample by its engine, which is not `embedded`."""
+    """Checks that a service can sample with its engine, if this is not `embedded`."""
     rollout, lora = config.rollout, config.lora
     embedded = "set rollout.engine=embedded"
     experts = [target for target in lora.targets if "experts" in target.split(".")]
@@ -157,7 +157,7 @@ def _check_estimator(config: RunConfig) -> None:
         )
     smallest = 2 if config.estimator in GROUPED else 1
     if config.estimator == "pass_at_k":
-        smallest = (config.advantage.pass_k or 1) + 1  # a group of k has one subset, which nothing is compared with
+        smallest = (config.advantage.pass_k or 1) + 1  # a group of k has no second subset to compare with
     if config.rollout.samples_per_prompt < smallest:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} makes groups in which advantage.estimator="
@@ -168,7 +168,7 @@ def _check_estimator(config: RunConfig) -> None:
 
 
 def _check_effects(config: RunConfig) -> None:
-    """Checks that the policy is trained at some step, and that loss.max_kl can end a step early."""
+    """Checks that the policy is trained in some step, and that loss.max_kl can have an effect."""
     assert config.run.steps is not None
     if config.critic.warmup_steps >= config.run.steps:
         raise ConfigError(
@@ -197,7 +197,7 @@ def _check_is_evaluated(config: RunConfig) -> None:
 
 
 def _check_pairs(config: RunConfig) -> None:
-    """Checks that every sampled group is a pair with one better response."""
+    """Checks that every sampled group will be a pair of a better and a worse response."""
     rollout = config.rollout
     if rollout.samples_per_prompt != 2:
         field, problem, hint = "samples_per_prompt", "makes no pairs", "set it to 2"

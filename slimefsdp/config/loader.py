@@ -1,10 +1,10 @@
-"""Reads YAML by the core schema of version 1.2, and refuses what version 1.1 reads differently.
+"""Reads YAML by the core schema of version 1.2, and refuses texts that version 1.1 reads differently.
 
-`1e-6` is a float, `yes` is a string, and what two parsers read differently (`010`, `1:30`, a key given
-twice) is refused. Aliases are refused too: they are how a small file becomes a very large tree.
+`1e-6` is a float and `yes` is a string. Texts that two parsers may read differently (`010`, `1:30`, a repeated key) are
+refused. Aliases are refused too, because with them a small file can become a very large tree.
 
-The scalars are resolved here and not by ruamel.yaml, a parser of YAML 1.2: it reads `010`, `0x10` and `1_000` as
-numbers and dates as dates, so patterns and checks would stay, and its scanner takes tabs in brackets and odd anchors.
+ruamel.yaml, a parser of YAML 1.2, would not replace this module: it reads `010`, `0x10` and `1_000` as numbers and
+converts dates, and its scanner accepts tabs in brackets and odd anchors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slimefsdp.io.user_files import NoPath, open_plain, path_of
 
 MAX_BYTES = 100_000
 MAX_DEPTH = 20
-MAX_BASES = 20  # files, of which each builds on the next
+MAX_BASES = 20  # largest number of files that build on each other
 MAX_INTEGER_DIGITS = 40
 
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -34,9 +34,9 @@ _FLOAT = re.compile(
     r"^[-+]?(?:(?:\.[0-9]+|(?:0|[1-9][0-9]*)\.[0-9]*)(?:[eE][-+]?[0-9]+)?|(?:0|[1-9][0-9]*)[eE][-+]?[0-9]+)$"
     r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
-_OWN_NAME = r"[A-Za-z0-9_-]+"  # that users give below a setting, as data.heldout.NAME
+_OWN_NAME = r"[A-Za-z0-9_-]+"  # names that users choose below a setting, such as NAME in data.heldout.NAME
 IN_A_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
-# settings that name a function or class, which may be in a file beside the settings
+# settings that name a function or class, which may be in a file in the settings file's folder
 _NAMES_OF_CODE = (
     ("advantage", "estimator"), ("loss", "policy"), ("rollout", "reward"), ("rollout", "environment"),
     ("rollout", "filter"), ("rollout", "engine"),
@@ -46,7 +46,7 @@ _SURPRISE = re.compile(
     r"^[-+]?(?:0[0-9_]+|0[oO][0-7_]+|0[xX][0-9a-fA-F_]+|0[bB][01_]+|[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)$"
 )
 
-# a piece of PyYAML's sentence, what to say instead (None keeps it), and the way out
+# (part of PyYAML's message, replacement of the message or None, the way out)
 _SYNTAX_ERRORS = (
     ("found character '\\t'", "a tab", "use spaces, not tabs"),
     ("found another document", "a second document begins", "keep one: remove the `---` and what does not belong"),
@@ -105,13 +105,13 @@ def _construct_surprise(loader: _StrictLoader, node: yaml.ScalarNode) -> None:
 
 def _construct_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
     digits = len(node.value.lstrip("+-"))
-    if digits > MAX_INTEGER_DIGITS:  # Python itself refuses to convert some thousands
+    if digits > MAX_INTEGER_DIGITS:  # Python refuses to convert several thousand digits
         _refuse(node.start_mark, f"an integer of {digits} digits", "write a smaller number")
     return int(node.value)
 
 
 def _construct_float(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
-    if node.value[-1] in "fFnN":  # .inf, .nan; the caller decides whether they are legal
+    if node.value[-1] in "fFnN":  # .inf, .nan; the caller decides whether they are valid
         return float(node.value.replace(".", ""))
     value = float(node.value)
     if math.isinf(value):
@@ -123,7 +123,7 @@ def _construct_text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
     text = str(node.value)
     if "\0" in text:
         _refuse(node.start_mark, f"{short_text(text)} holds a NUL", "remove the escape")
-    if any("\ud800" <= character <= "\udfff" for character in text):  # JSON's pairs of escapes, which YAML lacks
+    if any("\ud800" <= character <= "\udfff" for character in text):  # JSON's pairs of escapes; YAML has none
         _refuse(node.start_mark, f"{short_text(text)} holds half a character", "write the character itself")
     return text
 
@@ -149,8 +149,8 @@ def parse_yaml(text: str, *, name: str = "<text>") -> Any:
     """Returns the value of one YAML document.
 
     Raises:
-        ConfigError: with line and column, on bad syntax, duplicate or non-string keys, aliases, tags, several
-            documents, numbers out of range, and scalars that YAML 1.1 and 1.2 read differently.
+        ConfigError: bad syntax, duplicate or non-string keys, aliases, tags, several documents, numbers out of range,
+            or scalars that YAML 1.1 and 1.2 read differently; the error has line and column.
     """
     try:
         loader = _StrictLoader(text)
@@ -179,7 +179,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
         if needle in str(error.problem):
             problem, hint = instead or problem, way_out
             break
-    # where an unclosed bracket was opened says more than where the file ends
+    # for an unclosed bracket, the position where it was opened is more useful than the end of the file
     ends_early = "ends inside" in str(problem)
     mark = (error.context_mark if ends_early else None) or error.problem_mark or error.context_mark
     if mark is None:
@@ -223,19 +223,19 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Returns the settings of a YAML file, merged over those of the file that its line `base: FILE` names.
+    """Returns the settings of a YAML file, merged over the settings of the file in its line `base: FILE`.
 
-    The path of a base begins at the folder of the file that names it. A base may name a base of its own.
+    FILE is relative to the folder of the file with the line. The base may have a base of its own.
 
     Raises:
-        ConfigError: as `read_yaml_mapping`, for any of the files; a base is no path, or the files name each other in a
-            circle.
+        ConfigError: see `read_yaml_mapping`, for each of the files; or a base is no path, or the files name each other
+            in a circle.
     """
     return with_base(read_yaml_mapping(path), path)
 
 
 def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the settings `tree` of the file `path`, merged over those of its base; see `read_settings`."""
+    """Returns the settings `tree` of the file `path`, merged over the settings of its base; see `read_settings`."""
     files, trees = [path], [dict(tree)]
     find_code_beside(trees[0], path.parent)
     while (base := trees[-1].pop("base", None)) is not None:
@@ -259,7 +259,7 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def find_code_beside(tree: dict[str, Any], folder: Path) -> None:
-    """Makes the paths in settings like `file.py:name` absolute, if the file is in the folder; changes `tree`."""
+    """Makes the file's path absolute in settings like `file.py:name`, if the file is in the folder; changes `tree`."""
     for section, name in _NAMES_OF_CODE:
         values = tree.get(section)
         value = values.get(name) if isinstance(values, dict) else None
@@ -269,7 +269,7 @@ def find_code_beside(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`own` on top of `base`: what is a mapping in both is merged name by name, anything else is replaced."""
+    """Merges `own` over `base`: values that are mappings in both are merged, other values are replaced."""
     both = {name: (base.get(name), value) for name, value in own.items()}
     return base | {
         name: _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
@@ -281,7 +281,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """Sets one value of the nested `tree` in place, from `section.name=value` on a command line.
 
     Raises:
-        ConfigError: another form, no value, a value that is not YAML, or a value where the name needs a section.
+        ConfigError: the override has another form, no value, a value that is not YAML, or a name below a setting that
+            is no section.
     """
     name, equals, text = override.partition("=")
     keys = name.split(".")
@@ -293,11 +294,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
                 keys[-1].replace("-", "_"), "write it like optim.lr=1e-6, without spaces or dashes before the ="
             ),
         )
-    if not text.strip():  # of a shell's variable that is not set, as likely as not
+    if not text.strip():  # probably an unset variable of the shell
         raise ConfigError(f"{name}= has no value", field=name, hint=f"write one, or {name}=null for the default")
     node = tree
     for depth, key in enumerate(keys[:-1], start=1):
-        if node.get(key) is None:  # null empties a section, of which names may follow
+        if node.get(key) is None:  # a section that is null can still get values
             node[key] = {}
         child = node[key]
         if not isinstance(child, dict):

@@ -1,7 +1,7 @@
-"""Makes one `ConfigError` of all errors that pydantic and our own rules have found in the settings.
+"""Makes one `ConfigError` from all errors that pydantic and this project's rules find in settings.
 
-A rule about several settings raises `BrokenRule`, which carries the field and the hint. Needs no pydantic itself: it
-takes the plain dictionaries of `ValidationError.errors()`.
+A rule about several settings raises `BrokenRule`, with the field and the hint. This module does not import pydantic; it
+uses the dictionaries that `ValidationError.errors()` returns.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Kinds = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 class BrokenRule(ValueError):
-    """Settings that do not go together; raised by a pydantic validator.
+    """Says that settings do not go together; raised by validators.
 
     Args:
-        field: the setting that is named as the wrong one.
+        field: the setting that the error is about.
         problem: a sentence with that setting and its value.
         hint: the way out.
     """
@@ -35,9 +35,9 @@ class BrokenRule(ValueError):
         self.field, self.problem, self.hint = field, problem, hint
 
 
-UNKNOWN_KIND = "unknown_kind"  # a section whose settings name no kind of it
+UNKNOWN_KIND = "unknown_kind"  # error type of a section whose settings name an unknown kind
 
-# pydantic's error type -> the rule and the way out, filled from the error's context
+# pydantic's error type -> (rule, way out), formatted with the error's context
 _RULES = {
     "int_type": ("must be a whole number", "write digits only, without quotes"),
     "float_type": ("must be a number", "write it like 0.1 or 1e-6, without quotes"),
@@ -55,7 +55,7 @@ _RULES = {
     "rule": ("{rule}", "{hint}"),  # rules of slimefsdp/config about one value (broken_rule)
 }
 
-# of Accelerate, Axolotl, slime, TRL and verl, in the order of this project's sections
+# names of settings in Accelerate, Axolotl, slime, TRL and verl, in the order of this project's sections
 _FOREIGN_NAMES = {
     "a line of a settings file, `base: FILE`, and no setting": ("base",),
     "run.dir": ("output_dir", "save", "default_local_dir"),
@@ -176,12 +176,12 @@ RECIPES = {
 
 
 def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigError:
-    """Returns all findings as one error: the first in full, the others listed below it."""
+    """Returns one error for all findings, with the first in full, and the others as a list in it."""
     sections = {
         section: {name: info for fields in one.values() for name, info in fields.items()}
         for section, one in kinds.items()
     }
-    # an unknown name is often why another one is missing, so it comes first
+    # unknown names come first, because a misspelt name is often the reason for a missing one
     ordered = sorted(findings, key=lambda finding: finding["type"] != "extra_forbidden")
     first, *others = (_in_words(finding, sections, kinds) for finding in ordered[:MAX_FINDINGS])
     error = ConfigError(first[1], field=first[0], hint=first[2])
@@ -192,10 +192,10 @@ def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigE
 
 
 def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> tuple[str | None, str, str]:
-    """Returns the setting, what is wrong with it, and the way out."""
+    """Returns (the setting, what is wrong with it, the way out)."""
     kind, value, context = finding["type"], short_text(finding["input"]), finding.get("ctx", {})
     loc, chosen = tuple(map(str, finding["loc"])), ""
-    if len(loc) > 1 and loc[1] in kinds.get(loc[0], {}):  # pydantic names the kind behind the section
+    if len(loc) > 1 and loc[1] in kinds.get(loc[0], {}):  # pydantic puts the kind after the section
         chosen, loc = loc[1], (loc[0], *loc[2:])
     field = ".".join(map(_name, loc))
     if kind == UNKNOWN_KIND:
@@ -234,30 +234,30 @@ def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> t
         near = difflib.get_close_matches(written, _choices(getattr(info, "annotation", None)), n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else hint
         hint = RECIPES.get(written, hint) if field == "algorithm" else hint
-    elif kind == "literal_error":  # verl has a section algorithm
+    elif kind == "literal_error":  # in verl, `algorithm` is a section
         hint = _inner_names(finding["input"], sections) or hint
     return field, f"{field}={value} {rule.format(**context)}", hint.format(**context)
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Returns the texts that a field's type allows, wherever in it there is a `Literal`."""
+    """Returns the texts that the `Literal`s in a field's type allow."""
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if isinstance(value, str)]
     return [choice for inner in get_args(annotation) for choice in _choices(inner)]
 
 
 def _name(part: str) -> str:
-    """Returns a part of a typed name in printable form, shortened to 60 characters."""
+    """Returns a part of a name that a user typed, in printable form, shortened to 60 characters."""
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 
 def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
-    """Returns what a name of another trainer, or the names in a section of one, are here; empty where none is known."""
+    """Returns a hint which settings replace a name, or a section, of another trainer; empty if it is unknown."""
     name, known = name.replace("-", "_"), sections.get(section, {})
     if hint := hint_of(f"{section}.{name}"):
         return hint
     ours = {own for names in sections.values() for own in names}
-    # misspelt too, unless a name of ours is as near
+    # misspelt names are found too, unless a name of this project is as similar
     near = difflib.get_close_matches(
         name, [name, *ours] if name in ours else [*NAMES_ELSEWHERE, *ours], n=1, cutoff=0.9
     )
@@ -269,10 +269,10 @@ def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
 
 
 def _inner_names(value: Any, sections: Sections) -> str:
-    """Returns what the names inside a section of another trainer are here; empty where none is known.
+    """Returns a hint which settings replace the names in a section of another trainer; empty if none is known.
 
     Args:
-        sections: where the name of an inner section may be one of ours, as in verl's actor_rollout_ref.actor.optim.lr.
+        sections: this project's sections, whose names may occur inside, as in verl's actor_rollout_ref.actor.optim.lr.
     """
     inner = {}
     for parent, leaf in _leaves(value):
@@ -285,7 +285,7 @@ def _inner_names(value: Any, sections: Sections) -> str:
 
 
 def _leaves(value: Any, parent: str = "", levels: int = 4) -> Iterator[tuple[str, str]]:
-    """Yields (name of the mapping, name) of the values inside of mappings, a few levels deep."""
+    """Yields (name of the innermost mapping, name) of each value in nested mappings, up to `levels` deep."""
     for name, one in value.items() if isinstance(value, Mapping) else ():
         if isinstance(one, Mapping) and levels > 1:
             yield from _leaves(one, str(name), levels - 1)
@@ -298,7 +298,7 @@ def _near_names(section: str, name: str, sections: Sections) -> str:
         return f"{section}.{name}" if section else name
 
     known = sections.get(section, {})
-    near = [full(other, name) for other, names in sections.items() if name in names]  # the right name, elsewhere
+    near = [full(other, name) for other, names in sections.items() if name in names]  # the same name in another section
     if not near:
         near = [full(section, match) for match in difflib.get_close_matches(name, known, n=2, cutoff=0.5)]
     if near:

@@ -1,4 +1,4 @@
-"""The sections of rollouts, episodes and evaluations: how responses are sampled and rewarded, and by which engines."""
+"""Defines the sections of rollouts, episodes and evaluations: how responses are sampled and rewarded, and by what."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ folder, or in memory that processes of one machine share."""
 
 @dataclass(frozen=True, slots=True)
 class ServerKind:
-    """Describes a kind of rollout server to the settings.
+    """Describes what a kind of rollout server supports.
 
     Args:
-        dialect: the class that knows how to speak to it, as `module:Class`.
-        temperatures: the lowest and the highest that it samples at.
-        transports: the ways by which it takes weights, the best one first.
-        adapter_transports: those by which it takes adapters.
-        adapter_ranks: the ranks that it has room for, in order; None: any.
-        compares_checksums: its workers compare weights with checksums.
+        dialect: the class that implements the server's API, as `module:Class`.
+        temperatures: the lowest and the highest temperature at which it samples.
+        transports: the transports by which it can receive weights, the best first.
+        adapter_transports: the transports by which it can receive adapters.
+        adapter_ranks: the values of its limit on the rank of adapters, in ascending order; None means any.
+        compares_checksums: whether its workers can compare weights with checksums.
     """
 
     dialect: str
@@ -55,15 +55,15 @@ class ServerKind:
 SERVERS = {
     "vllm": ServerKind(
         "actors.engines.vllm:VllmDialect",
-        (0.01, 2.0),  # beyond them vLLM refuses, or samples at another temperature without a word
+        (0.01, 2.0),  # beyond these vLLM refuses, or silently samples at another temperature
         ("broadcast", "disk", "ipc"),
         ("broadcast", "disk", "ipc"),
-        (1, 8, 16, 32, 64, 128, 256, 320, 512),  # which --max-lora-rank may name
+        (1, 8, 16, 32, 64, 128, 256, 320, 512),  # the values of --max-lora-rank
         compares_checksums=True,
     ),
     "sglang": ServerKind(
         "actors.engines.sglang:SglangDialect",
-        (1e-6, math.inf),  # below, SGLang takes the likeliest token
+        (1e-6, math.inf),  # below, SGLang samples greedily
         ("broadcast", "disk"),
         ("disk",),
     ),
@@ -90,7 +90,7 @@ def _engine_name(value: str) -> str:
 
 
 def _program(value: Any) -> Any:
-    """Looks up a name without a folder on PATH, as a shell does; a name that is not found stays a path."""
+    """Looks up a name without a folder on PATH, like a shell; a name that is not found is kept as a path."""
     is_name = isinstance(value, str) and "/" not in value and "\0" not in value
     return (shutil.which(value) if is_name else None) or value
 
@@ -100,16 +100,16 @@ def _without_end_slash(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def temperatures_of(engine: str) -> tuple[float, float]:
-    """Returns the lowest and the highest temperature that an engine samples at."""
+    """Returns the lowest and the highest temperature at which an engine can sample."""
     return SERVERS[engine].temperatures if engine in SERVERS else (0.0, math.inf)
 
 
 class CurriculumStage(Settings):
-    """Limits on the lengths of samples, from a step on until the next stage begins."""
+    """Limits the lengths of samples, from a step until the next stage."""
 
     from_step: PositiveInt  # counted from 1, as in metrics.jsonl
-    max_prompt_tokens: PositiveInt | None = None  # of the prompts that are drawn, chat template included; None: all
-    max_new_tokens: PositiveInt | None = None  # of a response; None: rollout.max_new_tokens
+    max_prompt_tokens: PositiveInt | None = None  # longest prompt to draw, with chat template; None means no limit
+    max_new_tokens: PositiveInt | None = None  # longest response; None means rollout.max_new_tokens
 
 
 _URLS = list_of(
@@ -129,27 +129,27 @@ _STAGES = list_of(
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """Holds the limits that `rollout.curriculum` sets in a step."""
+    """Holds the limits on lengths in a step, according to `rollout.curriculum`."""
 
     stage: int  # counted from 1
-    prompt_tokens: int | None  # of the prompts that are drawn; None: all
-    new_tokens: int  # of a response
+    prompt_tokens: int | None  # longest prompt to draw; None means no limit
+    new_tokens: int  # longest response
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Says how responses are sampled, for training or in evaluations."""
+    """Holds how responses are sampled, for training or in evaluations."""
 
     temperature: float
     max_new_tokens: int
     top_p: float
     top_k: int | None
     min_p: float
-    length_setting: str  # which says max_new_tokens
+    length_setting: str  # the setting that gives max_new_tokens
 
 
 class RolloutSettings(Settings):
-    """Sampling and its engines. Engines and trainer use the same temperature."""
+    """Chooses sampling, engines and rewards. Engines and trainer use the same temperature."""
 
     temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
     top_p: float = Field(
@@ -284,7 +284,7 @@ class RolloutSettings(Settings):
     )
 
     def limits_at(self, step: int) -> LengthLimits:
-        """Returns the limits on lengths in a step, counted from 1; the same in every step without a curriculum."""
+        """Returns the limits on lengths in a step, counted from 1; without a curriculum they never change."""
         begun = [stage for stage in self.curriculum if stage.from_step <= step]
         if not begun:
             return LengthLimits(1, None, self.max_new_tokens)
@@ -292,7 +292,7 @@ class RolloutSettings(Settings):
 
     @property
     def transport(self) -> Transport:
-        """Returns what `weight_transport` stands for."""
+        """Returns `weight_transport`, with `auto` resolved."""
         if self.weight_transport == "auto":
             return "broadcast" if self.engine in SERVERS else "object_store"
         return self.weight_transport
@@ -392,7 +392,7 @@ def _whole_numbers(value: Any) -> tuple[int, ...]:
 
 
 class EnvironmentSettings(Settings):
-    """Episodes with `rollout.environment`."""
+    """Configures episodes with `rollout.environment`."""
 
     arguments: Annotated[dict[str, Any], BeforeValidator(keyword_arguments)] = Field(
         {}, description="keyword arguments of the class, for each episode"
@@ -406,7 +406,7 @@ class EnvironmentSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """Held-out evaluation by sampling; what is null here is as in `rollout`."""
+    """Configures evaluation on held-out prompts; a null takes the value of the same setting in `rollout`."""
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
     samples_per_prompt: PositiveInt = Field(1, description="responses sampled per held-out prompt")

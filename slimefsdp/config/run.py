@@ -1,4 +1,4 @@
-"""The settings of a run: those of its Trainer, of data, rollouts, cluster and service; and how they are read."""
+"""Defines and reads the settings of a run: those of its Trainer, and data, rollouts, cluster and service."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slimefsdp.errors import ConfigError, short_repr, short_text
 
 
 class ClusterSettings(Settings):
-    """Ray, and how long to wait for it."""
+    """Chooses the Ray cluster, timeouts, and the number of restarts."""
 
     address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
     allow_without_token: bool = Field(
@@ -75,7 +75,7 @@ def _host_and_port(value: str) -> str:
 
 
 class ServiceSettings(Settings):
-    """The HTTP service of `slimefsdp serve`."""
+    """Configures the HTTP service of `slimefsdp serve`."""
 
     address: Annotated[str, AfterValidator(_host_and_port)] = Field(
         "127.0.0.1:8000",
@@ -106,7 +106,7 @@ class ServiceSettings(Settings):
 
     @property
     def host(self) -> str:
-        """Returns the name or the IP address of `address`, without the brackets of IPv6."""
+        """Returns the host name or IP address in `address`, without the brackets of IPv6."""
         return self.address.rpartition(":")[0].strip("[]")
 
     @property
@@ -115,7 +115,7 @@ class ServiceSettings(Settings):
 
 
 class RunConfig(TrainerConfig):
-    """Everything one run is made of."""
+    """Holds all settings of a run."""
 
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -133,14 +133,14 @@ class RunConfig(TrainerConfig):
         return self.cluster.call_timeout_s
 
     def with_ranks(self, ranks: int) -> Self:
-        """Extends `TrainerConfig.with_ranks`; raises ConfigError if there are fewer ranks than colocated engines."""
+        """Extends `TrainerConfig.with_ranks`; raises a ConfigError if there are more colocated engines than ranks."""
         made = super().with_ranks(ranks)
         if problem := made._surplus_engines():
             raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
         return made
 
     def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
-        """Extends `TrainerConfig.with_adapters`; raises ConfigError if the engines cannot take the adapters."""
+        """Extends `TrainerConfig.with_adapters`; raises a ConfigError if the engines do not support the adapters."""
         made = super().with_adapters(rank, alpha, targets)
         if wrong := made._why_no_engine_takes_adapters():
             raise ConfigError(wrong[0], field="lora.sync", hint=wrong[1])
@@ -184,7 +184,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def sampling(self, *, evaluates: bool) -> Sampling:
-        """Returns how responses are sampled, for training or in evaluations, which say what is different about them."""
+        """Returns how responses are sampled, for training, or in evaluations with the overrides in `evaluation`."""
         rollout, own = self.rollout, self.evaluation
         training = Sampling(
             rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
@@ -204,7 +204,7 @@ class RunConfig(TrainerConfig):
         engine = self.rollout.engine
         low, high = temperatures_of(engine)
         for section, value in (("rollout", self.rollout.temperature), ("evaluation", self.evaluation.temperature)):
-            if value and not low <= value <= high:  # 0 is greedy
+            if value and not low <= value <= high:  # 0 means greedy
                 raise BrokenRule(
                     f"{section}.temperature",
                     f"{section}.temperature={value:g}: {engine} samples from {low:g} to {high:g}",
@@ -214,7 +214,7 @@ class RunConfig(TrainerConfig):
 
     @property
     def skips_failures(self) -> bool:
-        """Returns whether a response that cannot be rewarded drops its group instead of ending the run."""
+        """Returns whether a response without a valid reward drops its group instead of ending the run."""
         return self.rollout.reward_failure == "skip"
 
     @property
@@ -229,7 +229,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def _why_no_engine_takes_adapters(self) -> tuple[str, str] | None:
-        """Returns what is wrong with lora.sync=adapters, and the way out."""
+        """Returns (what is wrong with lora.sync=adapters, the way out), or None."""
         lora, rollout = self.lora, self.rollout
         others = "or set lora.sync=merged"
         if lora.sync == "merged":
@@ -272,7 +272,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def _surplus_engines(self) -> tuple[str, str] | None:
-        """Returns what is wrong and the way out if there are more colocated engines than ranks; mesh.dp is a number."""
+        """Returns (problem, way out) if there are more colocated engines than ranks; mesh.dp must be a number."""
         if self.rollout.placement != "colocated" or self.rollout.engines <= self.ranks:
             return None
         return (
@@ -341,41 +341,41 @@ class RunConfig(TrainerConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """Returns the samples of one step: prompts x responses, or one update's under sft and dpo (two for a pair)."""
+        """Returns the samples of a step: prompts x responses, or for sft and dpo those of an update (2 for a pair)."""
         if not self.has_rollouts:
             return self.batch.samples_per_update or 1
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
     def updates_per_step(self) -> int:
-        """Returns the number of optimiser updates for one full rollout batch."""
+        """Returns the number of optimiser updates per full rollout batch."""
         per_update = self.batch.samples_per_update or self.samples_per_step
         return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
 
     @property
     def total_updates(self) -> int | None:
-        """Returns the update at which the learning rate's schedule ends; None if it and run.steps are not known."""
+        """Returns the number of updates in the learning rate's schedule, or None if it is unknown."""
         if self.optim.total_updates is not None or self.run.steps is None:
             return self.optim.total_updates
         return self.run.steps * self.updates_per_step
 
     def with_steps_of(self, num_records: int, *, step: int = 0, passed: int = 0) -> Self:
-        """Returns these settings for a number of demonstrations: run.steps follows from run.epochs, if that is set.
+        """Returns these settings for a number of records; if run.epochs is set, run.steps is computed from it.
 
         Args:
-            step: the step at which the run begins: 0, or that of the checkpoint that it resumes from.
-            passed: how many demonstrations of its epochs were trained on by then.
+            step: the step at which the run starts: 0, or the step of the checkpoint from which it resumes.
+            passed: how many records, counted over all epochs, were trained on before this step.
 
         Raises:
-            ConfigError: optim.total_updates, optim.warmup_updates or profile.updates do not fit so many steps.
+            ConfigError: optim.total_updates, optim.warmup_updates or profile.updates do not fit the number of steps.
         """
         if self.run.epochs is None:
             return self
         steps = step + math.ceil(max(0, self.run.epochs * num_records - passed) / self.samples_per_step)
         steps = min(steps, self.run.steps or steps)
         tree = self.model_dump(exclude_unset=True)
-        self.checked({**tree, "run": {**tree.get("run", {}), "steps": steps}})  # for the rules about steps
-        # not among the settings that were given: a run that goes on with more epochs has more steps
+        self.checked({**tree, "run": {**tree.get("run", {}), "steps": steps}})  # checks the rules about steps
+        # run.steps is not marked as set by the user, because a run that resumes with more epochs has more steps
         run = RunSettings.model_construct(self.run.model_fields_set, **{**dict(self.run), "steps": steps})
         return self.model_copy(update={"run": run})
 
@@ -394,13 +394,13 @@ _READ_WITHOUT_ROLLOUTS: dict[str, frozenset[str]] = {
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Returns the checked settings of one YAML file, with dotted overrides (`optim.lr=1e-6`) on top.
+    """Returns the checked settings of a YAML file, changed by overrides such as `optim.lr=1e-6`.
 
     Args:
-        path: the file, which may build on another (`base: FILE`), or a nested dictionary of what it would hold.
+        path: the file, which may have a line `base: FILE`; or a nested dictionary with the content of such a file.
 
     Raises:
-        ConfigError: naming the setting, its value, the rule and the way out.
+        ConfigError: a setting breaks a rule; the error names the setting, its value, the rule and the way out.
     """
     is_path = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
     if not is_path and not isinstance(path, Mapping):
@@ -410,7 +410,7 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     if not is_list or not all(isinstance(override, str) for override in overrides):
         problem = f"overrides={short_repr(overrides)} is not a list of texts"
         raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
-    # overrides must not change what the caller gave, and the base of a dictionary begins at the present folder
+    # the caller's dictionary must not be changed; its base is relative to the current folder
     tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
     for override in overrides:
         apply_override(tree, override)
@@ -421,9 +421,9 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:
-    """Returns the checked settings of a nested dict (what a YAML file holds).
+    """Returns the checked settings of a nested dictionary with the content of a YAML file.
 
     Raises:
-        ConfigError: as `load_config`.
+        ConfigError: see `load_config`.
     """
     return RunConfig.checked(tree)

@@ -1,4 +1,4 @@
-"""The sections that a Trainer reads, except those of the algorithm (algorithm.py)."""
+"""Defines the sections that a Trainer reads, except those of the algorithm (algorithm.py)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _BARE_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def _target_patterns(value: Any) -> tuple[str, ...]:
-    """Returns the targets as words and patterns; a module's name such as `q_proj` stands for all layers, as in peft."""
-    value = [value] if value == "all-linear" else value  # peft writes this word without a list
+    """Returns targets as keywords and patterns; the bare name of a module, such as `q_proj`, means it in all layers."""
+    value = [value] if value == "all-linear" else value  # peft writes this keyword without a list
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
         raise broken_rule("must be a list of words or name patterns", "write it like [attention, down_proj]")
@@ -55,7 +55,7 @@ def _target_patterns(value: Any) -> tuple[str, ...]:
 
 
 def _count_or_auto(value: Any) -> Any:
-    """Refuses a wrong value once; a union of types would refuse it as a number and as a word."""
+    """Checks a count or `auto` with a single error; for a union of types, pydantic would report two."""
     if value != "auto" and type(value) is not int:
         raise broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
     if value != "auto" and value < 1:
@@ -64,7 +64,7 @@ def _count_or_auto(value: Any) -> Any:
 
 
 def _switch_or_name(value: Any) -> Any:
-    """Returns the name that true or false stands for."""
+    """Returns the name that true or false means; other values stay."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -76,7 +76,7 @@ _DETAILS = list_of(
 
 
 class RunSettings(Settings):
-    """Sets how long a run is and where it leaves its files."""
+    """Sets the length, seed and folders of a run."""
 
     dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
     steps: PositiveInt | None = Field(
@@ -109,7 +109,7 @@ class RunSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """The policy."""
+    """Describes the policy."""
 
     path: PathOrIdSetting = Field(
         description="Hugging Face folder with safetensors weights; or, where there is none, the id of one on the hub, "
@@ -142,7 +142,7 @@ class ModelSettings(Settings):
 
 
 class LoraSettings(Settings):
-    """Adapters of low rank, trained in place of the parameters of the policy and of a critic (docs/lora.md)."""
+    """Configures low-rank adapters, trained instead of the parameters of the policy and the critic (docs/lora.md)."""
 
     rank: PositiveInt | None = Field(
         None, description="columns of an adapter's B, rows of its A; null: no adapters, the parameters are trained"
@@ -167,12 +167,15 @@ class LoraSettings(Settings):
 
     @property
     def are_trained(self) -> bool:
-        """Returns whether there are adapters; lora.rank is null until `with_adapters` has set it from a folder."""
+        """Returns whether there are adapters.
+
+        If they come from a folder, lora.rank is null until `with_adapters` sets it.
+        """
         return self.rank is not None or self.path is not None
 
 
 class PlacedSettings(Settings):
-    """Says where a reference or a critic runs."""
+    """Chooses the processes of a reference or a critic."""
 
     dp: RankCount | None = Field(
         None, description="data ranks of a worker group of its own; null: it is colocated, in the actor's processes"
@@ -185,7 +188,7 @@ class PlacedSettings(Settings):
 
 
 class ReferenceSettings(PlacedSettings):
-    """The frozen model that KL is measured against; used only when `loss.kl_coefficient` > 0, or on request."""
+    """Describes the frozen model of the KL and of DPO; it is needed only by some losses, or on request."""
 
     path: PathOrIdSetting | None = Field(None, description="its folder, or id; default: model.path")
     offload: Literal["sleep", "swap", "fsdp", "none"] = Field(
@@ -200,7 +203,7 @@ class ReferenceSettings(PlacedSettings):
 
 
 class MeshSettings(Settings):
-    """The device mesh (dp_replicate, dp, cp); its size is the number of ranks, cp ranks are adjacent."""
+    """Describes the device mesh (dp_replicate, dp, cp). The product is the number of ranks; cp ranks are adjacent."""
 
     dp_replicate: RankCount = Field(
         1, description="copies of the sharded model; gradients are summed over them, parameters sharded inside each"
@@ -215,7 +218,7 @@ class MeshSettings(Settings):
 
 
 class AttentionSettings(Settings):
-    """Chooses how attention is computed, and how the cp ranks share it."""
+    """Chooses how attention is computed, and how cp ranks divide it."""
 
     strategy: Literal["auto", "ring", "ulysses", "all_gather", "ring_flash_attn"] = Field(
         "auto",
@@ -231,7 +234,7 @@ class AttentionSettings(Settings):
 
 
 class PrecisionSettings(Settings):
-    """Number formats. Masters are fp32 whatever the checkpoint's dtype (fp64 when computing in fp64)."""
+    """Chooses dtypes. Master weights are float32, or float64 if precision.compute_dtype is float64."""
 
     compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = Field(
         "bfloat16", description="parameters and activations in forward and backward"
@@ -267,7 +270,7 @@ class FsdpSettings(Settings):
 
 
 class BatchSettings(Settings):
-    """The two knobs of batch size, and what is computed once for several samples."""
+    """Sets the sizes of updates and micro-batches, and whether samples share the computation of common prefixes."""
 
     samples_per_update: PositiveInt | None = Field(
         None,
@@ -301,7 +304,7 @@ def _count_or_share(value: Any) -> Any:
 
 
 class _OptimSettings(Settings):
-    """Holds what all optimisers have; lengths are counted in optimiser updates, not in rollouts."""
+    """Holds the settings of all optimisers; lengths are numbers of optimiser updates, not of rollouts."""
 
     section: ClassVar[str] = "optim"
 
@@ -331,7 +334,7 @@ class _AdamMoments(_OptimSettings):
 
 
 class AdamWSettings(_AdamMoments):
-    """AdamW, in one fused kernel for a whole update."""
+    """AdamW, with one fused kernel for each update."""
 
     name: Literal["adamw"] = Field("adamw", description="the optimiser")
     state_dtype: Literal["auto", "bfloat16", "8bit"] = Field(
@@ -342,7 +345,7 @@ class AdamWSettings(_AdamMoments):
 
 
 class MuonSettings(_AdamMoments):
-    """Muon for matrices of the layers, of experts and adapters too, with AdamW for all else (docs/optimizers.md)."""
+    """Muon for the layers' matrices, including experts and adapters, and AdamW for all other parameters."""
 
     name: Literal["muon"] = Field("muon", description="the optimiser")
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum; AdamW's is betas[0]")
@@ -356,7 +359,7 @@ class MuonSettings(_AdamMoments):
 
 
 class SgdSettings(_OptimSettings):
-    """Plain stochastic gradient descent with momentum."""
+    """Stochastic gradient descent with momentum."""
 
     name: Literal["sgd"] = Field("sgd", description="the optimiser")
     momentum: float = Field(0.9, ge=0, lt=1, description="share of the last step in the next one")
@@ -371,7 +374,7 @@ OptimChoice = Annotated[
 
 
 class CheckpointSettings(Settings):
-    """Checkpoints under `run.dir`/checkpoints."""
+    """Configures the checkpoints in `run.dir`/checkpoints."""
 
     interval_steps: PositiveInt | None = Field(
         None,
@@ -388,7 +391,7 @@ class CheckpointSettings(Settings):
 
 
 class ProfileSettings(Settings):
-    """Chooses the updates to profile, and the rate that speed is measured against."""
+    """Chooses the updates to profile, and the peak rate for the metric `mfu`."""
 
     updates: Annotated[tuple[int, ...], _UPDATE_NUMBERS] | None = Field(
         None,

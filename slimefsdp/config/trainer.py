@@ -1,8 +1,7 @@
-"""The settings that a Trainer reads, and the rules between them.
+"""Defines the settings that a Trainer reads, and the rules between them.
 
-They know of models, meshes, optimisers and losses, and of no engine, service or cluster, which `RunConfig` (run.py)
-adds. They are read once, checked once and frozen. Importing this file costs pydantic and PyYAML, never torch, so that a
-bad setting is answered at once.
+They are about models, meshes, optimisers and losses. `RunConfig` (run.py) adds engines, service and cluster. Settings
+are read once, checked once and frozen. This file does not import torch, so that a wrong setting is reported quickly.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from slimefsdp.rpc import Role
 
 
 class TrainerConfig(AlgorithmSettings):
-    """Everything that a Trainer reads."""
+    """Holds all settings that a Trainer reads."""
 
     run: RunSettings = RunSettings()
     model: ModelSettings
@@ -55,7 +54,7 @@ class TrainerConfig(AlgorithmSettings):
     profile: ProfileSettings = ProfileSettings()
 
     def __repr__(self) -> str:
-        """Returns a short text with the main choices and the number of given settings; `model_dump` has them all."""
+        """Returns a short text with the main choices, and the number of settings that the user has set."""
         mesh = f"mesh={self.mesh.dp_replicate} x {self.mesh.dp} x {self.mesh.cp}"
         known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
         shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
@@ -67,25 +66,25 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def temperature(self) -> float:
-        """Returns the temperature of sampling, at which log-probs are taken."""
+        """Returns the temperature of sampling and of log-probs."""
         return 1.0
 
     @property
     def collective_timeout_s(self) -> float:
-        """Returns how many seconds a collective may wait for the other ranks."""
+        """Returns the timeout of collectives in seconds."""
         return 3600.0
 
     @property
     def total_updates(self) -> int | None:
-        """Returns the update at which the learning rate's schedule ends; None if it is not known."""
+        """Returns the number of updates in the learning rate's schedule, or None if it is unknown."""
         return self.optim.total_updates
 
     @classmethod
     def checked(cls, tree: Mapping[str, Any]) -> Self:
-        """Returns the checked settings of a nested dict (what a YAML file holds).
+        """Returns the checked settings of a nested dictionary with the content of a YAML file.
 
         Raises:
-            ConfigError: naming the setting, its value, the rule and the way out.
+            ConfigError: a setting breaks a rule; the error names the setting, its value, the rule and the way out.
         """
         try:
             return cls.model_validate(tree)
@@ -95,14 +94,14 @@ class TrainerConfig(AlgorithmSettings):
 
     @classmethod
     def _known_settings(cls) -> Kinds:
-        """Returns section ("" for the top level) -> its kinds ("" where there is one) -> their settings."""
+        """Returns section ("" for the top level) -> kind ("" if there is only one) -> settings."""
         sections: dict[str, dict[str, Any]] = {"": {"": cls.model_fields}}
         for name, info in cls.model_fields.items():
             sections[name] = {kind: model.model_fields for kind, model in kinds_of(info.annotation).items()}
         return {name: kinds for name, kinds in sections.items() if kinds}
 
     def effective(self, field: str) -> Any:
-        """Extends `AlgorithmSettings.effective`: the rank of adapters may be that of the folder at lora.path."""
+        """Extends `AlgorithmSettings.effective`: lora.path counts as a value of lora.rank, which its folder sets."""
         return self.lora.rank or self.lora.path if field == "lora.rank" else super().effective(field)
 
     @model_validator(mode="after")
@@ -129,9 +128,9 @@ class TrainerConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_muon_with_adapters(self) -> Self:
-        """Refuses Muon where lora.targets leaves it no matrix. Patterns are checked when the model is built."""
+        """Refuses Muon if lora.targets has no matrix for it. Patterns are checked later, when the model is built."""
         targets, optim = self.lora.targets, self.optim
-        # a critic has a head of its own, and the same settings
+        # a critic's head is a matrix for the optimiser, and the critic has the same settings
         if not isinstance(optim, MuonSettings) or self.lora.rank is None or self.algorithm == "ppo":
             return self
         if set(targets) <= {"head", "lm_head"}:
@@ -187,7 +186,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_learning_rates(self) -> Self:
-        """Refuses rates above 1 but for SGD: AdamW and Muon move each parameter by about the rate in each update."""
+        """Refuses rates above 1 except for SGD: AdamW and Muon change parameters by about the rate in every update."""
         adamw_lr = self.optim.adamw_lr if isinstance(self.optim, MuonSettings) else None
         rates = {"optim.lr": self.optim.lr, "optim.adamw_lr": adamw_lr, "critic.lr": self.critic.lr}
         for field, rate in rates.items():
@@ -202,13 +201,13 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def reference_is_policy(self) -> bool:
-        """Returns whether the colocated reference is the policy with its adapters off, and not a model of its own."""
+        """Returns whether the reference is the policy without its adapters, instead of a separate model."""
         reference = self.reference
         return self.lora.are_trained and reference.is_colocated and reference.path is None
 
     @property
     def actor_mesh(self) -> tuple[int, int]:
-        """Returns (dp_replicate, dp) of the actor group. Raises ConfigError while mesh.dp is auto: see `with_ranks`."""
+        """Returns (dp_replicate, dp) of the actor group; raises a ConfigError if mesh.dp is auto (see `with_ranks`)."""
         if self.mesh.dp == "auto":
             raise ConfigError(
                 "mesh.dp=auto is not a number yet", field="mesh.dp", hint="use with_ranks(ranks), or set mesh.dp"
@@ -217,17 +216,17 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def data_ranks(self) -> int:
-        """Returns the number of shares of a batch in the actor group: dp_replicate x dp."""
+        """Returns dp_replicate x dp of the actor group, the number of shares of a batch."""
         dp_replicate, dp = self.actor_mesh
         return dp_replicate * dp
 
     @property
     def ranks(self) -> int:
-        """Returns the number of processes of the actor group. Raises ConfigError while mesh.dp is auto."""
+        """Returns the number of processes of the actor group; raises a ConfigError if mesh.dp is auto."""
         return self.data_ranks * self.mesh.cp
 
     def with_ranks(self, ranks: int) -> Self:
-        """Returns these settings for an actor group of `ranks` processes: mesh.dp=auto becomes a number.
+        """Returns these settings for an actor group of `ranks` processes, with mesh.dp=auto replaced by a number.
 
         Raises:
             ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp.
@@ -246,43 +245,43 @@ class TrainerConfig(AlgorithmSettings):
         return self.model_copy(update={"mesh": mesh})
 
     def with_sharding(self, level: str) -> Self:
-        """Returns these settings with the level of fsdp.sharding that was chosen for `auto`."""
+        """Returns these settings with fsdp.sharding=auto replaced by the chosen level."""
         if level == self.fsdp.sharding:
             return self
         return self.model_copy(update={"fsdp": self.fsdp.model_copy(update={"sharding": level})})
 
     @property
     def max_pack_tokens(self) -> int:
-        """Returns the largest number of tokens of one pack, which the cp ranks share."""
+        """Returns the largest number of tokens of a pack, which the cp ranks share."""
         return self.batch.max_tokens_per_rank * self.mesh.cp
 
     def mesh_of(self, role: Role) -> tuple[int, int]:
-        """Returns (dp_replicate, dp) of a role; its cp is the actor's."""
+        """Returns (dp_replicate, dp) of a role; cp is the same for all roles."""
         dp = {"actor": None, "ref": self.reference.dp, "critic": self.critic.dp}[role]
         return self.actor_mesh if dp is None else (1, dp)
 
     def ranks_of(self, role: Role) -> int:
-        """Returns the number of processes of a role's group, if it has a group of its own."""
+        """Returns the number of processes in the group of a role that has its own group."""
         return math.prod(self.mesh_of(role)) * self.mesh.cp
 
     @property
     def model_paths(self) -> dict[str, Path]:
-        """Returns the path of each setting that names a model or adapters, if it is set."""
+        """Returns setting -> path for all set settings that name a model or adapters."""
         fields = ("model.path", "reference.path", "critic.path", "lora.path")
         found = {field: self.value_of(field) for field in fields}
         return {field: path for field, path in found.items() if path is not None}
 
     def with_loss(self, settings: Mapping[str, Any]) -> Self:
-        """Returns these settings with another loss, for one call of `forward_backward`.
+        """Returns these settings with changes to the loss, for one call of `forward_backward`.
 
-        If a policy loss is given, its parameters are the given ones or their defaults.
+        If `settings` names a policy loss, parameters of the loss that are not given have their defaults.
 
         Args:
-            settings: names of `loss` that say how each token counts, and none that a step, a plan or a reference
-                model follows from.
+            settings: settings of the section `loss` that change only the loss of each token, and not the step, the plan
+                or the need for a reference.
 
         Raises:
-            ConfigError: another name, or a value that the settings would not take.
+            ConfigError: a name is not allowed, or a value is invalid.
         """
         if not isinstance(settings, Mapping):
             problem = f"settings={short_repr(settings)} are not names of loss and their values"
@@ -305,7 +304,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.checked({**tree, "loss": {**kept, **settings}})
 
     def with_model_paths(self, paths: Mapping[str, Path]) -> Self:
-        """Returns these settings with other models, named as in `model_paths`."""
+        """Returns these settings with other paths of models, given as in `model_paths`."""
         changed: dict[str, Any] = {}
         for field, path in paths.items():
             section = field.removesuffix(".path")
@@ -313,13 +312,14 @@ class TrainerConfig(AlgorithmSettings):
         return self.model_copy(update=changed)
 
     def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
-        """Returns these settings with rank, alpha and targets of the folder at lora.path.
+        """Returns these settings with the rank, alpha and targets of the folder at lora.path.
 
         Args:
-            targets: names of modules. Where lora.targets is set it stays, and the model tells whether it names these.
+            targets: names of the folder's modules. If lora.targets is set, it stays; building the model checks that it
+                selects the same modules.
 
         Raises:
-            ConfigError: lora.rank or lora.alpha is set, and another.
+            ConfigError: lora.rank or lora.alpha is set to another value.
         """
         found: dict[str, Any] = {"rank": rank, "alpha": alpha}
         for name, value in found.items():
@@ -335,7 +335,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.model_copy(update={"lora": self.lora.model_copy(update=found)})
 
     def folder_of(self, role: Role) -> tuple[Path, str]:
-        """Returns the model folder of a role, and the setting that names it."""
+        """Returns (the model folder of a role, the setting that names it)."""
         path = {"actor": None, "ref": self.reference.path, "critic": self.critic.path}[role]
         if path is None:
             return self.model.path, "model.path"
@@ -343,13 +343,13 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def warmup_updates(self) -> int:
-        """Returns the number of updates in which the rate rises; a share counts once `total_updates` is known."""
+        """Returns the number of warm-up updates; if it is a share of `total_updates`, 0 until that is known."""
         warmup = self.optim.warmup_updates
         if isinstance(warmup, int):
             return warmup
         total = self.total_updates or 0
-        updates = math.ceil(round(warmup * total, 6))  # 0.07 x 100 is 7, and a bit more in floats
-        return min(updates, max(total - 1, 0))  # a trial run of one update takes it at the full rate
+        updates = math.ceil(round(warmup * total, 6))  # rounded, because 0.07 x 100 is above 7 in floats
+        return min(updates, max(total - 1, 0))  # a run of a single update has no warm-up
 
 
 _OF_POLICY = (
@@ -359,6 +359,6 @@ _LOSS_OF_A_CALL = ("policy", *_OF_POLICY, "reduction", "constant_length", "entro
 
 
 def changed(section: BaseModel, names: Iterable[str]) -> list[str]:
-    """Returns which of these settings are not at their defaults."""
+    """Returns those of the named settings that differ from their defaults."""
     fields = type(section).model_fields
     return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]

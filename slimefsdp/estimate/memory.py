@@ -280,7 +280,8 @@ def _at_embedding(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> 
 def _gathered(setup: TrainingSetup, at_work: int, done: int = 0) -> int:
     """Returns the bytes of gathered parameters.
 
-    Args: at_work: bytes of the layers that are gathered at this moment, if layers are gathered one by one.
+    Args:
+        at_work: bytes of the layers that are gathered at this moment, if layers are gathered one by one.
         done: number of layers whose backward is complete.
     """
     compute = setup.sizes.compute

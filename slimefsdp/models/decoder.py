@@ -214,8 +214,9 @@ class PolicyModel(DecoderModel):
         """Returns log-probs of the share's targets, and the entropies of their distributions, [2, pairs].
 
         Args:
-            share: this rank's part of a pack. pack_attention: `self.attention` for that pack. temperature: divides the
-                logits, for log-probs and entropy alike.
+            share: this rank's part of a pack.
+            pack_attention: the attention for this pack, from `self.attention`.
+            temperature: divides the logits, for log-probs and entropy alike.
             entropy_grad: let gradients flow through the entropies.
             reference: head inputs of another model for the same share. If given, the result is [3, pairs]: the third
                 row is the differentiable KL(self || reference) of each pair over the whole vocabulary.
@@ -298,7 +299,7 @@ class ValueModel(DecoderModel):
 
         Args:
             share: this rank's part of a pack.
-            pack_attention: `self.attention` for that pack.
+            pack_attention: the attention for this pack, from `self.attention`.
         """
         hidden = self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows]
         dtype = torch.promote_types(hidden.dtype, torch.float32)  # half precision has only three digits

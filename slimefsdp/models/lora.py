@@ -373,7 +373,8 @@ def read_adapters(
     """Collective: fills the local shards of A and B from the folder's file.
 
     Args:
-        base: the model's folder, for errors. read_by: see `slimefsdp.models.load_weights.read_weights`.
+        base: the model's folder, for errors.
+        read_by: see `slimefsdp.models.load_weights.read_weights`.
 
     Raises:
         ModelError: a value is not finite, the file cannot be read, or the folder's metadata records other base weights;

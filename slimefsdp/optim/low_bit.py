@@ -1,21 +1,22 @@
 """Implements AdamW with moments in bfloat16, or in 8 bits with a scale for each block.
 
-bfloat16: Rounding to nearest would discard all changes of a moment that are below half of its last bit; under beta
-0.999 these are all changes of a second moment. Moments are therefore rounded stochastically, up with a probability
-proportional to the distance from the lower neighbour, which is exact on average (Gupta et al. 2015,
-https://arxiv.org/abs/1502.02551). The noise is a hash of the run's seed, the update's number, the parameter's name and
-the element's index in the whole parameter. So it does not depend on the sharding, and a resumed run has the same bits.
+bfloat16: Rounding to nearest would discard every change of a moment that is smaller than half of the moment's last bit.
+With beta = 0.999 this holds for every change of a second moment. Moments are therefore rounded stochastically: the
+probability of rounding up is proportional to the distance from the lower neighbour, so rounding is exact on average
+(Gupta et al. 2015, https://arxiv.org/abs/1502.02551). The noise is a hash of the run's seed, the update's number, the
+parameter's name and the element's index in the whole parameter. So the noise does not depend on the sharding, and a
+resumed run has the same bits.
 
 8 bits: The codes are those of dynamic tree quantization (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861,
-sections 2.1 and 2.2), which are densest near 0 and reach down to a millionth of a block's largest value. A block lies
-within a row of dim 0, and shards hold whole rows, so blocks, bits and checkpoints are equal on every mesh. Parameters
-whose rows no block size divides, vectors among them, have moments in the parameters' dtype.
+sections 2.1 and 2.2), whose values are densest near 0; the smallest is a millionth of a block's largest value. A block
+lies within a row of dim 0, and shards hold whole rows, so blocks, bits and checkpoints are equal on every mesh. If no
+block size divides the rows of a parameter, as with vectors, its moments have the parameter's dtype.
 
 A positive second moment never gets the code 0 (the zero-point problem: Li et al. 2023,
-https://arxiv.org/abs/2309.01507). With a second moment of 0 the next step would be divided by the newest gradient's
-contribution alone: it would be 1 / sqrt(1 - beta2) times too large if that gradient is as large as earlier ones, or be
-divided by eps if it is 0. Rounding up makes steps too small instead. The smallest positive code is 3.25e-7 of a block's
-largest value, the second moment of gradients that are 1/1750 of the largest.
+https://arxiv.org/abs/2309.01507). If a second moment were stored as 0, the divisor of the next step would contain only
+the newest gradient. The step would be 1 / sqrt(1 - beta2) times too large if all gradients are equally large; if the
+newest gradient is 0, the divisor would be eps. Rounding up makes steps too small instead. The smallest positive code is
+3.25e-7 of a block's largest value, which corresponds to a gradient of 1/1750 of the block's largest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-# elements processed at a time: few enough for a CPU's caches, and enough to fill a GPU
+# number of elements to process at a time: small enough for a CPU's caches, large enough to use a whole GPU
 BUCKET_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 OTHER_BUCKET_ELEMENTS = 2**20  # for other devices
 
@@ -47,7 +48,7 @@ class AdamWState:
     gradient: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
-    step: torch.Tensor  # step count, a scalar that is incremented
+    step: torch.Tensor  # step count, a scalar that the update increments
 
 
 def split_state(
@@ -55,11 +56,11 @@ def split_state(
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
     """Yields views of `length` rows of a parameter's tensors, each with a step count for torch to increment.
 
-    torch increments the count for every piece, but the parameter has a single count. All pieces except the last
-    therefore get a copy of it.
+    torch increments the count of every piece, but the parameter has a single count. Therefore the last piece gets this
+    count, and all other pieces get a copy.
 
     Args:
-        tensors: tensors of equal size in dim 0; if this is 0, there is one piece.
+        tensors: tensors with equally many rows; without rows, there is one piece.
         step: the step count, a scalar.
     """
     pieces = list(zip(*(tensor.split(length) for tensor in tensors), strict=True))
@@ -76,7 +77,7 @@ _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedState(AdamWState):
-    """Has moments in bfloat16."""
+    """Holds a parameter with moments in bfloat16."""
 
     name: str
     first_element: int  # index of the shard's first element in the whole parameter
@@ -121,7 +122,7 @@ def update_rounded(states: Sequence[RoundedState], *, seed: int, update: int, **
 def stochastic_round_(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Rounds values stochastically to one of their two bfloat16 neighbours, in place.
 
-    The probability of the neighbour away from 0 is the value's relative distance from the other one.
+    A value between neighbours a and b, |a| < |b|, becomes b with probability |value - a| / |b - a|.
 
     Args:
         values: float32, finite.
@@ -136,7 +137,8 @@ def noise_of(pieces: Sequence[tuple[str, int, int]], key: str, like: torch.Tenso
     """Returns 32 random bits for each element, as int32.
 
     Args:
-        pieces: (parameter's name, index of the first element, number of elements); the result is their concatenation.
+        pieces: (parameter's name, index of the first element, number of elements); the bits of all pieces are
+            concatenated.
         key: text that identifies the seed and the update.
         like: a tensor on the device of the result.
     """
@@ -163,7 +165,7 @@ def _signed(value: int) -> int:
 
 
 def _flat_pieces(states: Sequence[RoundedState], most: int) -> Iterator[list[RoundedState]]:
-    """Yields buckets of flat pieces, of at most `most` elements each, that contain all elements."""
+    """Yields buckets of flat pieces that together contain all elements; a bucket has at most `most` elements."""
     bucket: list[RoundedState] = []
     room = most
     for state in states:
@@ -183,13 +185,13 @@ def _flat_pieces(states: Sequence[RoundedState], most: int) -> Iterator[list[Rou
 # ---------------------------------------------------------------------- 8 bits
 
 BLOCK = 256  # largest number of elements of a block
-LEAST_BLOCK = 32  # smallest; the scales of smaller blocks would take too much memory
+LEAST_BLOCK = 32  # smallest number; the scales of smaller blocks would take too much memory
 _DECADES = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedState(AdamWState):
-    """Has moments as codes, uint8."""
+    """Holds a parameter with moments as uint8 codes."""
 
     exp_avg_scale: torch.Tensor  # [rows, blocks] float32
     exp_avg_sq_scale: torch.Tensor  # [rows, blocks] float32
@@ -198,7 +200,8 @@ class QuantizedState(AdamWState):
 def block_of(shape: Sequence[int]) -> int | None:
     """Returns the block size for a parameter of this shape.
 
-    It is the largest divisor of the size of a row of dim 0 up to BLOCK; None if this is below LEAST_BLOCK.
+    The size is the largest divisor, up to BLOCK, of the number of elements in a row of dim 0. It is None if that
+    divisor is below LEAST_BLOCK.
     """
     row = math.prod(shape[1:])
     largest = next(size for size in range(min(row, BLOCK), 0, -1) if row % size == 0)
@@ -235,7 +238,7 @@ def update_quantized(states: Sequence[QuantizedState], **settings: Any) -> None:
 def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *, is_signed: bool) -> None:
     """Quantizes values: writes the nearest code of each value, and the scale of each block.
 
-    Unless `is_signed`, a positive value gets the nearest positive code.
+    Unless `is_signed`, a positive value gets the nearest code of a positive value, never that of 0.
 
     Args:
         codes: receives the codes, uint8 in the shape of `values`.
@@ -268,11 +271,11 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) ->
 def dynamic_map(is_signed: bool, device: torch.device) -> torch.Tensor:
     """Returns the 256 values of the codes in ascending order, float32.
 
-    These are 0, 1, and values in seven decades below 1. Each decade has twice as many values as the one below it, which
-    are the centres of equal parts of the decade.
+    These are 0, 1, and values in seven decades below 1. Each decade has twice as many values as the next lower decade;
+    the values are the centres of equal parts of the decade.
 
     Args:
-        is_signed: half of the values of each decade are negative.
+        is_signed: whether half of the values of each decade are negative.
     """
     values = [0.0, 1.0]
     for decade in range(_DECADES):
@@ -288,8 +291,8 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.
     """Returns two tables that replace the search for the nearest code.
 
     The first maps the upper half of a float32's bits to the code of the smallest float with these bits, [65536] int32.
-    The second is the border above each code, [256] float32, the last one infinite. Floats with the same upper half are
-    so close that there is at most one border between them.
+    The second has the upper border of each code, [256] float32; the last border is infinite. Floats with the same upper
+    half are so close that at most one border is between them.
     """
     values = dynamic_map(is_signed, torch.device("cpu"))
     borders = torch.cat([(values[:-1] + values[1:]) / 2, torch.tensor([math.inf])])

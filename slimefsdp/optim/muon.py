@@ -1,9 +1,9 @@
-"""Updates matrices by Muon: steps along the momentum, orthogonalized by Newton-Schulz iterations.
+"""Updates matrices by Muon, which takes steps along the momentum, orthogonalized by Newton-Schulz iterations.
 
 Keller Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the arithmetic of `torch.optim.Muon`. The
-momentum is sharded like the parameters, but the iterations need whole matrices. Matrices are therefore assigned to
-owners among all ranks, evenly by cost. The owner of a matrix receives its rows, iterates, and sends rows back to all
-ranks that hold some. The result has the same bits on every mesh.
+momentum is sharded like the parameters, but the iterations need whole matrices. Each matrix is therefore assigned to
+one rank, its owner, so that the cost is balanced over all ranks. The owner receives the matrix's rows, computes the
+iterations, and sends the rows back to the ranks that hold them. The result has the same bits on every mesh.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.model_spec import NEWTON_SCHULZ_STEPS
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, with a steep slope at 0 (Jordan et al.)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, whose slope at 0 is steep (Jordan et al.)
 NORM_EPS = 1e-7
-ROUND_ELEMENTS = 2**26  # largest number of elements that a rank owns at a time, unless a single matrix is larger
+ROUND_ELEMENTS = 2**26  # largest number of elements that a rank owns in a round, unless a single matrix is larger
 
 
 def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Returns approximately U V^T of a matrix U S V^T, [rows, columns], in its dtype.
+    """Returns approximately U V^T for a matrix U S V^T, [rows, columns], in the matrix's dtype.
 
     The singular values of the result are between 0.7 and 1.2.
     """
@@ -45,8 +45,8 @@ def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 def adjusted_lr(lr: float, shape: Sequence[int]) -> float:
     """Returns the learning rate of a matrix, or of each matrix of a stack.
 
-    It is lr x 0.2 sqrt(max(rows, columns)), which makes updates as large as AdamW's, so that rates that suit AdamW suit
-    Muon (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2; `match_rms_adamw` of torch).
+    The rate is lr x 0.2 sqrt(max(rows, columns)). It makes updates as large as AdamW's, so that learning rates for
+    AdamW also suit Muon (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2; `match_rms_adamw` of torch).
     """
     rows, columns = shape[-2:]
     return lr * 0.2 * math.sqrt(max(rows, columns))
@@ -66,8 +66,8 @@ def update_matrices(
 
     Args:
         parameters: all must have gradients, which are overwritten.
-        momenta: momentum of each parameter, sharded like it; updated in place.
-        group: all ranks; None: a single process.
+        momenta: momentum of each parameter, sharded like the parameter; updated in place.
+        group: all ranks; None means a single process.
     """
     updates = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     buffers = [local_shard(buffer) for buffer in momenta]
@@ -87,8 +87,7 @@ def _orthogonalize(
 ) -> None:
     """Replaces each shard of `updates` by its rows of the orthogonalized matrix, in place.
 
-    The iterations run on the device of the mesh; on CUDA in bfloat16, to use tensor cores, unless parameters are
-    float64.
+    The iterations run on the mesh's device. On CUDA they use bfloat16, for tensor cores, unless parameters are float64.
     """
     first = parameters[0]
     world, own = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
@@ -100,7 +99,7 @@ def _orthogonalize(
     flat = [update.view(-1, update.shape[-1]) for update in updates]
     own_copy, own_shard = divmod(own, shards)
     for owned in assign_owners(tuple(tuple(parameter.shape) for parameter in parameters), world, shards):
-        # send rows to the owners within this copy of the model, whose ranks together hold all rows
+        # send rows to the owners; the ranks of this copy of the model together hold all rows
         gathered = _exchange(
             [
                 [
@@ -119,7 +118,7 @@ def _orthogonalize(
         )
         own_rows = gathered[own_copy * shards : (own_copy + 1) * shards]
         results = [newton_schulz(torch.cat(rows), NEWTON_SCHULZ_STEPS) for rows in zip(*own_rows, strict=True)]
-        # send the results back, also to the other copies of the model
+        # send the results back to the ranks of all copies of the model
         returned = _exchange(
             [
                 [result[matrix.rows_of_matrix(to % shards)] for matrix, result in zip(owned[own], results, strict=True)]
@@ -166,7 +165,7 @@ def _exchange(
 
 @dataclass(frozen=True, slots=True)
 class ShardedMatrix:
-    """Describes a matrix parameter, or one matrix of a stack. Rows are counted through the whole stack."""
+    """Describes a matrix parameter, or one matrix of a stack. Row numbers count through the whole stack."""
 
     parameter: int  # index in the list of parameters
     first_row: int  # index of the matrix's first row in the stack
@@ -175,13 +174,13 @@ class ShardedMatrix:
     bounds: tuple[int, ...]  # rows [bounds[s], bounds[s + 1]) of the parameter are in shard s
 
     def rows_in(self, shard: int) -> slice:
-        """Returns the rows of a shard of the parameter that belong to the matrix."""
+        """Returns which rows of a shard belong to the matrix, counted from the shard's first row."""
         rows = self.rows_of_matrix(shard)
         offset = self.first_row - self.bounds[shard]
         return slice(rows.start + offset, rows.stop + offset)
 
     def rows_of_matrix(self, shard: int) -> slice:
-        """Returns the rows of the matrix that belong to a shard of the parameter."""
+        """Returns which rows of the matrix belong to a shard, counted from the matrix's first row."""
         start, stop = (min(max(bound - self.first_row, 0), self.rows) for bound in self.bounds[shard : shard + 2])
         return slice(start, stop)
 
@@ -200,13 +199,13 @@ class ShardedMatrix:
 def assign_owners(
     shapes: tuple[tuple[int, ...], ...], world: int, shards: int, round_elements: int = ROUND_ELEMENTS
 ) -> list[list[list[ShardedMatrix]]]:
-    """Assigns matrices, costliest first, to the rank with the least work; returns them as [round][rank].
+    """Assigns each matrix, costliest first, to the rank with the least work; returns the matrices as [round][rank].
 
-    In a round a rank owns at most `round_elements` elements, or a single matrix.
+    In each round a rank owns at most `round_elements` elements, or a single larger matrix.
 
     Args:
         shapes: shapes of the parameters.
-        shards: number of shards of each parameter, which are chunks of its first dim.
+        shards: number of shards of each parameter, which divide its first dim.
     """
     matrices = []
     for index, shape in enumerate(shapes):

@@ -1,4 +1,4 @@
-"""Builds the optimiser over sharded parameters, and updates them."""
+"""Builds the optimiser of sharded parameters, and updates the parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MOMENTS: dict[Rule, torch.dtype | None] = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates the first group of parameters by Muon and the others by AdamW; `update_shards` takes its steps."""
+    """Holds the state of Muon, for the first group of parameters, and of AdamW, for the others;
+
+    `update_shards` takes steps.
+    """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {})
@@ -42,8 +45,8 @@ class OptimizerOptions:
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     eps: float = 1e-8  # of AdamW
     momentum: float = 0.0  # of Muon and SGD
-    adamw_lr_ratio: float = 1.0  # under muon: AdamW's learning rate / Muon's
-    # dtype of AdamW's moments. bfloat16: rounded stochastically; uint8: 8-bit codes with a scale for each block; None:
+    adamw_lr_ratio: float = 1.0  # with Muon: AdamW's learning rate / Muon's learning rate
+    # dtype of AdamW's moments: bfloat16 with stochastic rounding, or uint8 for codes with a scale per block; None means
     # the parameters' dtype
     state_dtype: torch.dtype | None = None
     seed: int = 0  # seed of stochastic rounding
@@ -56,7 +59,7 @@ def build_optimizer(
     undecayed: Collection[str] = (),
     matrices: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """Returns AdamW, Muon together with AdamW, or SGD, with all of its state allocated as zeros.
+    """Returns AdamW, Muon together with AdamW, or SGD; all optimiser state is allocated as zeros.
 
     Args:
         named_parameters: the trained parameters.
@@ -87,7 +90,7 @@ def build_optimizer(
         if group["rule"] == "adamw_bfloat16":
             group |= {"rounding_seed": options.seed, "places": name_and_offset}
     lr, betas, eps = options.lr, options.betas, options.eps
-    # the state, which a first step would otherwise create, is allocated here so that it can always be saved and loaded
+    # the state is allocated now, not in the first step, so that it can always be saved and loaded
     optimizer: torch.optim.Optimizer
     if options.name == "sgd":
         # torch has no fused SGD for sharded parameters
@@ -109,13 +112,13 @@ def build_optimizer(
         muon_settings["momentum"] = options.momentum
         optimizer = Muon([{"params": orthogonalized, **muon_settings}, *(group | adamw_settings for group in groups)])
         _add_momentum(optimizer, orthogonalized)
-    # the fused kernel reads step counts on the device; they are slices of one allocation
+    # the fused kernel reads the step counts on the device
     _add_moments(optimizer, rules, everything[0][1].device)
     return optimizer
 
 
 def _adamw_rule(parameter: nn.Parameter, state_dtype: torch.dtype | None) -> Rule:
-    """Returns the AdamW rule of a parameter; with 8-bit state, parameters that no block size fits use plain AdamW."""
+    """Returns the AdamW rule of a parameter: plain AdamW if 8-bit state is set but no block size fits the parameter."""
     if state_dtype == torch.uint8:
         return "adamw" if block_of(parameter.shape) is None else "adamw_8bit"
     return "adamw" if state_dtype is None else "adamw_bfloat16"
@@ -127,7 +130,7 @@ def _add_momentum(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Para
 
 
 def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, Rule], steps_on: torch.device) -> None:
-    """Adds AdamW's state of zeros: both moments, the scales of 8-bit blocks, and the step count."""
+    """Adds AdamW's state, filled with zeros: both moments, scales of 8-bit blocks, and the step count."""
     steps = torch.zeros(len(rules), dtype=torch.float32, device=steps_on)
     for (parameter, rule), step in zip(rules.items(), steps, strict=True):
         state = optimizer.state[parameter]
@@ -140,14 +143,14 @@ def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, 
 
 @torch.no_grad()
 def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | None = None, *, update: int = 0) -> None:
-    """Takes one step of an optimiser from `build_optimizer` on each rank's shards as plain tensors.
+    """Takes one step of an optimiser from `build_optimizer`; each rank updates its local shards as plain tensors.
 
-    The result equals that of torch's `step()`, because AdamW and SGD are elementwise. On DTensors torch would
-    additionally compute the placement of every operand of every operation. Muon uses collectives.
+    For AdamW and SGD the result equals that of torch's `step()`, because both are elementwise. torch's `step()` works
+    on DTensors, and spends time on the placement of every operand. Muon uses collectives.
 
     Args:
-        ranks: all ranks; None: a single process, or an optimiser other than Muon.
-        update: the update's number, counted from 0, which enters the stochastic rounding of bfloat16 moments.
+        ranks: all ranks; None is allowed for a single process, and without Muon.
+        update: the update's number, counted from 0; seeds the stochastic rounding of bfloat16 moments.
     """
     for group in optimizer.param_groups:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -214,7 +217,7 @@ def _update_adamw(
 def _adamw_shards(
     trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns for each parameter the local shards of itself, its gradient and both moments, and its step count."""
+    """Returns (parameter, gradient, first moment, second moment, step count) for each parameter, as local shards."""
     return [
         (
             local_shard(parameter),
@@ -240,7 +243,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Returns zeros [rows of dim 0, blocks of a row], float32, sharded over rows like the parameter."""
+    """Returns float32 zeros, [rows of dim 0, blocks of a row], sharded over rows like the parameter."""
     block = block_of(parameter.shape)
     assert block is not None
     blocks = math.prod(parameter.shape[1:]) // block
@@ -250,7 +253,7 @@ def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
 def undecayed_names(model: nn.Module) -> set[str]:
     """Returns the names of parameters without weight decay: vectors, biases and embeddings, including a tied head.
 
-    Vectors are norms, attention sinks and most biases. The biases of experts are matrices and recognised by name.
+    Vectors are norms, attention sinks and most biases. The biases of experts are matrices, and recognised by name.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
@@ -261,7 +264,7 @@ def undecayed_names(model: nn.Module) -> set[str]:
 
 
 def matrix_names(model: nn.Module, layers: nn.Module) -> set[str]:
-    """Returns the names of the parameters that Muon updates: matrices of decoder layers, experts and adapters.
+    """Returns the names of the parameters that Muon updates: matrices of decoder layers, also of experts and adapters.
 
     Args:
         layers: the module that holds the model's decoder layers, but not embeddings and head.

@@ -1,7 +1,7 @@
 """Takes optimiser updates: clips gradients by their global norm, and skips updates whose norm is not finite.
 
 An update is also skipped if the square of the clipped norm is not finite in float32. `OptimizerStep` counts updates and
-applies the learning-rate schedule. The loss scale for float16 and the gradient norms follow below it.
+applies the learning-rate schedule. The loss scale for float16 and gradient norms follow below.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
 
-MAX_SKIPPED = 3  # updates skipped in a row that raise an error, because a single bad batch cannot be the cause
+MAX_SKIPPED = 3  # so many skipped updates in a row raise an error, because a single bad batch cannot cause them
 _NO_OVERRIDES = UpdateSettings()
-_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # beyond it AdamW's second moment would stay infinite
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # a larger one makes AdamW's second moment infinite
 
 
 class OptimizerStep:
@@ -37,9 +37,10 @@ class OptimizerStep:
         optimizer: an optimiser over the parameters, from `build_optimizer`.
         named_parameters: the trained parameters, in model order; their gradients are clipped together.
         schedule: maps an update's number, counted from 0, to its learning rate.
-        max_grad_norm: the global L2 norm that gradients are scaled down to; 0: no clipping.
-        loss_scaling: the loss scale for float16; None: losses are not scaled.
-        with_layer_norms: report the gradient norm of each layer group in the metrics of an update.
+        max_grad_norm: the largest global L2 norm of gradients; larger gradients are scaled down to it. 0 means no
+            clipping.
+        loss_scaling: the loss scale for float16; None means that losses are not scaled.
+        with_layer_norms: whether an update's metrics include the gradient norm of each layer.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class OptimizerStep:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._schedule = schedule
-        self._built = [dict(group) for group in optimizer.param_groups]  # includes the settings of the run
+        self._built = [dict(group) for group in optimizer.param_groups]  # each group's settings from the run
         self._is_half_taken = False  # an update failed after some weights had changed
         self._max_grad_norm = max_grad_norm
         self._loss_scaling = loss_scaling
         self._with_layer_norms = with_layer_norms
 
     def another(self) -> OptimizerStep:
-        """Returns an OptimizerStep over the same optimiser and parameters with its counters at 0."""
+        """Returns an OptimizerStep for the same optimiser and parameters, with counters at 0."""
         other = copy(self)
         other.updates_taken = other.skipped_in_a_row = 0
         other.health, other._is_half_taken = None, False
@@ -75,7 +76,7 @@ class OptimizerStep:
 
     @property
     def loss_scale(self) -> float:
-        """Returns the factor to apply to every loss before backward, until the next `step`."""
+        """Returns the factor on every loss before backward; it changes only in `step`."""
         return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
 
     @property
@@ -89,7 +90,7 @@ class OptimizerStep:
     def require_whole(self, call: str) -> None:
         """Checks that no update failed halfway since the last `restore`.
 
-        After such a failure some weights and moments are updated and others are not.
+        After such a failure, only some of the weights and moments are updated.
 
         Raises:
             StateError: an update failed halfway.
@@ -104,17 +105,18 @@ class OptimizerStep:
 
     @torch.no_grad()  # with autograd, every access to a shard would be recorded
     def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
-        """Collective: takes one update with the accumulated gradients, drops them, and returns metrics.
+        """Collective: takes one update with the accumulated gradients, removes the gradients, and returns metrics.
 
         A skipped update changes no weight and does not advance the schedule. It does not count towards `MAX_SKIPPED`
-        while the loss scale can still be lowered, because the scale may be the cause. An error while weights change,
-        such as a lack of memory, leaves a half-taken update: see `require_whole`.
+        while the loss scale can still be lowered, because the scale may be the cause. If an error, such as a lack of
+        memory, occurs while weights change, only some of them are updated: see `require_whole`.
 
         Args:
-            settings: overrides for this update only.
+            settings: settings for this update only; None values keep the run's settings.
 
         Raises:
-            StateError: there are no gradients, too many updates in a row were skipped, or one before failed halfway.
+            StateError: there are no gradients, too many updates in a row were skipped, or an earlier update failed
+                halfway.
             ConfigError: `settings` has an eps, and the optimiser is SGD.
         """
         self.require_whole("optimizer_step")
@@ -133,7 +135,7 @@ class OptimizerStep:
         )
         norm, is_skipped = self.health.norm, self.health.is_skipped
         if not is_skipped:
-            # unscaled and clipped in one pass; the scale is a power of two, so dividing by it is exact
+            # gradients are unscaled and clipped in one pass; the loss scale is a power of two, so the division is exact
             factor = (min(1.0, max_norm / max(norm, 1e-300)) if max_norm else 1.0) / loss_scale
             for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
                 parameter_group.update(_of_group(built, overrides), lr=lr * built["lr_ratio"])
@@ -143,7 +145,7 @@ class OptimizerStep:
                 update_shards(self.optimizer, group, update=self.updates_taken)
                 self._is_half_taken = False
             except BaseException:
-                self._forget_gradients()  # they are already scaled and may be overwritten
+                self._forget_gradients()  # the gradients are scaled already, and may be overwritten
                 raise
             self.updates_taken += 1
             self.skipped_in_a_row = 0
@@ -162,7 +164,7 @@ class OptimizerStep:
         return metrics
 
     def progress(self) -> dict[str, Any]:
-        """Returns the counters as a dict that JSON can store, for `restore`."""
+        """Returns the counters as plain JSON, for `restore`."""
         state: dict[str, Any] = {"updates_taken": self.updates_taken, "skipped_in_a_row": self.skipped_in_a_row}
         if self._loss_scaling is not None:
             state["loss_scale"] = self._loss_scaling.scale
@@ -170,11 +172,14 @@ class OptimizerStep:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores the counters from `progress()`, after weights and moments were restored; drops gradients.
+        """Restores the counters that `progress` returned, and removes gradients.
 
-        A state without a loss scale, from a run without float16 or an older version, keeps the current one.
+        Weights and moments must be restored before.
+
+        If `state` has no loss scale, because it is from a run without float16 or an older version, the current scale
+        stays.
         """
-        self._forget_gradients()  # they belong to the weights before the restore
+        self._forget_gradients()  # the gradients belong to the weights before the restore
         self.health, self._is_half_taken = None, False
         self.updates_taken = state["updates_taken"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
@@ -184,7 +189,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Resets moments and counters to 0, as if no update had been taken, and drops gradients."""
+        """Resets moments and counters to 0, as before the first update, and removes gradients."""
         self._forget_gradients()
         for parameter in self._parameters:
             for value in self.optimizer.state[parameter].values():
@@ -213,7 +218,7 @@ class OptimizerStep:
 
 
 def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]:
-    """Returns the settings of a parameter group for an update: the run's, unless `settings` override them."""
+    """Returns the settings of a parameter group for one update: those of the run, with `settings` as overrides."""
     overrides: dict[str, Any] = {"weight_decay": settings.weight_decay if built["decays"] else None}
     if built["rule"] == "sgd":
         overrides["momentum"] = None if settings.betas is None else settings.betas[0]
@@ -233,8 +238,8 @@ def learning_rate(
 ) -> float:
     """Returns the learning rate of update number `update`, counted from 0.
 
-    The rate rises linearly during warm-up and is `peak` at its last update. It then decays to `peak * min_ratio` at
-    update total_updates - 1, and stays there.
+    The rate rises linearly during warm-up, and is `peak` in the last update of warm-up. Then it decays to `peak *
+    min_ratio` in update total_updates - 1, and stays constant.
     """
     if update < warmup_updates:
         return peak * (update + 1) / warmup_updates
@@ -257,11 +262,11 @@ class LossScale:
 
     float16 gradients below 6e-8 vanish and above 65504 overflow. The scale is a power of two, so that dividing float32
     gradients by it is exact. It is halved after an update with non-finite gradients, and doubled after
-    `growth_interval` finite ones in a row. Both are decided by the global norm, so the scale is equal on all ranks.
+    `growth_interval` finite ones in a row. The global norm decides both, so the scale is equal on all ranks.
 
     Args:
         init: the first scale, a power of two of at least 1.
-        growth_interval: number of finite updates in a row after which the scale doubles.
+        growth_interval: number of finite updates in a row after which the scale is doubled.
     """
 
     def __init__(self, init: float, growth_interval: int = 2000) -> None:
@@ -274,7 +279,7 @@ class LossScale:
 
     @property
     def is_at_floor(self) -> bool:
-        """Returns whether the scale cannot be lowered further, so that it is not the cause of an overflow."""
+        """Returns whether the scale cannot be lowered further, so that an overflow must have another cause."""
         return self.scale <= FLOOR
 
     def adjust(self, *, is_finite: bool) -> None:
@@ -308,7 +313,7 @@ _GROUPS = {
 
 @cache
 def layer_group(name: str) -> str:
-    """Returns the part of the model of a parameter: `layer_3`, `embedding`, `head`, `final_norm` or `other`.
+    """Returns the part of the model that has a parameter: `layer_3`, `embedding`, `head`, `final_norm` or `other`.
 
     Args:
         name: the parameter's Hugging Face name.
@@ -321,8 +326,7 @@ def layer_group(name: str) -> str:
 def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[float]:
     """Collective: returns the squared L2 norm of each parameter's full gradient in float64; 0 without a gradient.
 
-    Each shard counts once, also if several ranks hold replicas of it. All ranks take part, so every rank gets the same
-    numbers.
+    A shard counts once, even if several ranks hold it. Every rank gets the same numbers.
 
     Args:
         parameters: at least one must have a gradient.
@@ -338,7 +342,7 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
         if gradient is None:
             counted_norms.append(zero)
             continue
-        # most neighbours are sharded the same way, and querying the mesh costs more than everything else here
+        # successive parameters mostly have the same sharding, and querying the mesh is the slowest operation here
         sharding = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None,)
         if sharding != last:
             is_counted, last = _is_first_replica(gradient, group), sharding
@@ -346,7 +350,7 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
         counted_norms.append(norm if is_counted else zero)
     total = torch.stack(counted_norms).square()
     dist.all_reduce(total, group=group)
-    squares: list[float] = total.tolist()  # the only host synchronisation of an update
+    squares: list[float] = total.tolist()  # the only synchronisation with the host in an update
     return squares
 
 
@@ -362,9 +366,9 @@ def gradient_health(
 
     Args:
         names: names of the parameters, in model order.
-        squares: the result of `squared_norms`, for gradients that are `loss_scale` times too large.
+        squares: the result of `squared_norms`, for gradients of scaled losses.
         update: number of updates taken so far.
-        max_grad_norm: the norm that gradients are clipped to; 0: no clipping.
+        max_grad_norm: the norm to which gradients are clipped; 0 means no clipping.
     """
     groups: dict[str, float] = {}
     for name, square in zip(names, squares, strict=True):
@@ -383,7 +387,7 @@ def gradient_health(
 
 
 def _is_first_replica(gradient: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Returns whether this rank is the first of the ranks that hold the same rows."""
+    """Returns whether this rank is the first rank that holds these rows."""
     if not isinstance(gradient, DTensor):
         return dist.get_rank(group) == 0
     coordinate = gradient.device_mesh.get_coordinate()

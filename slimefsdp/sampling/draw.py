@@ -27,12 +27,13 @@ def draw(
     Args:
         logits: [rows, vocab].
         temperature: [rows].
-        numbers: [rows] uniform in [0, 1). The number's place among the cumulative probabilities chooses the token; a
+        numbers: [rows] uniform in [0, 1); chooses the token whose interval of cumulative probability has this number. A
             negative number chooses the most likely token.
-        tempered: [rows], whether a log-prob is of the distribution that was drawn from; otherwise it is without the
-            temperature and over all tokens.
-        top_k, top_p, min_p: [rows], which tokens to draw from, as in `SamplingParams`; None: from all.
-        renormalized: [rows], whether a log-prob at the temperature is over these tokens or over all; None: over these.
+        tempered: [rows], whether the returned log-prob is at the temperature; otherwise it is at temperature 1 over all
+            tokens.
+        top_k, top_p, min_p: [rows], which tokens can be drawn, as in `SamplingParams`; None means all.
+        renormalized: [rows], whether a log-prob at the temperature is over the tokens that can be drawn; otherwise it
+            is over all tokens. None means True in every row.
 
     Raises:
         StateError: logits are not finite.
@@ -41,7 +42,7 @@ def draw(
     if any(value != 1.0 for value in temperature):
         logits = logits / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1)
-    # log_softmax spreads one NaN or +inf over the row, where argmax would still return a token
+    # a NaN or +inf makes the whole row of log_softmax NaN, whereas argmax would still return a token
     require_finite(int(log_probs[:, 0].isnan().sum()), len(logits))
     count = len(logits)
     limits = list(zip(top_k or [None] * count, top_p or [1.0] * count, min_p or [0.0] * count, strict=True))
@@ -54,7 +55,8 @@ def draw(
         chosen = log_probs.argmax(-1)
     else:
         summed = log_probs.exp().cumsum(-1, dtype=torch.float64)
-        # scaled by the actual sum, not by 1, so that a number just below 1 cannot select a token without probability
+        # scaled by the actual sum, which may not be 1, so that a number just below 1 cannot select a token without
+        # probability
         wanted = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * summed[:, -1:] * _BELOW_ONE
         chosen = torch.searchsorted(summed, wanted, right=True)[:, 0]
         if any(number < 0 for number in numbers):
@@ -90,9 +92,9 @@ def require_finite(broken: int, rows: int) -> None:
 
 
 def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, float, float]]) -> torch.Tensor:
-    """Returns renormalised log-probs of the tokens that (top_k, top_p, min_p) keep; minus infinity for the others.
+    """Returns renormalised log-probs of the tokens that (top_k, top_p, min_p) keep, and -inf for all other tokens.
 
-    As in vLLM, min_p is applied first, then top_k, then top_p to what these have kept. The most likely token stays.
+    As in vLLM, min_p is applied first, then top_k to the kept tokens, then top_p. The most likely token is always kept.
 
     Args:
         log_probs: [rows, vocab].
@@ -105,7 +107,7 @@ def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, 
     ordered = ordered.masked_fill(is_out, float("-inf"))
     top_p = torch.tensor([p for _, p, _ in limits], dtype=torch.float64, device=device)
     summed = ordered.exp().cumsum(-1, dtype=torch.float64)
-    # a token is kept as long as the tokens before it have too little probability; whole rows may not sum to 1 exactly
+    # a token is kept if the more likely tokens have less than top_p of the probability; a row may not sum to exactly 1
     enough = torch.where(top_p < 1.0, top_p * summed[:, -1], float("inf"))
     is_needed = torch.cat([summed.new_zeros(len(summed), 1), summed[:, :-1]], dim=-1) < enough[:, None]
     ordered = ordered.masked_fill(~is_needed, float("-inf")).log_softmax(-1)

@@ -1,7 +1,7 @@
-"""Keys and values of rows in decoding, and the attention of one new token per row.
+"""Stores keys and values for decoding, and computes the attention of one new token per row.
 
-Both classes serve as a pack's attention (`slimefsdp.attention.call_plan.PackAttention`): the model passes them query,
-key and value of every layer in turn.
+Both classes can be used as the attention of a pack (`slimefsdp.attention.call_plan.PackAttention`): the model calls
+them with query, key and value of one layer after another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GRAIN = 64  # a cache's capacity is a multiple of this many tokens
 
 
 class PromptAttention:
-    """The attention of packed prompts, which keeps their keys and values.
+    """Computes the attention of packed prompts, and keeps their keys and values.
 
     Args:
         attend: the attention of the pack.
@@ -41,15 +41,16 @@ class PromptAttention:
 
 
 class RowCache:
-    """Keys and values of up to `max_rows` rows, [rows, kv_heads, capacity, head_dim] per layer; used rows come first.
+    """Holds keys and values of up to `max_rows` rows, [rows, kv_heads, capacity, head_dim] per layer.
 
-    Memory grows with the rows and the longest of them, and shrinks when at most a quarter of the rows is used.
+    Used rows come first. Memory grows with the number of rows and with the longest row, and shrinks when at most a
+    quarter of the rows is used.
     """
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
         self._layers: list[KeysValues] = []
-        self._positions: list[int] = []  # position of the next token of each used row, which is its number of tokens
+        self._positions: list[int] = []  # number of tokens of each used row, which is the position of its next token
         # state of the step in progress
         self._layer = 0
         self._now = torch.empty(0, dtype=torch.int64)
@@ -62,11 +63,11 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all layers, used or not."""
+        """Returns the allocated bytes of all layers."""
         return sum(cached.nbytes for layer in self._layers for cached in layer)
 
     def append(self, prompt: Sequence[KeysValues], rows: int) -> None:
-        """Adds rows that all begin with the same prompt.
+        """Adds rows that all start with the same prompt.
 
         Args:
             prompt: keys and values of every layer, [tokens, kv_heads, head_dim] each.
@@ -79,7 +80,7 @@ class RowCache:
         self._positions += [tokens] * rows
 
     def remove(self, rows: Sequence[int]) -> list[int]:
-        """Removes rows and fills the holes with later rows; returns the previous index of each remaining row."""
+        """Removes rows and moves later rows into the gaps; returns the previous index of each remaining row."""
         gone = set(rows)
         kept = self.rows - len(gone)
         holes = sorted(row for row in gone if row < kept)
@@ -101,7 +102,7 @@ class RowCache:
         return sources
 
     def begin_step(self) -> torch.Tensor:
-        """Makes room for one more token in every used row; returns the positions of the new tokens, int64 [rows]."""
+        """Reserves memory for one more token in every used row; returns the positions of these tokens, int64 [rows]."""
         device = self._layers[0][0].device
         width = max(self._positions) + 1
         self._make_room(None, self.rows, width)
@@ -119,7 +120,7 @@ class RowCache:
         scoring: AttentionParams,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns the attention of one query per row to all keys of the row, the new one included."""
+        """Returns the attention of one query per row to all keys of the row, including the new key."""
         keys, values = self._layers[self._layer]
         self._layer += 1
         keys[self._rows, :, self._now] = k
@@ -139,14 +140,14 @@ class RowCache:
         if scoring.softcap is not None:
             scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         scores = scores + hidden
-        if sinks is not None:  # a sink is a key whose value is zero
+        if sinks is not None:  # a sink acts like a key whose value is zero
             sink = sinks.to(wide).unflatten(0, (k.shape[1], -1))[None, :, :, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], dim=-1)
         probabilities = scores.softmax(-1)[..., :width].to(values.dtype)
         return (probabilities @ values).flatten(1, 2)
 
     def _hidden_keys(self, window: int | None, width: int) -> torch.Tensor:
-        """Returns the mask to add to scores, float32 [rows, 1, 1, width]: -inf at keys that the row must not see."""
+        """Returns the mask to add to scores, float32 [rows, 1, 1, width]: -inf at keys that the query must not see."""
         if window not in self._hidden:
             distance = self._now[:, None] - torch.arange(width, device=self._now.device)
             is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -158,7 +159,7 @@ class RowCache:
         """Allocates memory for this many rows and tokens; keeps existing entries.
 
         Args:
-            like: keys and values of every layer, to take shapes and dtypes from if there are no rows yet.
+            like: keys and values of every layer, whose shapes and dtypes are used if there are no rows yet.
         """
         assert rows <= self._max_rows, f"{rows} rows of {self._max_rows}"
         held_rows, _, held_tokens, _ = self._layers[0][0].shape if self._layers else (0, 0, 0, 0)
@@ -169,9 +170,9 @@ class RowCache:
         if tokens > held_tokens:
             new_tokens = -(-max(tokens, held_tokens + held_tokens // 2) // _GRAIN) * _GRAIN
         self._layers = self._layers or list(like or ())
-        for index, layer in enumerate(self._layers):  # in turn, so that only one layer exists twice at a time
-            # Dim 1 is the heads both in a prompt's tensors and in the cache. Zeros, since masked values are still
-            # multiplied, and uninitialised memory may not be finite.
+        for index, layer in enumerate(self._layers):  # one by one, so that only one layer at a time exists twice
+            # Dim 1 is the heads, both in a prompt's tensors and in the cache. New memory is filled with zeros, because
+            # masked values are still multiplied, and uninitialised values may not be finite.
             keys, values = (
                 cached.new_zeros(new_rows, cached.shape[1], new_tokens, cached.shape[-1]) for cached in layer
             )
@@ -181,7 +182,7 @@ class RowCache:
 
 
 def require_layers(found: Sequence[KeysValues], expected: int, model: str) -> None:
-    """Checks that the attention of every layer was called.
+    """Checks that every layer called the attention.
 
     Raises:
         ModelError: some layers keep a state other than keys and values.

@@ -1,4 +1,4 @@
-"""Requests for samples, and the answers of engines to them. Importing this file does not import torch."""
+"""Defines requests for samples, and the answers of engines. Importing this file does not import torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from slimefsdp.errors import BatchError
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # divisors of float32 logits that cause no overflow
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # temperatures by which float32 logits can be divided without overflow
 FinishReason = Literal["stop", "length", "abort"]
 """How a sample ended: an end token or a stop text, the limit max_new_tokens, or an abort of the engine."""
 
 
 class VersionSpan(NamedTuple):
-    """A range of a response's tokens, `start` to `end` (exclusive), that one version of the weights drew."""
+    """Describes the tokens [start, end) of a response, which one version of the weights drew."""
 
     version: int
     start: int
@@ -25,7 +25,7 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of the samples of a request.
+    """Holds the sampling parameters of a request.
 
     Raises:
         BatchError: a value is invalid; the message names it.
@@ -33,23 +33,23 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
-    greedy: bool = False  # always the most likely token; log-probs are the same as without it
-    # True: log-probs are log_softmax(logits / temperature), over the tokens that `renormalized` says; False:
-    # log_softmax(logits) over all tokens
+    greedy: bool = False  # always draw the most likely token; log-probs are the same as without `greedy`
+    # if True, log-probs are log_softmax(logits / temperature), over the tokens that `renormalized` chooses; if False,
+    # they are log_softmax(logits) over all tokens
     tempered: bool = True
-    # True: over the tokens that min_p, top_k and top_p keep, from which the draw was made; False: over all tokens
+    # if True, over the tokens that min_p, top_k and top_p keep, which can be drawn; if False, over all tokens
     renormalized: bool = True
     end_token_ids: frozenset[int] = frozenset()  # tokens that end a sample; the sample includes them
-    stop: tuple[str, ...] = ()  # texts that end a sample, with the token that completes one of them
-    seed: tuple[int, ...] = ()  # integers from 0; with the number of the sample, the seed of its draws
-    top_k: int | None = None  # draw from this many most likely tokens, ties by token id; None: from all
-    # draw from the fewest most likely of these tokens with at least this total probability, after the temperature
+    stop: tuple[str, ...] = ()  # texts that end a sample; the sample includes the token that completes the text
+    seed: tuple[int, ...] = ()  # integers from 0; together with a sample's number, they seed its draws
+    top_k: int | None = None  # draw from this many most likely tokens, ties by token id; None means all
+    # draw from the smallest set of most likely tokens that has at least this probability, at the temperature
     top_p: float = 1.0
-    min_p: float = 0.0  # first of all, drop tokens with less than this share of the largest probability
+    min_p: float = 0.0  # before top_k and top_p, drop tokens with less than this share of the largest probability
 
     @property
     def is_limited(self) -> bool:
-        """Returns whether some tokens are never drawn."""
+        """Returns whether some tokens cannot be drawn."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def __post_init__(self) -> None:
@@ -73,15 +73,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """A request for samples of a prompt by one version, and for log-probs of the prompt."""
+    """Requests samples of a prompt from one version of the weights, or log-probs of the prompt, or both."""
 
-    version: str | None  # None: the base model
+    version: str | None  # None means the base model
     prompt: Sequence[int]  # token ids
     num_samples: int  # at least 1, or at least 0 with prompt_log_probs
-    params: SamplingParams  # params.seed and a sample's number determine its draws
+    params: SamplingParams  # params.seed and the number of a sample determine the sample's draws
     prompt_log_probs: bool = False
-    prompt_top_k: int = 0  # number of most likely tokens to return for each prompt position; needs prompt_log_probs
-    client: str | None = None  # the sender; clients that wait for rows get equal shares of them
+    prompt_top_k: int = 0  # number of top tokens to return for each prompt position; needs prompt_log_probs
+    client: str | None = None  # the sender; waiting clients get equal shares of the rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,38 +89,38 @@ class SampledTokens:
     """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
     tokens: list[int]
-    log_probs: list[float]  # as `SamplingParams.tempered` says; float32, or float64 if the model is
+    log_probs: list[float]  # see `SamplingParams.tempered`; float64 for a float64 model, else float32
     finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...] = ()  # consecutive spans that cover all tokens; empty if one version is sampled
+    versions: tuple[VersionSpan, ...] = ()  # consecutive spans that cover all tokens; empty in requests for one version
 
     @property
     def finished(self) -> bool:
-        """Returns whether an end token or a stop text ended it."""
+        """Returns whether an end token or a stop text ended the response."""
         return self.finish_reason == "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The most likely tokens at each prompt position but the first, given the tokens before it; most likely first."""
+    """Holds the most likely tokens at each prompt position but the first, in descending order of probability."""
 
     tokens: np.ndarray  # int64 [prompt tokens - 1, k]
-    log_probs: np.ndarray  # [prompt tokens - 1, k] log_softmax(logits), like the prompt's own
+    log_probs: np.ndarray  # [prompt tokens - 1, k] log_softmax(logits), as for the prompt's own tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
     samples: list[SampledTokens]  # in the order of their numbers
-    # [prompt tokens] log_softmax(logits) of each token given those before it, NaN for the first; float32, or float64 if
-    # the model is; None: not requested
+    # [prompt tokens] log_softmax(logits) of each token given all earlier tokens, NaN for the first token; float64 for a
+    # float64 model, else float32; None if not requested
     prompt_log_probs: np.ndarray | None
-    prompt_top_tokens: TopTokens | None = None  # None: not requested
+    prompt_top_tokens: TopTokens | None = None  # None if not requested
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingStats:
     running_rows: int  # samples that are being drawn
-    waiting_requests: int  # requests with samples that wait for a row, or a prompt to be read
-    waiting_rows: int  # samples of these requests; a prompt that is only to be read counts as one
+    waiting_requests: int  # requests with samples that wait for a row, or with a prompt to read
+    waiting_rows: int  # samples of these requests; a prompt whose log-probs alone are requested counts as one
     tokens_drawn: int  # since the start
     cache_bytes: int  # keys and values of the running samples
     versions: dict[str, int]  # bytes of each version
@@ -128,13 +128,14 @@ class SamplingStats:
 
 
 def checked_prompt(request: SampleRequest, vocab_size: int, max_samples: int) -> list[int]:
-    """Returns the prompt's token ids.
+    """Checks a request; returns its prompt's token ids.
 
     Args:
         max_samples: limit on the samples of a request.
 
     Raises:
-        BatchError: the prompt has no tokens of this vocabulary, or there are too few or too many samples.
+        BatchError: the prompt is empty or has other token ids than this vocabulary, or there are too few or too many
+            samples.
     """
     least = 0 if request.prompt_log_probs else 1
     if type(request.num_samples) is not int or not least <= request.num_samples <= max_samples:

@@ -1,9 +1,10 @@
 """Samples many requests at once by continuous batching, with the log-prob of each token at the moment it was drawn.
 
-A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full and no
-sample waits for a longer one. Free rows go to the waiting client with the fewest rows; the requests of a client are
-served in their order. A prompt is read once for all of its samples. Prompts are read as packs, and rows are decoded as
-packs of single tokens, by the model class that is trained (`slimefsdp.models.decoder.PolicyModel`).
+A sample takes a free row of the batch, and leaves the row when the sample ends. So the batch stays full, and no sample
+waits for a longer sample. Free rows go to the waiting client with the fewest rows; the requests of a client are served
+in their order. Reading a prompt computes its keys and values, once for all samples of the prompt. Prompts are read as
+packs, and rows are decoded as packs of single tokens, by the model class that is trained
+(`slimefsdp.models.decoder.PolicyModel`).
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from slimefsdp.sampling.draw import draw, require_finite
 from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
 from slimefsdp.sampling.params import FinishReason, SampledTokens, SamplingParams, TopTokens, VersionSpan
 
-_DRAWS = 64  # random numbers of a row to generate at once
-_TOP_ROWS = 128  # rows of logits to hold at once when their largest are searched
+_DRAWS = 64  # number of random numbers to generate at once for a row
+_TOP_ROWS = 128  # number of rows of logits to compute at once for the top tokens of a prompt
 _LARGEST_WORD = 2**32 - 1
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
     number: int
-    context: Sequence[int]  # the prompt, and the drawn tokens of a sample that continues after a weight update
+    context: Sequence[int]  # the prompt; for a sample that continues after a weight update, also its tokens
     samples: list[_Sample]
     wants_prompt_log_probs: bool = False
     prompt_top_k: int = 0
     client: str | None = None
-    cached: list[KeysValues] = field(default_factory=list)  # keys and values of the context by layer
+    cached: list[KeysValues] = field(default_factory=list)  # keys and values of the context, by layer
     logits: torch.Tensor | None = None  # [vocab], after the context
 
 
@@ -52,8 +53,8 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # the weight versions that drew tokens
-    firsts: list[int] = field(default_factory=list)  # the index of the first token of each version
+    versions: list[int] = field(default_factory=list)  # the weight versions that drew tokens, in order
+    firsts: list[int] = field(default_factory=list)  # index of the first token of each version
 
     def next_number(self) -> float:
         if not self.drawn:
@@ -78,11 +79,12 @@ class Sampler:
     """Samples with one model by continuous batching.
 
     Args:
-        policy: a model in eval mode with whole weights; they may change between steps if `take_new_weights` is called.
-        max_rows: limit on the samples decoded at once, which bounds the cache.
+        policy: a model in eval mode with unsharded weights. The weights may change between steps if `take_new_weights`
+            is called.
+        max_rows: limit on the samples that are decoded at once, and thus on the cache.
         prompt_tokens: limit on the tokens of prompts to read at once; a longer prompt is read alone.
         decode: converts token ids to text, for requests with stop texts.
-        numbers: yields the numbers of requests; None: 0, 1, ...
+        numbers: yields the numbers of requests; None means 0, 1, ...
 
     Raises:
         StateError: the model is in training mode.
@@ -115,7 +117,7 @@ class Sampler:
         self._numbers = count() if numbers is None else numbers
         self.tokens_drawn = 0  # of all samples so far
         self._version = 0  # of the current weights
-        self._read_prompts: list[tuple[int, np.ndarray, TopTokens | None]] = []  # not returned yet
+        self._read_prompts: list[tuple[int, np.ndarray, TopTokens | None]] = []  # not returned by `take_prompts` yet
 
     @property
     def is_idle(self) -> bool:
@@ -127,12 +129,12 @@ class Sampler:
 
     @property
     def waiting_rows(self) -> int:
-        """Returns the number of samples that wait for a row, and of prompts that are only to be read."""
+        """Returns the number of samples that wait for a row, plus prompts whose log-probs alone are requested."""
         return sum(max(1, len(request.samples)) for request in self._waiting)
 
     @property
     def waiting_requests(self) -> int:
-        """Returns the number of requests with samples that wait for a row, or a prompt that is to be read."""
+        """Returns the number of requests that wait for rows, or for their prompt to be read."""
         return len(self._waiting)
 
     @property
@@ -150,16 +152,17 @@ class Sampler:
         prompt_top_k: int = 0,
         client: str | None = None,
     ) -> int:
-        """Queues samples of a prompt, after those of the same client.
+        """Queues samples of a prompt, after earlier samples of the same client.
 
         Args:
             samples: at least 1, or at least 0 with prompt_log_probs.
-            prompt_log_probs: makes `take_prompts` return those of this prompt once it was read.
-            prompt_top_k: makes `take_prompts` return this many of the most likely tokens for each position; 0: none.
-            client: the sender; None is a client, too.
+            prompt_log_probs: makes `take_prompts` return the log-probs of this prompt after it was read.
+            prompt_top_k: makes `take_prompts` return this many of the most likely tokens for each position; 0 means
+                none.
+            client: the sender; None stands for one more client.
 
         Returns:
-            the request's number.
+            The request's number.
 
         Raises:
             BatchError: the prompt has no tokens, nothing is requested, or there is a stop text but no `decode`.
@@ -181,18 +184,18 @@ class Sampler:
         return number
 
     def take_prompts(self) -> list[tuple[int, np.ndarray, TopTokens | None]]:
-        """Returns the log-probs of prompts that were read since the last call, for requests that want them.
+        """Returns the log-probs of prompts that were read since the last call, for requests with prompt_log_probs.
 
         Returns:
-            (number of the request, [prompt tokens] log_softmax(logits) of each token given those before it, the most
-            likely tokens if requested): NaN for the first token; float32, or float64 if the model is. They are of the
-            weights that read the prompt first.
+            (number of the request; [prompt tokens] log_softmax(logits) of each token given all earlier tokens; the most
+            likely tokens, if requested). The first log-prob is NaN. The dtype is float64 for a float64 model, else
+            float32. If the weights changed since, log-probs are those of the weights that read the prompt first.
         """
         taken, self._read_prompts = self._read_prompts, []
         return taken
 
     def take_new_weights(self, version: int) -> None:
-        """Continues with changed weights: recomputes the context of all running samples."""
+        """Continues with changed weights; the context of all running samples will be recomputed."""
         self._version = version
         running = [_Request(row.place[0], [*row.prompt, *row.tokens], [row], client=row.client) for row in self._rows]
         for request in self._waiting:
@@ -201,10 +204,10 @@ class Sampler:
         self._forget_rows()
 
     def abort(self, requests: Collection[int] | None = None) -> list[tuple[int, int, SampledTokens]]:
-        """Ends all running and waiting samples as they are, and returns them like `step`.
+        """Ends running and waiting samples with the tokens that they have, and returns them as `step` does.
 
         Args:
-            requests: the numbers of the requests to end; None: all.
+            requests: the numbers of the requests to end; None means all.
         """
         rows = [row for row, sample in enumerate(self._rows) if requests is None or sample.place[0] in requests]
         samples = [self._rows[row] for row in rows]
@@ -222,21 +225,21 @@ class Sampler:
 
     def _forget_rows(self) -> None:
         self._rows, self._last = [], []
-        self._cache = RowCache(self._max_rows)  # a new one, since an error may have left the old one in any state
+        self._cache = RowCache(self._max_rows)  # a new cache, because an error may have left the old one in any state
 
     @torch.no_grad()
     def step(self, may_begin: int | None = None) -> list[tuple[int, int, SampledTokens]]:
         """Fills free rows and draws one more token for every row; returns the samples that have ended.
 
         Args:
-            may_begin: limit on the waiting samples that get a row; None: no limit.
+            may_begin: limit on the waiting samples that get a row; None means no limit.
 
         Returns:
             (number of the request, number of the sample in it, the sample); empty if the sampler is idle.
 
         Raises:
             ModelError: the model keeps a state other than keys and values.
-            StateError: its logits are not finite. All samples have been removed.
+            StateError: logits are not finite. All samples have been removed.
         """
         try:
             ended = self._fill_rows(may_begin)
@@ -255,7 +258,7 @@ class Sampler:
         """Moves waiting samples into free rows, and draws their first tokens."""
         ended: list[tuple[int, int, SampledTokens]] = []
         begun = 0
-        prompts: Counter[str | None] = Counter()  # by client, prompts that this step reads only for their log-probs
+        prompts: Counter[str | None] = Counter()  # client -> number of prompts read only for log-probs
         while self._waiting and (room := self._max_rows - len(self._rows)) > 0:
             if may_begin is not None and (room := min(room, may_begin - begun)) <= 0:
                 break
@@ -280,28 +283,28 @@ class Sampler:
         return ended
 
     def _bring_forward(self, room: int, prompts: Counter[str | None]) -> int:
-        """Moves a request of the client with the fewest rows to the front; returns how many rows it may get now.
+        """Moves a request of the client with the fewest rows to the front; returns how many rows the request may get.
 
         Args:
             room: the number of free rows.
-            prompts: by client, prompts that count as rows, too.
+            prompts: client -> number of prompts read only for their log-probs, which count as rows.
         """
         clients = dict.fromkeys(request.client for request in self._waiting)
         if len(clients) == 1:
             return room
         rows = prompts + Counter(sample.client for sample in self._rows)
-        chosen = min(clients, key=rows.__getitem__)  # among equals, the one that has waited longest
+        chosen = min(clients, key=rows.__getitem__)  # of equal clients, the one that has waited longest
         request = next(candidate for candidate in self._waiting if candidate.client == chosen)
         self._waiting.remove(request)
         self._waiting.appendleft(request)
         return max(1, room // len(clients))
 
     def _read_next_prompts(self, free: int) -> None:
-        """Reads the next waiting prompts as one pack, as many as the free rows need and the token budget allows."""
+        """Reads waiting prompts as one pack: as many as the free rows need and the token budget allows."""
         requests: list[_Request] = []
         rows = tokens = 0
         for request in self._waiting:
-            if request.cached:  # it was read before, and waits behind another client's
+            if request.cached:  # read before, and now waiting for a row
                 rows += max(1, len(request.samples))
                 continue
             tokens += len(request.context)
@@ -340,7 +343,7 @@ class Sampler:
         return torch.cat([log_probs.new_full((1,), torch.nan), log_probs]).cpu().numpy()
 
     def _top_tokens(self, hidden: torch.Tensor, k: int) -> TopTokens:
-        """Returns the k most likely tokens after each of [rows, hidden_dim]; computes few rows of logits at a time."""
+        """Returns the k most likely next tokens for [rows, hidden_dim]; computes few rows of logits at a time."""
         tops = [self._logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(_TOP_ROWS)]
         if not tops:
             return TopTokens(np.zeros((0, k), np.int64), np.zeros((0, k), np.float32))
@@ -348,7 +351,7 @@ class Sampler:
         return TopTokens(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns [rows, vocab] from [rows, hidden_dim], in float32 or wider."""
+        """Returns logits [rows, vocab] for hidden states [rows, hidden_dim], in float32 or wider."""
         logits: torch.Tensor = self._policy.hf.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._policy.softcap is not None:
@@ -358,11 +361,11 @@ class Sampler:
     def _draw(
         self, samples: Sequence[_Sample], logits: torch.Tensor, *, first_row: int
     ) -> list[tuple[int, int, SampledTokens]]:
-        """Draws a token for each of these consecutive rows; removes the rows whose samples end with it."""
+        """Draws a token for each of these consecutive rows; removes rows whose samples end, and returns the samples."""
         tokens, log_probs = draw(
             logits,
             temperature=[sample.params.temperature for sample in samples],
-            # a negative number stands for the most likely token
+            # a negative number chooses the most likely token
             numbers=[-1.0 if sample.params.greedy else sample.next_number() for sample in samples],
             tempered=[sample.params.tempered for sample in samples],
             top_k=[sample.params.top_k for sample in samples],
@@ -384,7 +387,7 @@ class Sampler:
         return ended
 
     def _completes_a_stop(self, sample: _Sample) -> bool:
-        """Returns whether the last token has completed a stop text; the tokens before it have not."""
+        """Returns whether the last token has completed a stop text, given that earlier tokens have not."""
         if not sample.params.stop:
             return False
         assert self._decode is not None
@@ -408,13 +411,13 @@ def sample(
     max_rows: int = 256,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> list[tuple[int, SampledTokens]]:
-    """Draws several completions of each prompt; returns each with the index of its prompt, grouped and in order.
+    """Draws several completions of each prompt; returns (index of the prompt, completion), grouped by prompt, in order.
 
-    The same weights and arguments give the same completions. The draws for a prompt depend on its index, and not on the
-    other prompts or `max_rows`, except for the last digits of its probabilities.
+    The same weights and arguments give the same completions. The draws for a prompt depend on the prompt's index. Other
+    prompts and `max_rows` only change the rounding of its probabilities.
 
     Args:
-        prompts: token ids by index; the index follows `params.seed` in the seed of the draws.
+        prompts: index -> token ids; the index is appended to `params.seed` to seed the draws.
 
     Raises:
         BatchError: a prompt has no tokens. ModelError, StateError: as in `Sampler`.
@@ -431,8 +434,8 @@ def sample(
 
 
 def _generator(seed: Sequence[int], index: int) -> np.random.Generator:
-    # numpy makes the same seed of [3] and [3, 0]; the length tells them apart
+    # numpy seeds [3] and [3, 0] equally, so the length is included
     words = [len(seed), *seed, index]
-    if max(words) > _LARGEST_WORD:  # numpy splits each into words of 32 bits and joins all; bit lengths keep it unique
+    if max(words) > _LARGEST_WORD:  # numpy joins 32-bit words of all numbers; bit lengths keep seeds distinct
         words = [_LARGEST_WORD, len(seed), *(number.bit_length() for number in seed), *seed, index]
     return np.random.Generator(np.random.PCG64(words))

@@ -1,9 +1,9 @@
 """Samples from several versions of a model's weights in turn.
 
-Each version in use has its own `Sampler`, with its own rows and cache. The number of rows is limited over all versions.
-A version may use rows that others leave free, but gets no more than its share of free rows while another version that
-waits has less. The draws of a sample depend only on its version, seed and number; other samples only change the
-rounding of its probabilities.
+Each version in use has its own `Sampler`, with its own rows and cache; the limit on rows holds for all versions
+together. A version may use more than its share of the rows only if no other version with waiting samples has less than
+its share. The draws of a sample depend only on its version, seed and number; other samples only change the rounding of
+its probabilities.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from slimefsdp.sampling.versions import Versions
 @dataclass(slots=True, eq=False)
 class _Pending:
     samples: list[SampledTokens | None]
-    left: int  # number of missing samples and prompt log-probs
+    left: int  # number of results that are missing: samples, and prompt log-probs as one
     prompt_log_probs: np.ndarray | None = None
     prompt_top_tokens: TopTokens | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A version in use, or the base model (None), with its sampler."""
+    """Holds a version in use, or None for the base model, with its sampler."""
 
-    version: Any  # of `Versions`
+    version: Any  # what `Versions.read` returned
     sampler: Sampler
     pending: dict[int, _Pending] = field(default_factory=dict)  # by the request's number
 
@@ -52,9 +52,9 @@ class VersionedSampler:
     """Samples from several versions of one model's weights in turn; only one thread may use it.
 
     Args:
-        policy: a model in eval mode with whole weights, which nothing else may change.
-        weights: reads versions and switches the model between them.
-        max_rows: limit on the samples drawn at once, over all versions.
+        policy: a model in eval mode with unsharded weights, which no other code may change.
+        weights: reads versions, and switches the model from one version to another.
+        max_rows: limit on the samples that are drawn at once, for all versions together.
         memory_bytes: limit on the bytes of all versions together.
         max_samples: limit on the samples of a request.
         decode: converts token ids to text, for requests with stop texts.
@@ -78,13 +78,13 @@ class VersionedSampler:
         config = policy.hf.config
         self._vocab_size: int = config.vocab_size
         self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
-        self._numbers = count()  # of requests, over all lanes
+        self._numbers = count()  # numbers of requests, unique over all lanes
         self._base = _Lane(None, self._sampler())
         self._lanes: dict[str, _Lane] = {}
         self._reserved: set[str] = set()  # versions that are being read
-        self._turns: deque[_Lane] = deque()  # lanes with work, in the order of their turns
+        self._turns: deque[_Lane] = deque()  # lanes with requests, in the order of their turns
         self._lane_of: dict[int, _Lane] = {}  # by the request's number
-        self._tokens_drawn = 0  # by dropped versions
+        self._tokens_drawn = 0  # by versions that were dropped
 
     # ------------------------------------------------------------------ versions
 
@@ -92,7 +92,7 @@ class VersionedSampler:
         """Reserves memory for a version that will be read.
 
         Raises:
-            StateError: the name is taken. ResourceError: there is no memory for it; other versions stay.
+            StateError: the name is taken. ResourceError: there is too little memory; other versions stay.
         """
         if name in self._lanes or name in self._reserved:
             raise StateError(
@@ -113,13 +113,13 @@ class VersionedSampler:
         self._reserved.discard(name)
 
     def hold(self, name: str, version: Any) -> int:
-        """Accepts requests for a version whose memory was reserved; returns its bytes."""
+        """Adds a version whose memory was reserved, so that it can be sampled; returns its bytes."""
         self._reserved.remove(name)
         self._lanes[name] = _Lane(version, self._sampler())
         return self._weights.version_bytes
 
     def drop(self, name: str) -> list[int]:
-        """Drops a version; returns the numbers of its requests, which get no answer.
+        """Removes a version; returns the numbers of its unanswered requests, which will get no answer.
 
         Raises:
             StateError: there is no version of this name.
@@ -137,7 +137,7 @@ class VersionedSampler:
 
     @property
     def versions(self) -> list[str]:
-        """Returns the names of the versions in the order of their arrival."""
+        """Returns the names of the versions in the order in which they were added."""
         return list(self._lanes)
 
     # ------------------------------------------------------------------ requests
@@ -190,10 +190,11 @@ class VersionedSampler:
         return not self._turns
 
     def step(self) -> list[tuple[int, SampleAnswer | Exception]]:
-        """Draws one token for each row of the next version.
+        """Draws one token for each row of the version whose turn it is.
 
         Returns:
-            (number of the request, its answer); if the turn fails, an error for every request of the version.
+            (number of the request, its answer) for each completed request; if the turn fails, (number, error) for every
+            request of the version.
         """
         if not self._turns:
             return []
@@ -202,7 +203,7 @@ class VersionedSampler:
         try:
             self._weights.take_turn(lane.version)
             answers += self._taken(lane, lane.sampler.step(self._may_begin(lane)))
-        except Exception as error:  # the sampler has dropped all samples of this version; other versions continue
+        except Exception as error:  # the sampler has removed all samples of this version; other versions continue
             meant = _meant(error)
             lane.sampler.take_prompts()
             for number in lane.pending:
@@ -240,7 +241,7 @@ class VersionedSampler:
         return self._lanes[name]
 
     def _may_begin(self, lane: _Lane) -> int:
-        """Returns how many samples of a version may begin, given that other versions wait for their share of rows."""
+        """Returns how many waiting samples of a version may get a row, so that other versions can get their shares."""
         others = [other.sampler for other in self._turns]
         share = max(1, self._max_rows // (len(others) + 1))
         running = lane.sampler.running_rows
@@ -249,7 +250,7 @@ class VersionedSampler:
         return max(0, min(free, max(free - wanted, share - running)))
 
     def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[tuple[int, SampleAnswer]]:
-        """Adds new results to their requests; returns the requests that are complete."""
+        """Adds new results to their requests; returns (number, answer) of the requests that are complete."""
         came: list[int] = []
         for number, log_probs, top in lane.sampler.take_prompts():
             if number in lane.pending:

@@ -1,4 +1,4 @@
-"""Lets several versions of weights take turns in one model, uncopied: versions of adapters, or of whole models."""
+"""Lets several versions of adapters, or of whole weights, take turns in one model without copies."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from slimefsdp.models.peft_folder import read_peft_folder
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterVersion:
-    """The tensors A and B of each adapted matrix, in the model's order, and the factor on B A x."""
+    """Holds the tensors A and B of each adapted matrix, in the model's order, and the factor on B A x."""
 
     tensors: list[torch.Tensor]
     scale: float
 
 
 class AdapterVersions:
-    """Lets several versions of adapters take turns in one model: its A and B become the tensors of the current version.
+    """Lets several versions of adapters take turns in one model, whose A and B become those of the current version.
 
-    Every version has the shapes of the model's adapters; a smaller rank is padded with zeros, as in a trainer with room
-    for more. A version therefore computes the same bits as its trainer, and all versions have the same size.
+    Every version has the shapes of the model's adapters; adapters of a smaller rank are padded with zeros, as in a
+    trainer. A version therefore computes the same bits as its trainer, and all versions have the same size.
 
     Args:
-        policy: a model with adapters and whole weights; its own A and B are freed.
+        policy: a model with adapters and unsharded weights; its own A and B are freed.
         base: the folder of the base model, for errors.
     """
 
@@ -55,15 +55,15 @@ class AdapterVersions:
         self._dtype, self._device = policy.named_weights()[0][1].dtype, policy.named_weights()[0][1].device
         self._in_model: AdapterVersion | None = None
         self._hashing = threading.Lock()
-        self._digest: str | None = None  # digest of the base; computed when a folder has one to compare with
+        self._digest: str | None = None  # digest of the base model; computed when a folder first has one to compare
         self._empty()
 
     def read(self, folder: Path) -> AdapterVersion:
-        """Reads the adapters of a PEFT folder; modules without one get zeros. May be called from any thread.
+        """Reads the adapters of a PEFT folder; modules without an adapter there get zeros. Any thread may call this.
 
         Raises:
-            ModelError: the folder is malformed or of another model, its rank is too high, or it has adapters of modules
-                that have none here.
+            ModelError: the folder is malformed or belongs to another model, its rank is too high, or it adapts modules
+                that the model does not adapt.
         """
         try:
             return self._read(folder)
@@ -78,7 +78,7 @@ class AdapterVersions:
         check_is_of(folder, self._policy, self._base)
         check_base_weights(folder, self._dtype, self._base_digest, self._base)
         tensors = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
-        # read at the folder's own rank, into contiguous tensors, and copied into tensors with room for the largest rank
+        # files can be read only into contiguous tensors of the folder's rank, which are then copied into padded tensors
         read: list[AdaptedMatrix] = []
         rooms: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, matrix in enumerate(self._matrices):
@@ -94,7 +94,7 @@ class AdapterVersions:
         return AdapterVersion(tensors, folder.alpha / folder.rank)
 
     def take_turn(self, version: AdapterVersion | None) -> None:
-        """Makes the model compute with these adapters; None: without any, bit-equal to the base model."""
+        """Makes the model compute with these adapters; None means without adapters, bit-equal to the base model."""
         for module in self._modules:
             module.is_on = version is not None
         if version is None or version is self._in_model:
@@ -122,13 +122,15 @@ class AdapterVersions:
 
 
 class ModelVersions:
-    """Lets several versions of whole weights take turns in one model. A version is its tensors, in the model's order.
+    """Lets several versions of whole weights take turns in one model.
 
-    Read from an exported folder, a version computes the same bits as the trainer that exported it. The base's own
-    weights stay in memory.
+    A version is a list of tensors in the model's order.
+
+    A version that is read from an exported folder computes the same bits as the trainer that exported it. The weights
+    of the base model stay in memory.
 
     Args:
-        policy: a model without adapters, with the whole weights of the base.
+        policy: a model without adapters, with the unsharded weights of the base model.
     """
 
     def __init__(self, policy: PolicyModel) -> None:
@@ -140,10 +142,10 @@ class ModelVersions:
         self._building = threading.Lock()  # `load_for_sampling` patches torch classes while it builds
 
     def read(self, folder: Path) -> list[torch.Tensor]:
-        """Reads the weights of a Hugging Face folder. May be called from any thread.
+        """Reads the weights of a Hugging Face folder. Any thread may call this.
 
         Raises:
-            ModelError: the folder is malformed, or of another model.
+            ModelError: the folder is malformed, or belongs to another model.
         """
         dtype, device = self._parameters[0].dtype, self._parameters[0].device
         try:
@@ -161,7 +163,7 @@ class ModelVersions:
         return [parameter.data for _, parameter in policy.named_weights()]
 
     def take_turn(self, version: list[torch.Tensor] | None) -> None:
-        """Makes the model compute with these weights; None: with those of the base."""
+        """Makes the model compute with these weights; None means the weights of the base model."""
         turn = self._base if version is None else version
         if turn is self._in_model:
             return

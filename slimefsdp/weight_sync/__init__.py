@@ -1,1 +1,1 @@
-"""Sends the actor's weights to engines: gathers, sends in buckets, receives and commits them."""
+"""Sends the actor's weights to engines: gathers them, sends them in buckets, receives and commits them."""

@@ -1,7 +1,7 @@
 """Provides a process group in which rank 0 broadcasts weights to engines.
 
-Workers of rollout servers, which have their own environment, import this module, so it may import only torch. The group
-is independent of torch's global process groups: a process may be a member of others, and may join a new one later.
+Workers of rollout servers import this module in their own environment, so it may import only torch. The group is
+independent of torch's global process groups, and a process may be in several such groups, one after another or at once.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ import torch.distributed as dist
 from slimefsdp.weight_sync.buckets import ALIGNMENT, Layout, host_buffers, layout_of, pack, packed_bytes
 
 _POLL_S = 0.0005
-_JOIN_POLL_S = 0.05  # interval of checking whether all members have joined
-_ALIVE_POLL_S = 1.0  # interval of checking whether rank 0 has left
+_JOIN_POLL_S = 0.05  # interval of checks whether all members have joined
+_ALIVE_POLL_S = 1.0  # interval of checks whether rank 0 has left
 _LEFT = "rank 0 has left"  # a key of the store
 # Abandoned broadcasts as (group, work, tensor). gloo cannot cancel them before their timeout, and destroying a group
-# would wait for its broadcasts, so they are kept alive until they end.
+# would wait for its broadcasts, so these objects are kept until the process ends.
 _abandoned: list[tuple[Any, Any, torch.Tensor]] = []
-GROUP = "the broadcast group"  # part of every BroadcastError's text, by which it can be recognised
-_NCCL_EXTRA_S = 60.0  # NCCL kills the process at its timeout, so its timeout must be later than ours
+GROUP = "the broadcast group"  # part of the text of every BroadcastError, by which errors can be recognised
+_NCCL_EXTRA_S = 60.0  # NCCL kills the process at its own timeout, which must therefore be later than timeout_s
 
 
 class BroadcastError(RuntimeError):
-    """A member of the group ended, or did not join in time; `missing` are the ranks known not to have joined."""
+    """Says that a member of the group left, or did not join in time;
+
+    `missing` are the ranks known not to have joined.
+    """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -50,18 +53,19 @@ class Rendezvous(NamedTuple):
 
 
 class BroadcastGroup:
-    """Joins the group; the constructor returns when all `world_size` members have joined.
+    """A member of the group; the constructor returns when all `world_size` members have joined.
 
     Args:
-        address: address of rank 0's machine, as the others reach it.
+        address: address at which the other members reach rank 0's machine.
         port: port on which rank 0 listens.
         backend: gloo for tensors on the host, or nccl for tensors on the current CUDA device.
         timeout_s: timeout of the constructor and of each broadcast.
-        listener: on rank 0, a socket bound to the port, which is taken over; it makes sure that the port is free.
-        is_given_up: on rank 0, an event that ends all waiting for other members.
+        listener: on rank 0, a socket bound to the port, so that no other program can take the port; the group closes
+            it.
+        is_given_up: on rank 0, an event that ends every wait for other members.
 
     Raises:
-        BroadcastError: other members did not join.
+        BroadcastError: other members did not join in time.
         ValueError: there is no such backend.
     """
 
@@ -93,10 +97,10 @@ class BroadcastGroup:
                 address, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )  # fmt: skip
-            # only some backends and releases of torch wait for all members in their constructor
+            # not all backends and releases of torch wait for all members in their constructor
             self._wait_for_members(rank, world_size)
             self._group = self._new_group(backend, _own_address_towards(address, port), rank, world_size)
-        except RuntimeError as error:  # base class of errors of torch's store and of gloo
+        except RuntimeError as error:  # the errors of torch's store and of gloo
             self.close()
             raise BroadcastError(
                 f"{self._name}: {GROUP} did not come together within {timeout_s:g} s: {_first_line(error)}",
@@ -104,10 +108,10 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sends a contiguous tensor from rank 0, or receives into it on other ranks; returns it when complete.
+        """Sends a contiguous tensor from rank 0, or receives into the tensor on other ranks; returns it when complete.
 
         Raises:
-            BroadcastError: a member ended or was late; the group cannot be used any more.
+            BroadcastError: a member left or was late; the group cannot be used any more.
         """
         if self._group is None:
             raise BroadcastError(f"{self._name}: {GROUP} is closed")
@@ -121,7 +125,7 @@ class BroadcastGroup:
         return tensor
 
     def _await(self, work: Any, tensor: torch.Tensor) -> None:
-        """Waits for a broadcast until its timeout, or until this side or rank 0 has left, which backends do not notice.
+        """Waits for a broadcast until its timeout, or until this rank or rank 0 leaves, which backends do not notice.
 
         Raises:
             BroadcastError: the broadcast did not complete.
@@ -148,16 +152,16 @@ class BroadcastGroup:
         raise BroadcastError(f"{self._name}: {GROUP} broke: {problem}")
 
     def _is_first_alive(self) -> bool:
-        """Returns whether rank 0, which hosts the store, has not left."""
+        """Returns whether rank 0, which hosts the store, is still in the group."""
         try:
             return not self._store.check([_LEFT])
-        except (RuntimeError, AttributeError):  # rank 0's store is gone, or this side is closed
+        except (RuntimeError, AttributeError):  # rank 0's store is gone, or this member is closed
             return False
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
         """Returns the layout and the packed bytes of a bucket, for `broadcast`.
 
-        On the host, the memory is reused for the bucket after the next one.
+        On the host, the memory is used again two buckets later.
         """
         return self._packed(list(tensors), ALIGNMENT)
 
@@ -168,9 +172,9 @@ class BroadcastGroup:
         return layout, pack((tensor for _, tensor in named), alignment=alignment, into=into)
 
     def close(self) -> None:
-        """Leaves the group and closes its sockets; idempotent. The others notice at their next broadcast.
+        """Leaves the group and closes its sockets; idempotent. Other members get an error at their next broadcast.
 
-        Ends a broadcast of another thread with an error; on rank 0 also the broadcasts of other members.
+        A broadcast in another thread ends with an error; if rank 0 closes, so do the broadcasts of other members.
         """
         self._is_given_up.set()
         with suppress(RuntimeError, AttributeError):  # already closed, or never opened
@@ -203,21 +207,22 @@ class BroadcastGroup:
             nccl._timeout = timedelta(seconds=self._timeout_s + _NCCL_EXTRA_S)
             return dist.ProcessGroupNCCL(store, rank, world_size, nccl)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # by default gloo uses the address that this machine's name resolves to, which others may not reach
+        # by default gloo uses the address that this machine's name resolves to, which other machines may not reach
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
         options._timeout = timedelta(seconds=self._timeout_s)
         return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 class TorchBroadcastGroup(BroadcastGroup):
-    """Rank 0 of a group whose other members are made by torch.distributed, such as SGLang's workers.
+    """Rank 0 of a group whose other members use torch.distributed, such as SGLang's workers.
 
-    Those members use a TCP store at our address, with the key prefixes of a group called `torch_group_name(port)`. They
-    do not announce themselves in the store. With NCCL they connect at the first broadcast.
+    The other members use the TCP store at rank 0's address, with the key prefixes of a group called
+    `torch_group_name(port)`. They write nothing into the store when they join. With NCCL they connect at the first
+    broadcast.
     """
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
-        """Packs tensors without gaps; tensors with larger elements come first, so each has an aligned offset."""
+        """Packs tensors without gaps; tensors with larger elements come first, so every offset is aligned."""
         return self._packed(sorted(tensors, key=lambda named: -named[1].element_size()), 1)
 
     def _wait_for_members(self, rank: int, world_size: int) -> None:
@@ -230,12 +235,12 @@ class TorchBroadcastGroup(BroadcastGroup):
 
 
 def torch_group_name(port: int) -> str:
-    """Returns the name that both sides use for the group at a port."""
+    """Returns the name of the group at a port, on all members."""
     return f"slimefsdp_{port}"
 
 
 def _own_address_towards(address: str, port: int) -> str:
-    """Returns this machine's source address of packets to another address."""
+    """Returns the address from which this machine sends packets to another address."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing

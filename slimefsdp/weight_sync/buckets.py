@@ -1,7 +1,7 @@
-"""Packs the tensors of a bucket into one tensor of bytes to send to an engine, and shares such memory with processes.
+"""Packs the tensors of a bucket into one tensor of bytes for an engine, and shares memory between processes.
 
-Memory can be shared with other processes of this machine: on the host, or on a CUDA device by its IPC handles. Workers
-of rollout servers, which have their own environment, import this module, so it may import only torch.
+Memory on the host, or on a CUDA device by IPC handles, can be shared with other processes of this machine. Workers of
+rollout servers import this module in their own environment, so it may import only torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 Bucket = list[tuple[str, torch.Tensor]]
 Handle = dict[str, Any]
 """Names memory that a process shares; a JSON value."""
-ALIGNMENT = 16  # bytes; a view of bytes as another dtype must start at a multiple of the element size
+ALIGNMENT = 16  # bytes; to view bytes as another dtype, they must start at a multiple of the element size
 
 Layout = Sequence[tuple[str, str, Sequence[int]]]
 """Name, dtype such as "float32", and shape of each tensor of a bucket; known to sender and receiver."""
@@ -29,17 +29,17 @@ Layout = Sequence[tuple[str, str, Sequence[int]]]
 def pack(
     tensors: Iterable[torch.Tensor], *, alignment: int = ALIGNMENT, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the bytes of tensors of one device, [bytes] uint8; each starts at a multiple of `alignment`.
+    """Returns the bytes of tensors on one device, [bytes] uint8; each tensor starts at a multiple of `alignment`.
 
     Args:
-        into: memory for the result, uint8, at least `packed_bytes` long; None: new memory.
+        into: memory for the result, uint8, at least `packed_bytes` long; None means new memory.
     """
     items = list(tensors)
     starts, size = _offsets([tensor.numel() * tensor.element_size() for tensor in items], alignment)
     if into is None:
         into = torch.empty(size, dtype=torch.uint8, device=items[0].device if items else "cpu")
     flat = into[:size]
-    for end in [*starts[1:], size]:  # clears the padding after each tensor, which is sent too
+    for end in [*starts[1:], size]:  # zeros the padding after each tensor, which is sent as well
         flat[max(0, end - alignment) : end].zero_()
     for tensor, start in zip(items, starts, strict=True):
         _part(flat, start, tensor.dtype, tensor.shape).copy_(tensor)
@@ -52,11 +52,11 @@ def packed_bytes(layout: Layout, alignment: int = ALIGNMENT) -> int:
 
 
 class KeptBuffers:
-    """Provides buffers for buckets in rotation; reusing memory avoids page faults, which cost more than the copy.
+    """Provides buffers for buckets in rotation; reused memory has no page faults, which would cost more than the copy.
 
     Args:
-        count: number of buffers; two, if a bucket is packed while the one before is being sent.
-        make: makes a new buffer with the given number of bytes.
+        count: number of buffers; 2 if one bucket is packed while another is sent.
+        make: returns a new buffer with the given number of bytes.
     """
 
     def __init__(self, count: int, make: Callable[[int], Any]) -> None:
@@ -64,10 +64,10 @@ class KeptBuffers:
         self._make = make
 
     def next(self, nbytes: int) -> Any:
-        """Returns the next buffer in rotation, replaced by a new one if it has fewer than `nbytes`."""
+        """Returns the next buffer in rotation; a buffer of fewer than `nbytes` bytes is replaced by a new one."""
         size, buffer = self._buffers.pop(0)
         if size < nbytes:
-            del buffer  # frees the old one before the new one is allocated
+            del buffer  # freed before the new buffer is allocated
             size, buffer = nbytes, self._make(nbytes)
         self._buffers.append((size, buffer))
         return buffer
@@ -82,7 +82,7 @@ def host_buffers(count: int) -> KeptBuffers:
 
 
 def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
-    """Returns the tensors of a packed bucket as (name, view of the same memory); the inverse of `pack`."""
+    """Returns the tensors of a packed bucket as (name, view of the bucket's memory); the inverse of `pack`."""
     starts, size = _offsets([_size(dtype, shape) for _, dtype, shape in layout])
     if size != flat.numel():
         raise ValueError(f"a bucket of {flat.numel()} bytes was to have {size}")
@@ -102,7 +102,7 @@ def digest_of(data: torch.Tensor) -> str:
 
 
 def check_digest(data: torch.Tensor, digest: str | None) -> None:
-    """Compares received bytes with the sender's digest; None: there is nothing to compare.
+    """Checks received bytes against the sender's digest; None means that there is no digest.
 
     Raises:
         ValueError: the bytes were altered in transit.
@@ -112,11 +112,7 @@ def check_digest(data: torch.Tensor, digest: str | None) -> None:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Returns the dtype torch.<name>.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the dtype torch.<name>; raises a ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
@@ -144,10 +140,10 @@ def _offsets(sizes: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int
 
 
 class SharedBuffer:
-    """Allocates memory, [bytes] uint8 in `data`, that other processes can open by `handle` while this object lives.
+    """Allocates memory, `data` [bytes] uint8, that other processes can open by `handle` while this object exists.
 
-    Memory on the host has no name in any file system, so it is freed with the last process that has it open, however
-    that process ends.
+    Memory on the host has no name in any file system. So it is freed when the last process that has it open ends, even
+    by a kill.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -165,7 +161,7 @@ class SharedBuffer:
         self.handle = {"name": name, "pid": os.getpid(), "descriptor": self._descriptor, "bytes": nbytes}
 
     def close(self) -> None:
-        """Prevents further opening; idempotent. The memory is freed when no process uses it."""
+        """Prevents further opening; idempotent. The memory is freed when the last process stops using it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -175,7 +171,7 @@ class SharedBuffer:
 
 
 def opened(handle: Handle) -> torch.Tensor:
-    """Returns another process's memory, [bytes] uint8, for reading.
+    """Opens another process's memory for reading; returns it as [bytes] uint8.
 
     Raises:
         OSError: the memory is not on this machine or GPU, or has been freed.
@@ -193,7 +189,7 @@ def opened(handle: Handle) -> torch.Tensor:
 
 
 class OpenedBuffers:
-    """Caches opened memory of other processes; a sender alternates between two buffers."""
+    """Caches the opened memory of two buffers, because a sender alternates between two."""
 
     def __init__(self) -> None:
         self._opened: dict[str, torch.Tensor] = {}
@@ -212,7 +208,7 @@ def _gpu_name(index: int) -> str:
 
 
 def _cuda_handle(data: torch.Tensor) -> Handle:
-    # the values that torch.multiprocessing sends for a tensor, without pickling
+    # the values that torch.multiprocessing would pickle for a tensor
     device, *parts = data.untyped_storage()._share_cuda_()
     return {
         "gpu": _gpu_name(device),

@@ -1,4 +1,4 @@
-"""Tracks the progress of a weight update at its receiver. Importing this file does not import torch."""
+"""Tracks a weight update at the receiver. Importing this file does not import torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ Manifest = dict[str, tuple[int, ...]]
 
 
 class UpdateProgress:
-    """Tracks one update at a time: which tensors have not arrived yet, and whose frozen weights are present."""
+    """Tracks one update at a time: which tensors are missing, and which trainer's frozen weights are present."""
 
     def __init__(self) -> None:
         self.incoming: int | None = None  # version of the update in progress
-        self.manifest: Manifest = {}  # of the last update that was begun
+        self.manifest: Manifest = {}  # manifest of the last update that was started
         self.missing: set[str] = set()
-        # the trainers whose frozen weights are present, come with the update, and were asked about last
+        # the trainer whose frozen weights are present, that of the update in progress, and that of the last
+        # `has_frozen` call
         self._frozen_source: str | None = None
         self._incoming_source: str | None = None
         self._asked_source: str | None = None
 
     def has_frozen(self, source: str | None) -> bool:
-        """Returns whether the frozen weights of `source` are present; the next update is expected from there."""
+        """Returns whether the frozen weights of the trainer `source` are present; it must send the next update."""
         self._asked_source = source
         return self._frozen_source is not None and self._frozen_source == source
 
     def begin(self, version: int, manifest: Manifest, kept: Collection[str] = ()) -> None:
-        """Begins an update.
+        """Starts an update.
 
         Args:
-            kept: tensors of the manifest that are present already and are not sent.
+            kept: tensors of the manifest that are already present, and will not be sent.
         """
         self.incoming, self.manifest, self.missing = version, dict(manifest), set(manifest) - set(kept)
         self._incoming_source, self._asked_source = self._asked_source, None
@@ -46,7 +47,7 @@ class UpdateProgress:
             )
 
     def require_announced(self, name: str, shape: Sequence[int]) -> None:
-        """Raises a SyncError if a tensor was not announced, or with another shape."""
+        """Raises a SyncError if a tensor is not in the manifest, or has another shape there."""
         announced = self.manifest.get(name)
         if announced is None or tuple(announced) != tuple(shape):
             raise SyncError(
@@ -56,7 +57,7 @@ class UpdateProgress:
             )
 
     def require_complete(self, version: int) -> None:
-        """Raises a SyncError if tensors are missing, or `begin` had another version."""
+        """Raises a SyncError if tensors are missing, or if `begin` was called with another version."""
         if self.incoming != version or self.missing:
             missing = f"{len(self.missing)} tensors missing, e.g. {min(self.missing)!r}" if self.missing else ""
             raise SyncError(
@@ -66,7 +67,7 @@ class UpdateProgress:
             )
 
     def commit(self, version: int) -> None:
-        """Ends the update; raises as `require_complete`."""
+        """Ends the update; raises the errors of `require_complete`."""
         self.require_complete(version)
         self.incoming, self._frozen_source = None, self._incoming_source
 
@@ -76,7 +77,7 @@ class UpdateProgress:
 
 
 def other_model(name: str, sent: object, own: object) -> SyncError:
-    """Returns the error of a tensor whose shape differs between the sender's model and this one; None: no tensor."""
+    """Returns the error for a tensor with different shapes at sender and receiver; None means no such tensor."""
     return SyncError(
         f"tensor {name!r} is {sent} at the sender and {own} here",
         field="update_weights",

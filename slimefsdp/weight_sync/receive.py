@@ -1,7 +1,7 @@
-"""Receives weight updates into a rollout engine's model or a reference model's shards.
+"""Receives weight updates into a rollout engine's model or into the shards of a reference model.
 
-The protocol has three calls: `begin(version, manifest)`, `receive(bucket)` once per bucket, and `commit(version)`.
-Between begin and commit the model is a mixture of two versions and must not be used.
+An update has three kinds of calls: `begin(version, manifest)`, `receive(bucket)` once per bucket, and
+`commit(version)`. Between begin and commit the model is a mixture of two versions, and must not be used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from slimefsdp.weight_sync.progress import Manifest, UpdateProgress, other_model
 
 
 class Receiver(Protocol):
-    """The interface of receivers; they get tensors on the host unless they have `takes_device_tensors`."""
+    """The interface of receivers of updates.
+
+    A receiver gets tensors on the host unless its `takes_device_tensors` is true.
+    """
 
     def begin(self, version: int, manifest: Manifest) -> None: ...
 
@@ -29,15 +32,15 @@ class Receiver(Protocol):
 
 
 class WeightReceiver(UpdateProgress):
-    """Copies full tensors into the parameters of a plain or sharded model, and checks that updates are complete."""
+    """Copies full tensors into the parameters of a whole or sharded model, and checks that updates are complete."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         super().__init__()
         self._parameters: Mapping[str, nn.Parameter] = dict(named)
-        self.version: int | None = None  # version of the model's weights; None before the first commit and in an update
+        self.version: int | None = None  # version of the weights; None before the first commit and during updates
 
     def begin(self, version: int, manifest: Manifest, kept: Collection[str] = ()) -> None:
-        """Begins an update, see `UpdateProgress.begin`.
+        """Starts an update, see `UpdateProgress.begin`.
 
         Raises:
             SyncError: names or shapes of the sender's tensors differ from this model's.
@@ -51,15 +54,15 @@ class WeightReceiver(UpdateProgress):
 
     @torch.no_grad()
     def receive(self, bucket: Bucket) -> None:
-        """Copies some of the announced tensors into the model.
+        """Copies tensors of the manifest into the model.
 
         Raises:
             StateError: there is no update in progress.
-            SyncError: a tensor was not announced, or has another shape.
+            SyncError: a tensor is not in the manifest, or has another shape there.
         """
         self.require_begun("receive")
         for name, tensor in bucket:
-            self.require_announced(name, tensor.shape)  # copy_ would broadcast other shapes silently
+            self.require_announced(name, tensor.shape)  # otherwise copy_ might broadcast the tensor silently
             parameter = self._parameters[name]
             if isinstance(parameter, DTensor):
                 shape, offset = compute_local_shape_and_global_offset(
@@ -75,6 +78,6 @@ class WeightReceiver(UpdateProgress):
         self.version = None
 
     def commit(self, version: int) -> None:
-        """Ends the update; the model may be used again. Raises as `require_complete`."""
+        """Ends the update, after which the model may be used; raises the errors of `require_complete`."""
         super().commit(version)
         self.version = version

@@ -1,4 +1,4 @@
-"""Sends a sharded model's weights to receivers: all ranks gather full tensors in buckets; rank 0 hands them over."""
+"""Sends a sharded model's weights to receivers: all ranks gather buckets of full tensors, and rank 0 passes them on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from slimefsdp.weight_sync.receive import Receiver
 _Parameters = Sequence[tuple[str, nn.Parameter]]
 _RowsOf = Callable[[str, nn.Parameter], torch.Tensor]
 DEFAULT_BUCKET_BYTES = 256 * 2**20
-_ALONE_BYTES = 2**20  # tensors of at least this size are gathered by a collective of their own, without a copy
+_ALONE_BYTES = 2**20  # tensors of at least this size are gathered by their own collective, without a copy
 
 Computed = Mapping[str, Callable[[], torch.Tensor]]
 """Names of weights to replace by computed values -> a collective function that returns this rank's rows of them."""
 
 
 class BeginAgain(Exception):
-    """Requests that the whole update be sent again, because a receiver that represents several engines lost some."""
+    """Requests that the whole update be sent again, because a receiver for several engines has lost some of them."""
 
 
 def stream_weights(
@@ -45,29 +45,29 @@ def stream_weights(
     computed: Computed = MappingProxyType({}),
     adapter_scale: float | None = None,
 ) -> SyncReport:
-    """Collective: begins, sends and commits one update on every receiver of rank 0.
+    """Collective: starts, sends and commits one update on every receiver of rank 0.
 
-    Optional attributes of a receiver: `takes_device_tensors`, to get tensors on the device; `keeps_nothing`, if it does
-    not use a bucket after `receive` returns, so that tensors may be the parameters' own memory; and `has_frozen`, see
-    `actors.engines.protocol.Engine`, so that frozen parameters are sent only once.
+    A receiver has optional attributes. `takes_device_tensors`: it gets tensors on the device. `keeps_nothing`: it does
+    not use a bucket after `receive` returns, so tensors may be the parameters' own memory. `has_frozen`: see
+    `actors.engines.protocol.Engine`; frozen parameters are then sent only once.
 
     Args:
-        named: parameters sharded over `shard_group`, under the receivers' names.
+        named: (the receivers' name, parameter sharded over `shard_group`).
         group: all ranks; if they hold several copies of the model, rank 0's copy is sent.
         dtype: dtype of the sent tensors.
-        source: identifies the values of the frozen parameters; None: send all parameters.
-        computed: see `full_weights`; none of these parameters counts as frozen.
-        adapter_scale: the factor of the adapters among `named`; see `all_take_adapters`.
+        source: identifies the values of the frozen parameters; None means that all parameters are sent.
+        computed: see `full_weights`; these parameters do not count as frozen.
+        adapter_scale: the scale of the adapters in `named`; see `all_take_adapters`.
 
     Raises:
-        SyncError: an update failed; raised on every rank, like any other error of a receiver. Unless all receivers took
-            every bucket, none has committed.
+        SyncError: an update failed. This and other errors of receivers are raised on every rank. No receiver commits
+            unless all receivers took every bucket.
     """
     start = time.perf_counter()
     manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
     frozen = [name for name, parameter in named if not parameter.requires_grad and name not in computed]
     copies = not all(getattr(receiver, "keeps_nothing", False) for receiver in receivers)
-    # with several ranks, rank 0 holds a gathered bucket, two buckets that are being sent, and a copy that gloo makes
+    # with several ranks, rank 0 holds four buckets: one that is gathered, two that are sent, and a copy that gloo makes
     bucket_bytes = DEFAULT_BUCKET_BYTES // (1 if dist.get_world_size(shard_group) == 1 else 4)
     while True:
         kept = frozenset(frozen if frozen and source and _have_frozen(receivers, source, group) else ())
@@ -102,7 +102,7 @@ def _send(
     while bucket := next(buckets, None):
         ready: HostCopy | None = HostCopy(bucket, is_needed=needs_host)
         if ready is not None and ready.is_under_way:
-            ready, copying = copying, ready  # receivers take the previous bucket while this one is copied
+            ready, copying = copying, ready  # receivers take the previous bucket during the copy
         if ready is not None:
             _hand_over(ready, receivers)
         del bucket, ready  # freed before the next bucket is gathered
@@ -115,7 +115,7 @@ def _send(
 def all_take_adapters(receivers: Sequence[Receiver], group: dist.ProcessGroup) -> bool:
     """Collective: returns whether all of rank 0's receivers support adapters on a frozen base.
 
-    The `begin` of such receivers has a fourth argument, the scale of the adapters.
+    The `begin` of these receivers takes the scale of the adapters as a fourth argument.
     """
     answer = bool(receivers) and all(getattr(receiver, "takes_adapters", False) for receiver in receivers)
     answer_of_first: bool = gathered(answer, group)[0]
@@ -143,7 +143,7 @@ class HostCopy:
 
     Args:
         bucket: tensors on the host or on a device.
-        is_needed: if False, nothing is copied.
+        is_needed: whether any receiver needs tensors on the host.
     """
 
     def __init__(self, bucket: Bucket, *, is_needed: bool) -> None:
@@ -151,7 +151,7 @@ class HostCopy:
         self._on_host, self._copied = bucket, None
         self.is_under_way = is_needed and any(tensor.device.type != "cpu" for _, tensor in bucket)
         if self.is_under_way:
-            # torch caches freed pinned memory, so only a few buffers are ever allocated
+            # torch reuses freed pinned memory, so only a few buffers are allocated in total
             self._on_host = [
                 (name, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
                 for name, tensor in bucket
@@ -179,12 +179,13 @@ def full_weights(
     """Collective: yields buckets of (name, full tensor on the mesh's device); every rank must take every bucket.
 
     Args:
-        named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or on the
-            host under CPU offload.
+        named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or under
+            CPU offload on the host.
         dtype: dtype of the yielded tensors; shards are cast before they are gathered.
-        bucket_bytes: largest size of a bucket of several tensors.
-        copies: if False, tensors may be a parameter's own memory and must not be written to.
-        computed: functions that compute the rows to send in place of a parameter's own; called one at a time.
+        bucket_bytes: largest size of a bucket; a larger tensor is a bucket of its own.
+        copies: if False, tensors may be a parameter's own memory, and must not be changed.
+        computed: name -> function that returns this rank's rows to send instead of the parameter's; called one at a
+            time.
     """
 
     def rows_of(name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -213,7 +214,7 @@ def _gather(
     device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
     if world_size == 1:
         return [(name, rows_of(name, parameter).to(device, dtype, copy=copies)) for name, parameter in bucket]
-    # small tensors share a collective, and are copied from its result
+    # small tensors are gathered by one collective, and copied from its result
     small = [item for item in bucket if item[1].numel() * dtype.itemsize < _ALONE_BYTES]
     full = dict(_gathered_together(small, rows_of, group, dtype, device)) if small else {}
     for name, parameter in bucket:
@@ -261,5 +262,5 @@ def _gathered_together(
 
 
 def _rows_per_rank(parameter: nn.Parameter, world_size: int) -> int:
-    """Returns the largest number of rows of a rank; the last ranks may have fewer or none."""
+    """Returns the number of rows of the first ranks; later ranks may have fewer or none."""
     return -(-parameter.shape[0] // world_size)

@@ -4,8 +4,8 @@ vLLM imports this by `--worker-extension-cls slimefsdp.weight_sync.vllm_plugin.W
 only torch and vLLM can be assumed. Each call of vLLM's /update_weights receives one bucket from the trainer's broadcast
 group.
 
-An adapter's matrices are received like weights and kept here. vLLM drops all adapters when an update ends, and loads
-them again for the next request that names them: the adapter with the path `HELD_ADAPTER` is loaded from the kept
+An adapter's matrices are received like weights and kept here. vLLM drops all adapters when an update ends, and loads an
+adapter again for the next request that names it. The adapter with the path `HELD_ADAPTER` is loaded from the kept
 matrices instead of a folder. Requests that arrive during an update are therefore sampled with the new adapter.
 """
 
@@ -34,8 +34,8 @@ from slimefsdp.weight_sync.broadcast import BroadcastGroup
 from slimefsdp.weight_sync.buckets import OpenedBuffers, check_digest, packed_bytes, unpack
 
 BACKEND = "slimefsdp"
-PROTOCOL = 4  # version of the two classes below; must be equal on both sides
-HELD_ADAPTER = "slimefsdp:adapter"  # replaces an adapter's path, and means the adapter received by updates
+PROTOCOL = 4  # version of `InitInfo` and `UpdateInfo`; must be equal at trainer and server
+HELD_ADAPTER = "slimefsdp:adapter"  # path that means the adapter received by updates
 ADAPTER_FOLDER = "adapter"  # subfolder of a folder of weights, in peft's format
 _FILES = "*.safetensors"
 _MATRIX = (".lora_A.weight", ".lora_B.weight")  # ends of the names of an adapter's matrices
@@ -43,7 +43,7 @@ _MATRIX = (".lora_A.weight", ".lora_B.weight")  # ends of the names of an adapte
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Describes the broadcast group; `rank_offset` is the rank of this server's first worker."""
+    """Describes a broadcast group; `rank_offset` is the rank of this server's first worker."""
 
     address: str
     port: int
@@ -55,18 +55,19 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Describes one bucket, in the order in which its tensors are packed; or a folder of weights.
+    """Describes a bucket, with its tensors in the order in which they are packed, or a folder of weights.
 
-    `parts` lists for each tensor the tensors of a Hugging Face folder that it holds, as (name, expert or None, first
-    row, end), with rows of the expert. A whole tensor is one part without an expert; a tensor to skip has no part. The
-    bytes are broadcast, or are in a `buffer` of `slimefsdp.weight_sync.buckets`.
+    `parts` lists, for each tensor of the bucket, the Hugging Face tensors in it as (name, expert, first row, end row).
+    Rows are those of the expert; if the expert is None, the part is the whole tensor. A tensor without parts is
+    skipped. The bytes are broadcast, or are in the shared memory with the handle `buffer`
+    (`slimefsdp.weight_sync.buckets`).
     """
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     parts: list[list[tuple[str, int | None, int, int]]]
-    digest: str | None = None  # of the bytes
+    digest: str | None = None  # sha256 of the bytes
     buffer: dict[str, Any] | None = None
     folder: str | None = None
     adapter_scale: float | None = None  # the factor on B A x, if the bucket has matrices of an adapter
@@ -80,10 +81,10 @@ class HeldAdapter:
     scale: float
 
     def made_for(self, manager: Any, lora_id: int) -> LoRAModel:
-        """Returns the adapter in vLLM's representation; `manager` is vLLM's LoRAModelManager.
+        """Returns the adapter as vLLM's LoRAModel; `manager` is vLLM's LoRAModelManager.
 
         Raises:
-            ValueError: vLLM does not support this rank, or adapters of one of the modules.
+            ValueError: vLLM does not support this rank, or adapters of some module.
         """
         rank = next(matrix.shape[0] for name, matrix in self.matrices.items() if name.endswith(_MATRIX[0]))
         facts = PEFTHelper(r=rank, lora_alpha=self.scale * rank, target_modules=[])  # type: ignore[arg-type]
@@ -91,7 +92,7 @@ class HeldAdapter:
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         model = LoRAModel.from_lora_tensors(
             lora_id,
-            {name: matrix.clone() for name, matrix in self.matrices.items()},  # vLLM scales them in place
+            {name: matrix.clone() for name, matrix in self.matrices.items()},  # vLLM scales the matrices in place
             facts,
             device="cpu",
             dtype=manager.lora_config.lora_dtype,
@@ -109,9 +110,9 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: BroadcastGroup | None = None
-    _is_reloading = False  # an update that brings weights is in progress
-    _adapter: HeldAdapter | None = None  # the adapter that the current update has brought so far
-    _buffers = OpenedBuffers()  # shared by all instances, as a process has one engine
+    _is_reloading = False  # whether an update has passed weights to vLLM's loader
+    _adapter: HeldAdapter | None = None  # the matrices that the current update has brought so far
+    _buffers = OpenedBuffers()  # shared by all instances, since a process has one engine
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Leaves the previous group, and joins the new one."""
@@ -125,14 +126,15 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         self._adapter = None
         if self._is_reloading:
-            # after a failed update, vLLM still counts the loaded half of a layer, whose parameters lack their loaders
+            # a failed update may have left a layer half loaded, without its parameters' loaders, which vLLM must finish
+            # first
             finalize_layerwise_reload(self.model, self.model_config)
             self._is_reloading = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives one bucket; returns when it is in the model."""
+        """Receives one bucket; returns when the model has the weights."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":  # vLLM's own method, which this replaces, would raise without an accelerator
+        if self.device.type == "cuda":  # vLLM's own method would raise on a CPU
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -146,7 +148,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         info = update_info
         if info.folder is not None:
             folder = Path(info.folder)
-            if any(folder.glob(_FILES)):  # the folder may have only an adapter
+            if any(folder.glob(_FILES)):  # otherwise the folder has only an adapter
                 self._load(self._of_folder(folder))
             self._keep(self._of_folder(folder / ADAPTER_FOLDER), info.adapter_scale)
             return
@@ -179,12 +181,12 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._adapter.matrices[name] = tensor.to("cpu", copy=True)
 
     def _bytes(self, count: int, buffer: dict[str, Any] | None) -> torch.Tensor:
-        """Receives the bytes of one bucket into new memory, as vLLM keeps views of it until a layer is complete."""
+        """Receives the bytes of a bucket into new memory, since vLLM keeps views of them until a layer is complete."""
         if buffer is not None:
             return self._buffers.get(buffer)[:count].clone()
         if self._group is None:
             raise RuntimeError("update_weights before init_weight_transfer_engine")
-        # nothing that may fail comes before this, because rank 0 and the other engines wait for this broadcast
+        # no operation that may fail comes before this broadcast, because rank 0 and the other engines wait for it
         return self._group.broadcast(torch.empty(count, dtype=torch.uint8, device=self.device))
 
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -201,7 +203,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(f"tensor {name!r} came as {dtype}, and the model's weights are {own}")
 
     def finish_weight_update(self) -> None:
-        """Processes new weights for the kernels, and makes a new adapter available to the next request that names it.
+        """Processes new weights for vLLM's kernels, and lets later requests use a new adapter.
 
         Raises:
             ValueError: vLLM does not support this adapter.
@@ -214,7 +216,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             manager = getattr(self.model, "lora_manager", None)
             if manager is None:
                 raise ValueError("an adapter came, and the server was started without --enable-lora")
-            self._adapter.made_for(manager, 1)  # a faulty adapter fails this update, instead of the server later
+            self._adapter.made_for(manager, 1)  # so that a faulty adapter fails this update, and not later requests
             manager.slimefsdp_held, self._adapter = self._adapter, None
 
     def shutdown(self) -> None:
@@ -223,15 +225,15 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = None
 
     def _refresh_tied_head(self) -> None:
-        """Updates the head's copy of a tied embedding, processed for the kernels, which vLLM does not update."""
+        """Updates the head's processed copy of a tied embedding, which vLLM does not do."""
         head = getattr(self.model, "lm_head", None)
-        head = getattr(head, "base_layer", head)  # unwraps vLLM's layer for adapters
+        head = getattr(head, "base_layer", head)  # removes vLLM's wrapper for adapters
         if head is not None and getattr(self.model.config, "tie_word_embeddings", False):
             head.quant_method.process_weights_after_loading(head)
 
 
 class WorkerExtension:
-    """Adds methods to vLLM's workers, to be called by POST /collective_rpc."""
+    """Adds methods to vLLM's workers, which POST /collective_rpc calls."""
 
     def slimefsdp_worker(self) -> dict[str, Any]:
         """Returns the properties of this server that an engine checks before using it."""
@@ -257,7 +259,7 @@ _load_from_folder = WorkerLoRAManager._load_adapter
 
 
 def _load_adapter(self: Any, request: LoRARequest) -> LoRAModel:
-    """Loads an adapter from a folder as vLLM does, or the received one if the path is `HELD_ADAPTER`."""
+    """Loads the received adapter if the path is `HELD_ADAPTER`; otherwise loads a folder, as vLLM does."""
     if request.lora_path != HELD_ADAPTER:
         return _load_from_folder(self, request)
     manager = self._adapter_manager
