@@ -46,7 +46,7 @@ def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[
     listed if its weights are needed.
 
     Raises:
-        As `with_model_folders`; also ModelError if nothing is known of a missing model.
+        As `with_model_folders`; also ModelError if a missing model has no known config.json.
     """
     folders: dict[str, Path] = {}
     absent: list[NotHere] = []
@@ -83,10 +83,10 @@ def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
 
 
 def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunConfig:
-    """Replaces the ids of models by local folders, and adds what lora.path says about the adapters.
+    """Replaces the ids of models by local folders, and adds rank, alpha and targets of the adapters in lora.path.
 
     Args:
-        with_weights: whether to download weights, too, besides configurations and tokenizers; adapters always are.
+        with_weights: whether to download the models' weights; configurations, tokenizers and adapters always are.
 
     Raises:
         ModelError: a model is not available, as `slimefsdp.io.hub.snapshot` says, or lora.path is not usable.
@@ -125,7 +125,7 @@ def _with_local_folders(config: RunConfig, with_weights: bool) -> RunConfig:
 
 
 def _begun_with(config: RunConfig) -> dict[str, HubId]:
-    """Returns name -> id with commit of the models with which a run to be resumed began."""
+    """Returns hub name (owner/name) -> id with commit, of each model with which the run to be resumed began."""
     recorded = recorded_settings(config)
     sections = [recorded.get(field.partition(".")[0]) for field in config.model_paths]
     texts = [section.get("path") for section in sections if isinstance(section, dict)]
@@ -134,7 +134,7 @@ def _begun_with(config: RunConfig) -> dict[str, HubId]:
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings that the newest start of a run to be resumed has recorded; empty for any other run."""
+    """Returns the settings that a run to be resumed recorded at its newest start; empty if the run is not resumed."""
     if not config.checkpoint.resume or config.run.dir is None:
         return {}
     try:

@@ -98,7 +98,7 @@ class RunFolder:
             temporary.replace(file)
 
     def write_skipped(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Writes a line for each record that was left out of this start; replaces those of the previous start.
+        """Writes a line for each record that was left out at this start; replaces the lines of the previous start.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -110,7 +110,7 @@ class RunFolder:
                 write_synced(file, "".join(json.dumps(record) + "\n" for record in records).encode())
 
     def forget_old_batches(self) -> None:
-        """Removes the batches of steps before the oldest checkpoint, to which no run can go back any more."""
+        """Removes the batches of steps before the oldest checkpoint, which no resumed run can repeat."""
         if steps := self.checkpoint_steps:
             self.batches.remove_before(steps[0])
 
@@ -141,7 +141,7 @@ class RecordedBatches:
             self._store.commit(step, notes, [record_of(file)])
 
     def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:
-        """Returns the batch of a step and its notes; None if there is none, or, with a warning, if it is damaged."""
+        """Returns the batch of a step and its notes, or None if there is none; warns if the batch is damaged."""
         if step not in self._store.steps():
             return None
         folder = self._store.path_of(step)
@@ -166,7 +166,7 @@ class RecordedBatches:
 
 
 def settings_text(config: RunConfig) -> str:
-    """Returns all settings as YAML which `load_config` reads back equal; those that were not given are comments."""
+    """Returns all settings as YAML, from which loading gives equal settings; settings with defaults are comments."""
     lines = [f"{STORED} Those behind a # were not given and had this value."]
     for name, value in with_model_ids(config).model_dump(mode="json").items():
         if not isinstance(value, dict):
@@ -193,7 +193,7 @@ def check_folders(config: RunConfig) -> None:
     """Refuses folders that cannot take a run's files, or in which another process runs.
 
     Raises:
-        ConfigError: naming the setting. CheckpointError: another process uses run.dir.
+        ConfigError: a folder cannot be used. CheckpointError: another process uses run.dir.
     """
     run_dir, export_dir, steps = config.run.dir, config.run.export_dir, config.run.steps
     assert run_dir is not None
@@ -242,11 +242,7 @@ def _check_can_be_made(folder: Path, field: str) -> None:
 
 
 def check_leftovers(config: RunConfig) -> None:
-    """Refuses folders in which an earlier run has left something where this one would write.
-
-    Raises:
-        ConfigError: naming all of them.
-    """
+    """Raises a ConfigError if an earlier run has left files where this run would write; the error names all folders."""
     run_dir, export_dir, resumes = config.run.dir, config.run.export_dir, config.checkpoint.resume
     assert run_dir is not None
     left: dict[str, tuple[str, str]] = {}  # problem and hint by setting

@@ -1,7 +1,7 @@
-"""Calls functions of this project in a Python process of their own, for code that may hang or end its process.
+"""Calls functions of this project in a separate Python process, for code that may hang or end its process.
 
-`python -m actors.side_process` is that process. It finds modules as this one does, and ends with this one.
-It has a session of its own. Processes that the called code started end with the call.
+The process runs `python -m actors.side_process`. It has the caller's module search path and its own session, and ends
+with the caller. Processes that the called code has started are ended after the call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SideProcessError(Exception):
     """A side process gave no answer.
 
     Args:
-        reason: how it ended, for an error message.
-        printed: the end of what it printed.
-        is_overdue: it was ended at its time limit.
+        reason: how the process ended, for an error message.
+        printed: the output of the process, of which the end is shown.
+        is_overdue: whether the process was ended at its time limit.
     """
 
     def __init__(self, reason: str, printed: bytes, *, is_overdue: bool = False) -> None:
@@ -59,7 +59,7 @@ def call(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
 
     Args:
         function: a function of a module; the process imports that module.
-        args: its arguments. They and the value are pickled.
+        args: the function's arguments; these and the value are pickled.
 
     Raises:
         SlimeError: the function raised it.

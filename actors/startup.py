@@ -87,7 +87,7 @@ def _pauses() -> Iterator[float]:
 
 @contextmanager
 def reporting(stream: TextIO | None = None) -> Iterator[None]:
-    """Writes the stages of this process that begin inside, to `stream` or the standard error of this moment."""
+    """Writes the stages of this process that begin inside the block, to `stream` or the current standard error."""
     global _reporter
     before, _reporter = _reporter, Reporter(stream or sys.stderr)
     try:
@@ -101,8 +101,8 @@ def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool
     """Reports a stage of the start while the block runs, inside of `reporting`.
 
     Args:
-        progress: returns how far it is, or ""; it is called from another thread.
-        is_short: leaves the stage out of a log file unless it takes long.
+        progress: returns a text about the stage's progress, or ""; called from another thread.
+        is_short: whether the stage is left out of a log file unless it takes long.
     """
     if _reporter is None:
         yield
@@ -113,10 +113,10 @@ def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool
 
 @contextmanager
 def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
-    """Names what a step waits for; its progress is only printed if it takes long.
+    """Names the work that a step waits for while the block runs; progress is only printed if it takes long.
 
     Args:
-        progress: returns how far it is; it is called from another thread.
+        progress: returns a text about the progress of the work; called from another thread.
     """
     global _waited_for
     before, _waited_for = _waited_for, lambda: f"{what}: {progress()}"
@@ -128,7 +128,7 @@ def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
 
 
 def waited_for() -> str:
-    """Returns what is being waited for and how far it is; "" if nothing is."""
+    """Returns the work that is being waited for and its progress; "" if there is none."""
     describe = _waited_for
     return "" if describe is None else describe()
 

@@ -11,7 +11,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
 RANKS_PER_CORE = 16  # more processes than this on a core of a CPU machine are a mistake in the settings
-_DRIVER_S = 20.0  # for the driver to say which GPUs there are
+_DRIVER_S = 20.0  # timeout of nvidia-smi
 # glibc returns large freed tensors to the kernel, and the next ones are zeroed page by page, which costs an eighth of
 # the CPU time of a step of SmolLM2-135M. These settings keep the memory; a sleep returns it to the kernel
 # (`slimefsdp.distributed.memory_manager.give_back_free_memory`). There is one arena, since others cannot hold tensors
@@ -80,7 +80,7 @@ def check_machine(config: RunConfig) -> None:
     """Checks that this machine may run as many CPU processes as the settings need; imports neither ray nor torch.
 
     Raises:
-        ResourceError: they are more than RANKS_PER_CORE allows.
+        ResourceError: there are more processes than RANKS_PER_CORE allows.
     """
     if config.mesh.dp == "auto":
         return  # `with_cluster_ranks` chooses the number and checks it
@@ -130,7 +130,8 @@ def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None
 
     Args:
         engines: the GPUs that are needed besides those of the worker groups.
-        of_cluster: the GPUs of the cluster at cluster.address; None: unknown. Without an address, this machine's count.
+        of_cluster: number of GPUs of the cluster at cluster.address, or None if it is not known; without an address,
+            this machine's GPUs are counted instead.
 
     Raises:
         ResourceError: there are too few; the error names mesh.dp and both numbers.
@@ -154,7 +155,7 @@ def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None
 
 
 def gpus_here(root: Path = Path("/")) -> int | None:
-    """Returns the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows; None: it cannot be told.
+    """Returns the number of NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES allows; None if it is not known.
 
     Args:
         root: the root of the file system to look at.

@@ -1,11 +1,11 @@
 """A small process that ends the local Ray cluster once the driver has ended, in whatever way.
 
-Most of Ray's processes end with the driver, but its agents live on for a minute. The cleanup process has a session of
-its own, so that no signal to the driver's terminal or group reaches it, and it holds one end of a pipe from the driver.
-It knows the cluster's processes by pid: the driver names those of Ray, and their descendants are looked up in /proc
-while they still have their parents. A pid only counts together with the start time, since pids are reused. Processes
-that lost their parents unnoticed, such as a server that an environment starts in its own session, are found at the end
-by an environment variable that they inherited from Ray's processes.
+Most of Ray's processes end with the driver, but its agents run for another minute. The cleanup process has its own
+session, so that no signal to the driver's terminal or process group reaches it; a pipe shows it the driver's end. The
+driver names the pids of Ray's processes, and the cleanup process finds their descendants in /proc while these still
+have their parents. A pid only counts together with the start time, since pids are reused. Processes that lost their
+parents between two scans, such as a server that an environment starts in its own session, are found at the end by an
+environment variable that they inherited from Ray's processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Table = dict[int, tuple[int, int]]
 class CleanupProcess:
     """The driver's handle of the cleanup process; Linux only, since it reads /proc.
 
-    Make it before Ray starts: what this process starts from then until `watch` belongs to the cluster.
+    Construct it before Ray starts: all processes that the driver starts from then until `watch` count as the cluster's.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CleanupProcess:
 
     @contextmanager
     def marking(self) -> Iterator[None]:
-        """Marks all processes that are started inside of it, and their descendants, as the cluster's."""
+        """Marks all processes that start inside the block, and their descendants, as the cluster's."""
         os.environ[_MARK] = self._mark
         try:
             yield
@@ -61,11 +61,11 @@ class CleanupProcess:
             del os.environ[_MARK]
 
     def watch(self, pids: Sequence[int]) -> None:
-        """Names the cluster's processes; only they, their descendants and marked processes will be ended."""
+        """Names the cluster's processes; only these, their descendants and marked processes will be ended."""
         self._send(" ".join(map(str, pids)).encode() + b"\n")
 
     def end(self) -> None:
-        """Ends what is left of the cluster and the cleanup process; returns when both are gone."""
+        """Ends the remaining processes of the cluster and the cleanup process; waits until all are gone."""
         self._send(_END)
         with suppress(OSError):
             self._pipe.close()
@@ -82,7 +82,7 @@ class CleanupProcess:
         return self._process.stdin
 
     def _send(self, message: bytes) -> None:
-        with suppress(OSError, ValueError):  # if someone has ended it, only its protection is missing
+        with suppress(OSError, ValueError):  # without a cleanup process the driver can continue
             self._pipe.write(message)
             self._pipe.flush()
 
@@ -97,11 +97,11 @@ class ProcessTree:
         return bool(self._members)
 
     def adopt(self, pids: Iterable[int], table: Table) -> None:
-        """Adds the processes that have these pids in the table."""
+        """Makes the processes with these pids part of the tree, as far as the table has them."""
         self._members |= {pid: table[pid][1] for pid in pids if pid in table}
 
     def update(self, table: Table) -> None:
-        """Removes processes that have ended, and adds the children of the others."""
+        """Removes processes that have ended, and adds the children of the remaining processes."""
         self._members = {
             pid: started for pid, started in self._members.items() if pid in table and table[pid][1] == started
         }
@@ -113,7 +113,7 @@ class ProcessTree:
             self._members |= children
 
     def end(self) -> None:
-        """Kills all of them and the processes that they start in the meantime; gives up after a timeout."""
+        """Kills all processes of the tree, and those that they start meanwhile; gives up after `_END_TIMEOUT_S`."""
         deadline = time.monotonic() + _END_TIMEOUT_S
         self.update(running_processes())
         while self and time.monotonic() < deadline:

@@ -1,8 +1,8 @@
 """The log of a job's calls since a checkpoint, from which a recovery brings new ranks to the state of the lost ones.
 
-Older batches of the log are on the disk instead of in Ray's object store, in files without a name in `run.dir`. Such
-a file is gone with the driver, however that ends, and its space is free as soon as no call refers to a batch in it. A
-batch is a pickle that this process wrote, and is compared with a sha256 in memory before it is read.
+Older batches of the log are on the disk instead of in Ray's object store, in files without a name in `run.dir`. The
+kernel removes such a file when the driver ends, however it ends, or when no call refers to a batch in the file. A batch
+is a pickle that this process wrote; before it is loaded, its sha256 is compared with one in memory.
 """
 
 from __future__ import annotations
@@ -38,60 +38,59 @@ KEPT_IN_STORE = 4
 
 @dataclass(eq=False)
 class Call:
-    """A call of a user, which several groups of ranks may work on, one after another."""
+    """A call of a user; after a loss of ranks, the next group of ranks runs it again."""
 
     role: Role
-    request: RankRequest  # as the ranks get it, except for a batch that is on the disk by now
+    request: RankRequest  # as the ranks get it, but its batch may have moved to the disk
     has_batch: bool = False
-    running: CallFuture | None = None  # on the ranks of the newest group
-    launch: int = 0  # the number of that group
+    running: CallFuture | None = None  # the call on the ranks of the newest group
+    launch: int = 0  # the number of the newest group
     is_done: bool = False
     value: Any = None
-    restored: CallFuture | None = None  # of a load: the call that asks which step it has loaded
+    restored: CallFuture | None = None  # for a load, the call that asks for the loaded step
 
     @property
     def name(self) -> str:
-        """The name of the call."""
         return self.request.name
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that the call is for; None: the run's own, or there are no adapters."""
+        """Returns the adapter that the call is for; None means the run's own, or that there are no adapters."""
         return self.request.adapter
 
     @property
     def changes_state(self) -> bool:
-        """Whether later calls depend on this one. A recovery repeats no other call that has its result."""
+        """Returns whether later calls depend on this call; a recovery repeats other calls only without a result."""
         return self.request.call.changes_state
 
     @property
     def under_name(self) -> str | None:
-        """The name of the checkpoint that a save or a load names; None: it is a numbered one."""
+        """Returns the name of the checkpoint of a save or load; None for a checkpoint that is numbered by its step."""
         return self.request.arguments.get("name") if self.name in ("save", "load") else None
 
     @property
     def step(self) -> int:
-        """The step of a save."""
+        """Returns the step of a save."""
         return int(self.request.arguments["step"])
 
 
 class CallLog:
     """Keeps the calls that change state and the reads without a result, in the order in which the ranks got them.
 
-    A recovery loads a checkpoint and repeats the calls since its save. The job and each of its other adapters have
-    checkpoints of their own, since their states do not depend on each other. Where a method takes `adapter`, None means
-    the job with its critic and reference group.
+    A recovery loads a checkpoint and repeats the calls since its save. The job (with its critic and reference group)
+    and each further adapter have separate checkpoints, since their states are independent. In all methods,
+    adapter=None means the job.
 
     The newest batches are in Ray's object store, older ones on the disk of `run.dir`. Without a `run.dir` there is no
     checkpoint either, and all batches stay in the object store.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.created: dict[str, Call] = {}  # adapter -> the call that created it, once that has its result
+        self.created: dict[str, Call] = {}  # adapter -> the finished call that created it
         self._calls: list[Call] = []
-        self._reaches_launch = True  # no call of the job was forgotten yet
+        self._reaches_launch = True  # whether the log has all calls of the job since the launch
         self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
-        self._has_disk = True  # the disk took the last batch
+        self._has_disk = True  # whether the last batch could be written to the disk
 
     def __contains__(self, call: Call) -> bool:
         return call in self._calls
@@ -141,12 +140,12 @@ class CallLog:
             self._has_disk = True
 
     def remove(self, call: Call) -> None:
-        """Removes a call that nothing depends on, unless it is forgotten already."""
+        """Removes a call on which no other call depends, if the log has it."""
         if call in self._calls:
             self._calls.remove(call)
 
     def replace(self, call: Call, other: Call) -> None:
-        """Replaces a call by another, unless it is forgotten already."""
+        """Replaces a call by another call, if the log has it."""
         if call in self._calls:
             self._calls[self._calls.index(call)] = other
 
@@ -155,9 +154,9 @@ class CallLog:
         return self._reaches_launch if adapter is None else self.created[adapter] in self._calls
 
     def saves(self, adapter: str | None) -> Iterator[Call]:
-        """Yields the saves that a recovery can begin with, newest first.
+        """Yields the saves whose checkpoints a recovery can load, newest first.
 
-        Saves under a name are not among them, since a program may overwrite or remove their checkpoints at any time.
+        Checkpoints with a name are left out, since a program may overwrite or remove them at any time.
         """
         for call in reversed(self._calls):
             if (call.name, call.adapter) == ("create_adapter", adapter):
@@ -170,8 +169,8 @@ class CallLog:
         """Returns the calls to repeat on ranks that have loaded checkpoints.
 
         Args:
-            beginnings: for each adapter, and under None for the job, the save of its checkpoint, or the call that
-                created it. All calls for one that is missing are returned.
+            beginnings: adapter (None for the job) -> the save of its checkpoint, or the call that created the adapter.
+                For a missing adapter or job, all of its calls are returned.
         """
         needed = set[Call]().union(*map(self._not_in, beginnings.values()))
         return [call for call in self._calls if call.adapter not in beginnings or call in needed]
@@ -180,7 +179,7 @@ class CallLog:
         """Forgets the calls that no recovery from one of the newest checkpoints repeats.
 
         Args:
-            checkpoints: the number of these, counted by step. With fewer saves in the log nothing is forgotten.
+            checkpoints: the number of newest checkpoints, counted by step; with fewer in the log, nothing is forgotten.
         """
         steps: set[int] = set()
         oldest: Call | None = None
@@ -200,7 +199,7 @@ class CallLog:
         self._calls = left
 
     def forget_adapter(self, deleted: Call) -> None:
-        """Removes a call that deleted an adapter, with all earlier calls for that adapter."""
+        """Removes a call that deleted an adapter, and all earlier calls for this adapter."""
         if deleted not in self._calls:
             return
         end, name = self._calls.index(deleted), deleted.adapter
@@ -212,10 +211,12 @@ class CallLog:
         self._calls = [call for call in self._calls if call not in gone]
 
     def _not_in(self, beginning: Call) -> set[Call]:
-        """Returns the calls that a checkpoint lacks: later ones, and those whose gradients waited during its save.
+        """Returns the calls whose effects a checkpoint lacks.
+
+        These are all later calls, and earlier calls whose gradients no update had used at the time of the save.
 
         Args:
-            beginning: the save, or the call that created an adapter.
+            beginning: the save of the checkpoint, or the call that created an adapter.
         """
         start = self._calls.index(beginning)
         lacking = {call for call in self._calls[start + 1 :] if call.adapter == beginning.adapter}
@@ -225,7 +226,7 @@ class CallLog:
                 continue
             if call.name == "forward_backward":
                 lacking.add(call)
-            # a train_step that failed left gradients as they were: it refuses to begin with any, and leaves none
+            # A failed train_step does not change gradients: it refuses to begin if there are any, and leaves none.
             elif call.name in DROPS_GRADIENTS and (call.is_done or call.name != "train_step"):
                 settled |= set(ROLES) if (call.name, call.role) == ("load", "actor") else {call.role}
         return lacking
@@ -248,14 +249,14 @@ class _UnnamedFile:
     def append(self, data: bytes) -> int:
         """Appends data and waits until the disk has it; returns its offset. After an OSError nothing was appended."""
         start, left = self.end, memoryview(data)
-        while left:  # the system takes 2 GiB at most at a time
+        while left:  # a single write has at most 2 GiB
             left = left[os.pwrite(self._descriptor, left, start + len(data) - len(left)) :]
         os.fsync(self._descriptor)
         self.end += len(data)
         return start
 
     def read(self, start: int, size: int) -> bytes:
-        """Reads bytes at an offset; fewer where the file is shorter."""
+        """Reads `size` bytes at an offset, or fewer if the file is shorter."""
         parts: list[bytes] = []
         while size and (part := os.pread(self._descriptor, size, start)):
             parts.append(part)
@@ -265,7 +266,7 @@ class _UnnamedFile:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpilledBatch:
-    """A batch on the disk, which stays there as long as this object."""
+    """A batch on the disk; its file exists as long as this object."""
 
     file: _UnnamedFile
     start: int
@@ -276,7 +277,7 @@ class SpilledBatch:
         """Reads the batch back, equal to the bit.
 
         Raises:
-            CheckpointError: the disk does not give it back.
+            CheckpointError: the disk fails, or has changed the batch.
         """
         with io_reported(self.file.folder, "recovery"):
             data = self.file.read(self.start, self.size)
@@ -287,12 +288,12 @@ class SpilledBatch:
                 hint="look at the disk, and go on from the last checkpoint with checkpoint.resume=true",
                 call="recovery",
             )
-        found: PreparedBatch = pickle.loads(data)  # this process wrote these very bytes
-        return found
+        batch: PreparedBatch = pickle.loads(data)  # safe, as this process wrote these bytes
+        return batch
 
 
 class SpilledBatches:
-    """Writes batches into unnamed files in a folder, which is made where it is missing."""
+    """Writes batches into unnamed files in a folder, which is created if it is missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -310,5 +311,5 @@ class SpilledBatches:
         return SpilledBatch(self._file, self._file.append(data), len(data), hashlib.sha256(data).hexdigest())
 
     def begin_file(self) -> None:
-        """Starts another file, so that the disk gets the space of older batches back."""
+        """Starts a new file, so that the space of older batches becomes free when no call refers to them."""
         self._file = None

@@ -1,4 +1,4 @@
-"""The process in which a named group lives: a detached Ray actor with a `Supervisor`, and who may change it."""
+"""The host process of a named group: a detached Ray actor that has a `Supervisor` and knows the attached programs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from slimefsdp.rpc import Role, require_name
 def launch_named(config: RunConfig, name: str) -> NamedGroup:
     """Launches a supervised group that outlives this program, which is its first writer.
 
-    It is there until `shutdown()` or `slimefsdp groups stop`, as long as the cluster is. Its process, which reads and
-    writes `run.dir`, starts on this machine where that has room.
+    The group exists until `shutdown()`, `slimefsdp groups stop`, or the end of the cluster. Its host process, which
+    reads and writes `run.dir`, starts on this machine if it has room.
 
     Raises:
         StateError: there is a group of this name. ResourceError: the cluster would end with this program.
@@ -38,7 +38,7 @@ def launch_named(config: RunConfig, name: str) -> NamedGroup:
     config = with_model_folders(config)
     connect(config)
     require_lasting_cluster()
-    # of this program's folder, which its process and ranks do not share
+    # paths become absolute, since host and ranks have other working directories
     config = config.with_model_paths({field: path.absolute() for field, path in config.model_paths.items()})
     if config.run.dir is not None:
         run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
@@ -61,14 +61,14 @@ def launch_named(config: RunConfig, name: str) -> NamedGroup:
         with stage(f"launching the group {name}"):
             ask(host, name, "launch", within_s=None)
         config, roles = ask(host, name, "attach", client)
-    except BaseException:  # Ctrl-C too
+    except BaseException:  # includes Ctrl-C
         ray.kill(host)
         raise
     return NamedGroup(Membership(name, host, client, config, roles), "actor")
 
 
-_WAITERS = 64  # results that are waited for at the same time; those of later calls are waited for when they end
-_KEPT_S = 600.0  # an answer whose program was not heard of since
+_WAITERS = 64  # limit on the results that are waited for at the same time; further calls wait for a free thread
+_KEPT_S = 600.0  # how long the answers for a program are kept after its last sign of life
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Taken:
 class GroupHost:
     """Answers the programs that are attached to a group.
 
-    `begin` has a thread of its own, so that calls keep their order; answers are fetched in others.
+    Calls of `begin` run in one thread, so that they keep their order; answers are fetched in other threads.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"results": _WAITERS, "control": 8}
@@ -94,7 +94,7 @@ class GroupHost:
         self._launch_failure: Exception | None = None
         self._launched = time.time()
         self._lock = threading.Lock()
-        self._clients: dict[str, tuple[Client, float]] = {}  # with when it was last heard of, of `time.monotonic`
+        self._clients: dict[str, tuple[Client, float]] = {}  # id -> (client, time.monotonic() of its last renewal)
         self._left: set[str] = set()
         self._writer: str | None = None
         self._is_stopping = False
@@ -108,7 +108,7 @@ class GroupHost:
         try:
             self._job = Supervisor(self._config)
         except Exception as error:
-            self._launch_failure = error  # also for whoever asks when the program that launched it is gone
+            self._launch_failure = error  # also reported to later programs
             raise portable(error) from None
         self._config = self._job.config_of("actor")
 
@@ -116,7 +116,7 @@ class GroupHost:
         """Queues a call behind earlier ones; returns the ticket that `result` takes.
 
         Raises:
-            StateError: it would change the group, and the client is not the writer; or the group is being ended.
+            StateError: the call would change the group, and the client is not the writer; or the group is being ended.
             SlimeError: the call is wrong, and no rank has seen it.
         """
         job = self._ready()
@@ -125,18 +125,18 @@ class GroupHost:
             if request.call.changes_state and client != self._writer:
                 raise self._not_the_writer(request.name)
         call, ticket = job.submit(role, request), next(self._tickets)
-        # also where nobody asks for it: ranks that are lost meanwhile are replaced
+        # Waits even if no program fetches the result, so that lost ranks are replaced.
         self._taken[ticket] = _Taken(request.name, client, self._waiters.submit(self._answer, request, call))
         return ticket
 
     def _answer(self, request: RankRequest, call: Any) -> Any:
         try:
-            found = call.result()
+            value = call.result()
         except Exception as error:
             raise portable(error) from None
         if request.name == "save" and request.adapter is None:
             self._saved_step = request.arguments["step"]
-        return found
+        return value
 
     @ray.method(concurrency_group="results")
     def result(self, ticket: int) -> Any:
@@ -155,7 +155,7 @@ class GroupHost:
         """Attaches a program; returns the settings of the group and its roles.
 
         Raises:
-            StateError: it wants to write, and another one does; or the group is not there yet, or not any more.
+            StateError: another program is the writer; or the group is being launched, or has ended.
         """
         job = self._ready()
         if job.failure is not None:
@@ -177,14 +177,12 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def renew(self, client: Client) -> None:
-        """Renews the lease of a program."""
         with self._lock:
-            if client.id not in self._left:  # which it may have since it said so
+            if client.id not in self._left:  # a renewal may arrive after the program has detached
                 self._clients[client.id] = client, time.monotonic()
 
     @ray.method(concurrency_group="control")
     def detach(self, client: str) -> None:
-        """Detaches a program."""
         with self._lock:
             self._clients.pop(client, None)
             self._left.add(client)
@@ -203,7 +201,7 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def status(self) -> GroupStatus:
-        """Returns what is known of the group; asks its ranks for a sign of life, and nothing more."""
+        """Returns the status of the group; asks its ranks only for their health."""
         first = None
         failure = self._launch_failure if self._job is None else self._job.failure
         if self._job is not None and failure is None and not self._is_stopping:
@@ -234,7 +232,7 @@ class GroupHost:
         """Ends the ranks, after saves in the background.
 
         Raises:
-            StateError: a program writes, and it is not this one.
+            StateError: another program is the writer.
         """
         with self._lock:
             if client is not None and client != self._writer:
@@ -285,7 +283,7 @@ class GroupHost:
         return [client for key, (client, _) in self._clients.items() if key not in silent]
 
     def _forget_answers(self, clients: set[str]) -> None:
-        """Drops the answers of programs that are gone; their calls are done all the same."""
+        """Drops the answers for these programs, which are gone; their calls still run to the end."""
         for client in clients:
             self._clients.pop(client, None)
         for ticket, taken in list(self._taken.items()):

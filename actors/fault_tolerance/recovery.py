@@ -1,6 +1,6 @@
-"""Recovery of lost processes: what counts as a loss, how often others may start, and what is reported of it.
+"""Recovery of lost processes: the errors that count as a loss, the limit on replacements, and the report of a recovery.
 
-A report is a line on the terminal and one in the run's folder, with what came out differently.
+A report is a line on the terminal and a line in the run's folder. It lists repeated calls with different results.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ class Restarts:
         self._in_a_row: dict[Any, int] = {}
 
     def spend(self, error: SlimeError, lost: Any = None) -> None:
-        """Takes one restart after a loss; raises the error, with why, where there is none left.
+        """Takes one restart after a loss; raises the error, with the reason in its hint, if no restart is left.
 
         Args:
-            lost: which of them, where others of their kind may be lost beside them: restarts in a row are of the same.
+            lost: identifies the lost processes among several of their kind; restarts in a row are counted for each.
         """
         self._spent += 1
         in_a_row = self._in_a_row[lost] = self._in_a_row.get(lost, 0) + 1
         if self._spent > self._most:
-            why = f"cluster.max_restarts={self._most} are spent" if self._most else "cluster.max_restarts is 0"
+            reason = f"cluster.max_restarts={self._most} are spent" if self._most else "cluster.max_restarts is 0"
         elif in_a_row > MAX_WITHOUT_PROGRESS:
-            why = f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
+            reason = f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
         else:
             print(f"{self._kind} were lost, others start: {error}", file=sys.stderr, flush=True)
             return
-        error.hint = f"{error.hint}; {why}" if error.hint else why
+        error.hint = f"{error.hint}; {reason}" if error.hint else reason
         raise error
 
     def start_another(self, error: SlimeError, start: Callable[[], Started], lost: Any = None) -> Started:
-        """Starts other processes in the place of lost ones, again where these do not start; returns what `start` does.
+        """Calls `start`, which replaces lost processes, until it succeeds; returns its value.
 
         Args:
             error: the loss.
-            lost: as of `spend`.
+            lost: as in `spend`.
 
         Raises:
-            SlimeError: the last loss, where no restart is left.
+            SlimeError: the last loss, if no restart is left.
         """
         while True:
             self.spend(error, lost)
@@ -72,27 +72,27 @@ class Restarts:
                 error = another
 
     def progress(self) -> None:
-        """Notes that a call has ended, which begins the count of restarts in a row again."""
+        """Resets the count of restarts in a row, after a call has ended."""
         self._in_a_row.clear()
 
 
 RECOVERIES = "recoveries.jsonl"
-_COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reproduce
+_COMPARED = ("loss", "grad_norm")  # metrics that a repeated call must reproduce
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """A replacement of lost ranks, and a line of `recoveries.jsonl` in `run.dir`."""
+    """Describes a replacement of lost ranks; a line of `recoveries.jsonl` in `run.dir`."""
 
-    code: str  # of the error that began it, as in slimefsdp.errors
+    code: str  # code of the error of the loss, as in slimefsdp.errors
     rank: int | None
     call: str | None
     message: str
     noticed_at: float  # seconds since the epoch
-    seconds: float  # from then until the calls of the call log were made again
-    checkpoint_step: int | None  # that was loaded; None: there was none, the models are those of the launch
+    seconds: float  # from the loss until the logged calls were repeated
+    checkpoint_step: int | None  # step of the loaded checkpoint; None if the models are those of the launch
     calls_repeated: int
-    differences: tuple[str, ...]  # metrics that came out otherwise than the first time
+    differences: tuple[str, ...]  # metrics of repeated calls that differ from the first time
 
     def report(self, run_dir: Path | None) -> None:
         """Prints a line about the recovery, and adds it to the file in `run_dir`."""
@@ -113,7 +113,7 @@ class Recovery:
             refuse_unless_plain(run_dir / RECOVERIES)
             with (run_dir / RECOVERIES).open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(self)) + "\n")
-        except OSError as error:  # the job is well: it does not end for want of a line
+        except OSError as error:  # a missing line must not end a healthy job
             print(f"{run_dir / RECOVERIES}: {error.strerror}", file=sys.stderr, flush=True)
 
 
@@ -123,5 +123,5 @@ def differences_of(call: Call, value: Any) -> Iterator[str]:
         return
     for name in _COMPARED:
         first, again = call.value.get(name), value.get(name)
-        if first != again and (first == first or again == again):  # two NaN are as the first time
+        if first != again and (first == first or again == again):  # two NaN count as equal
             yield f"{name} of {call.name} was {first}, is {again}"

@@ -1,9 +1,8 @@
 """A worker group that survives the loss of ranks: it logs calls, replaces lost ranks, and repeats the calls on them.
 
-The call log holds every call that changes the state of a rank since a checkpoint, with its arguments as the ranks got
-them; the newest batches are in Ray's object store, older ones on the disk of `run.dir`. When ranks are lost, all
-processes of the job are ended and started again in the same places, the newest checkpoint that verifies is loaded, the
-calls since that checkpoint are made again, and the caller gets the result it waits for.
+The call log has every call since a checkpoint that changes the state of a rank, with the arguments that the ranks got.
+When ranks are lost, all processes of the job are ended and started again in the same places. The newest valid
+checkpoint is loaded, and the calls since that checkpoint are repeated. Then the caller gets the result of its call.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from slimefsdp.training.prepare import Planning
 
 
 class SupervisedCall(Future[Any]):
-    """A future whose `result` outlives the ranks that began to work on it."""
+    """The future of a call that is repeated on new ranks if ranks are lost."""
 
     def __init__(self, supervisor: Supervisor, call: Call) -> None:
         self._supervisor = supervisor
@@ -48,48 +47,48 @@ class SupervisedCall(Future[Any]):
         return f"SupervisedCall({self._call.request.name})"
 
     def result(self) -> Any:
-        """Waits for the call; raises WorkerDied, WorkerHung or PeerFailed when the budget of restarts is spent."""
+        """Waits for the call; raises WorkerDied, WorkerHung or PeerFailed when no restart is left."""
         return self._supervisor.result(self._call)
 
     def has_ended(self) -> bool:
-        """Returns whether the ranks that began the call last have answered."""
+        """Returns whether the newest ranks have answered the call."""
         running = self._call.running
         return self._call.is_done or running is None or running.has_ended()
 
 
 class SupervisedGroup(JobGroup):
-    """The methods of `WorkerGroup`, on ranks that are replaced when they are lost. Make one with `launch`."""
+    """A handle with the methods of `WorkerGroup`, on ranks that are replaced when they are lost; see `launch`."""
 
     _job: Supervisor
 
     @classmethod
     def launch(cls, config: RunConfig) -> SupervisedGroup:
-        """Launches an actor group with its critic and reference group, as `WorkerGroup.launch`.
+        """Launches an actor group with its critic and reference group, as `WorkerGroup.launch` does.
 
-        Until the first `save` the call log holds all calls, later those since the oldest checkpoint that is kept.
+        Until the first `save` the call log has all calls, and afterwards all calls since the oldest kept checkpoint.
 
         Raises:
-            SlimeError: as `WorkerGroup.launch`; ranks that are lost meanwhile are replaced.
+            SlimeError: as `WorkerGroup.launch`; ranks that are lost during the launch are replaced.
         """
         return cls(Supervisor(config), "actor")
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
-        """Every time that ranks of the job were replaced, in order."""
+        """Returns a record of each replacement of ranks of the job, in order."""
         return tuple(self._job.recoveries)
 
     @property
     def failure(self) -> Exception | None:
-        """The error that has ended the job, which every call raises; None while the job goes on."""
+        """Returns the error that has ended the job, which every call raises; None while the job continues."""
         return self._job.failure
 
     @property
     def places(self) -> PlacementGroups:
-        """The placement groups of the processes; they are kept when ranks are replaced."""
+        """Returns the placement groups of the processes, which are kept when ranks are replaced."""
         return self._job.group(self.role).places
 
     def before_relaunch(self, action: Callable[[], None]) -> None:
-        """Registers an action that runs after each loss of ranks, before new ones start, to clear their devices."""
+        """Registers an action that frees devices; it runs after each loss of ranks, before new ranks start."""
         self._job.before_relaunch.append(action)
 
     def shutdown(self) -> None:
@@ -107,12 +106,13 @@ class Supervisor:
         self._config = config
         self._places = PlacementGroups()
         self._sharding: dict[Role, str] = {}
-        self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
+        self._lock = threading.RLock()  # keeps calls of several threads in one order, also while ranks are replaced
         self._call_log = CallLog(config)
         self._launches = 0
         self._restarts = Restarts(config.cluster.max_restarts, "ranks")
-        self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
-        self._final: Exception | None = None  # why there is no group any more
+        # number of the launch whose ranks are about to end by themselves, and the cause
+        self._doomed: tuple[int, SlimeError] | None = None
+        self._final: Exception | None = None  # the error that has ended the job
         self._dispatcher = Dispatcher()
         self._is_shut_down = False
         self._actor: WorkerGroup | None = None
@@ -127,11 +127,11 @@ class Supervisor:
             raise
 
     def group(self, role: Role) -> WorkerGroup:
-        """Returns the present group of a role."""
+        """Returns the current group of a role."""
         assert self._actor is not None
-        found = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
-        assert found is not None
-        return found
+        group = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
+        assert group is not None
+        return group
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -150,14 +150,14 @@ class Supervisor:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that has ended the job; None while it goes on."""
+        """Returns the error that has ended the job; None while the job continues."""
         return self._final
 
     def submit(self, role: Role, request: RankRequest) -> QueuedCall:
-        """Takes a call, which begins when those before it have begun.
+        """Queues a call, which begins when all earlier calls have begun.
 
         Raises:
-            SlimeError: its arguments are wrong, and no rank has seen them; or the job has ended with this error.
+            SlimeError: an argument is wrong, and no rank has seen the call; or the job has ended with this error.
         """
         with self._lock:
             while True:
@@ -174,14 +174,14 @@ class Supervisor:
             )
 
     def _require_group(self) -> None:
-        """Raises the error that ended the job; replaces ranks first that are known to be ending."""
+        """Raises the error that ended the job, if any; replaces ranks that are known to be about to end."""
         if self._final is not None:
-            raise self._final.with_traceback(None)  # else it keeps what all who met it held
+            raise self._final.with_traceback(None)  # a traceback would keep the objects of all earlier callers
         if self._doomed is not None:
             self._recover(self._doomed[1], self._doomed[0])
 
     def _prepare_and_log(self, role: Role, request: RankRequest, planning: Planning | None) -> Call:
-        """Prepares a call, begins it and puts it in the call log, which has calls in the order in which they begin."""
+        """Prepares a call, starts it on the ranks and appends it to the call log."""
         prepared: RankRequest | None = None
         while True:
             with self._lock:
@@ -189,9 +189,9 @@ class Supervisor:
                 group, launch = self.group(role), self._launches
             try:
                 if prepared is None:
-                    prepared = group.prepared(request, planning)  # others call and wait meanwhile
+                    prepared = group.prepared(request, planning)  # without the lock, so that other threads can call
                 with self._lock:
-                    self._require_group()  # as it may have become meanwhile
+                    self._require_group()  # the job may have ended meanwhile
                     if launch != self._launches:
                         continue
                     if prepared.name == "save":
@@ -199,18 +199,18 @@ class Supervisor:
                     call = Call(role, prepared, has_batch=planning is not None)
                     self._call_log.check(call)
                     self._start_on_ranks(call)
-                    self._call_log.append(call)  # also one that only reads, until its result is here
+                    self._call_log.append(call)  # a call that only reads stays in the log until it has its result
                     return call
             except Exception as error:
                 with self._lock:
                     if launch != self._launches or self._final is not None:
-                        continue  # they were ranks that another thread has replaced
+                        continue  # the error is of ranks that another thread has replaced
                     if self._is_shut_down or not isinstance(error, LOST):
                         raise
-                    self._recover(error, launch)  # a reference group that completes the batch, or ranks that hang
+                    self._recover(error, launch)  # ranks hang, or the reference group was lost while it prepared
 
     def result(self, call: Call) -> Any:
-        """Waits for a call, through as many recoveries as it takes, and returns its result."""
+        """Waits for a call, also during recoveries, and returns its result."""
         while not call.is_done:
             if self._final is not None:
                 raise self._final.with_traceback(None)
@@ -227,8 +227,8 @@ class Supervisor:
                 if not call.is_done and call.launch == launch:
                     self._restarts.progress()
                     call.value = value
-                    call.is_done = True  # last: other threads look at it without the lock
-                    if loaded is not None:  # made again it must find the same one, whatever is the latest by then
+                    call.is_done = True  # set after the value, since other threads read it without the lock
+                    if loaded is not None:  # if repeated, the call must load the same step, not the newest one
                         call.request, call.restored = call.request.having(step=loaded.step), None
                     if call.name == "create_adapter":
                         self._call_log.created[call.request.arguments["name"]] = call
@@ -237,7 +237,7 @@ class Supervisor:
                     elif call.name == "delete_adapter":
                         self._call_log.forget_adapter(call)
                     elif call.name == "save":
-                        # one more than there are: with async_save the newest may not be on disk yet
+                        # one more than are kept: with async_save the newest may not be on disk yet
                         self._call_log.forget(self._config.checkpoint.keep_last + 1, call.adapter)
         return call.value
 

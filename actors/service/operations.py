@@ -1,6 +1,6 @@
-"""Records what the service does, for its operator: metrics for Prometheus, and a log of requests.
+"""Metrics for Prometheus and a log of requests, for the operator of the service.
 
-None of them contains any text that clients send or get.
+Neither contains any text that clients send or get.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GAUGES = {
 
 
 class Metrics:
-    """The metrics for Prometheus: counters since the start, and gauges of the present state."""
+    """The metrics for Prometheus: counters since the start, and gauges of the current state."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -64,7 +64,7 @@ class Metrics:
 
 
 class _LogFile(RotatingFileHandler):
-    """A log file that reports a failed write, as on a full disk, once and not for each line."""
+    """A log file that reports failed writes (for example on a full disk) only once."""
 
     _has_failed = False
 
@@ -86,7 +86,7 @@ class RequestLog:
         self._logger.addHandler(self._handler)
 
     def write(self, path: str, status: int, seconds: float, **ids: str | None) -> None:
-        """Writes one line with the known ids of session, run and request."""
+        """Writes one line; ids of session, run and request that are None are left out."""
         known = {name: value for name, value in ids.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "path": path, "status": status, "seconds": round(seconds, 4), **known}

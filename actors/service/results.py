@@ -1,4 +1,4 @@
-"""Holds the answers to requests until clients fetch them; an answer can be fetched repeatedly until it expires."""
+"""Keeps the answers to requests for clients, which may fetch an answer repeatedly until it expires."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelErro
 
 Answer = bytes | dict[str, Any]
 """A protobuf message, or a dictionary that is sent as JSON."""
-_LONGEST = 2000  # characters of an error
+_LONGEST = 2000  # limit on the characters of an error
 # a path between quotes may contain spaces
 _PATH = re.compile(
     r"""(?<=['"])/[^'"\n]+(?=['"])|(?:file://|(?<![\w/:.~-]))/[^\s'"`,;:()\[\]{}]*[^\s'"`,;:()\[\]{}.]"""
@@ -28,20 +28,20 @@ _SAVED = re.compile(
 _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, ResourceError)
 
 
-# shared, since runs and samplers remember thousands of results by their numbers
+# one object for all forgotten results, since runs and samplers remember thousands of results
 _FORGOTTEN: Future[Answer] = Future()
 _FORGOTTEN.set_result({"error": "the answer was kept long enough", "category": "user"})
 
 
 class Result:
-    """The answer to one request, pending or set.
+    """The pending or known answer to one request.
 
-    `fetched` is set once a client has got the answer.
+    The event `fetched` is set when a client has got the answer.
 
     Args:
         owner: the id of the user who sent the request.
-        fields: what the client gets at once, along with the id.
-        on_end: is called once, when the answer is set.
+        fields: fields that the client gets at once, along with the id of the result.
+        on_end: a function that is called once, when the answer is set.
     """
 
     __slots__ = ("_future", "_on_end", "ended", "fetched", "fields", "id", "owner")
@@ -55,14 +55,14 @@ class Result:
         self._on_end = on_end
 
     def set(self, answer: Answer) -> None:
-        """Sets the answer and wakes all who wait for it; later calls are ignored."""
+        """Sets the answer and wakes all waiting tasks; later calls are ignored."""
         if not self._future.done():
             self.ended = time.monotonic()
             self._future.set_result(answer)
             self._on_end(self)
 
     def fail(self, error: Exception) -> None:
-        """Sets an error as the answer, which clients do not answer by sending the request again."""
+        """Sets an error as the answer; clients do not repeat the request after it."""
         self.set(failure(error))
 
     def forget(self) -> None:
@@ -75,19 +75,19 @@ class Result:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the answer; 0 while there is none, and for JSON, which is short, an upper bound."""
+        """Returns the bytes of the answer: 0 while there is none, and an upper bound for JSON, which is short."""
         answer = self._future.result() if self._future.done() else b""
         return len(answer) if isinstance(answer, bytes) else _LONGEST
 
     async def wait(self, timeout_s: float) -> Answer | None:
-        """Returns the answer, or None if it does not come within `timeout_s`."""
+        """Returns the answer, or None if there is none within `timeout_s`."""
         if not self._future.done():
             await asyncio.wait([asyncio.wrap_future(self._future)], timeout=timeout_s)
         return self._future.result() if self._future.done() else None
 
 
 def typed(error: Exception) -> Exception:
-    """Returns the typed error of an actor from inside of Ray's own error, or the error itself."""
+    """Returns the typed error inside of a Ray error, or the error itself if there is none."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, SlimeError) else error
 
@@ -100,11 +100,11 @@ def failure(error: Exception) -> dict[str, Any]:
 def error_text(error: Exception, public: str = "") -> str:
     """Returns an error's text and hint for a client.
 
-    Paths on the server's disk are removed. A client's own saves become tinker:// paths; of other paths only the last
-    name stays.
+    Paths on the server's disk are shortened: a path of a client's save becomes its tinker:// path, and any other path
+    its last name.
 
     Args:
-        public: a path that clients know and that stays.
+        public: a path that clients know, which stays unchanged.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -122,19 +122,18 @@ def error_text(error: Exception, public: str = "") -> str:
     else:
         text = f"{type(error).__name__}: {error}"
     text = _PATH.sub(named, text)
-    # the error may quote what a client sent, which can have any length
+    # the error may quote a text of a client, which can have any length
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} .."
 
 
 def require_same_kind(field: str, number: int, known: str, kind: str) -> None:
-    """Refuses a request with the number of an earlier one, unless it can be a repetition of that one.
+    """Raises a StateError if a request has the number of an earlier request of another kind.
+
+    A request of the same kind may be a client's repetition.
 
     Args:
         field: the field that has the number.
         known: the kind of the earlier request.
-
-    Raises:
-        StateError: this request is of another kind.
     """
     if known != kind:
         problem = f"{field}={number} was the number of a {known}, and is now that of a {kind}"
@@ -142,21 +141,21 @@ def require_same_kind(field: str, number: int, known: str, kind: str) -> None:
 
 
 class Results:
-    """The results of all requests by id; ended ones expire after a time, or earlier if their bytes exceed a limit.
+    """The results of all requests by id; a result with an answer expires after a time, or earlier if bytes are scarce.
 
     Args:
-        kept_s: how long an ended result is kept, in seconds.
-        most_bytes: limit on the bytes of all ended results.
+        kept_s: how long a result is kept after its answer was set, in seconds.
+        most_bytes: limit on the bytes of all answers.
         most_waiting: limit on the number of pending results of all users.
-        most_waiting_bytes: limit on the bytes of their requests' bodies, which stay in memory until the answer.
+        most_waiting_bytes: limit on the bytes of all pending requests' bodies, which stay in memory until the answer.
     """
 
     def __init__(self, kept_s: float, most_bytes: int, most_waiting: int, most_waiting_bytes: int) -> None:
         self._kept_s, self._most_bytes = kept_s, most_bytes
         self._waiting, self._waiting_bytes = Shares(most_waiting), Shares(most_waiting_bytes)
         self._results: dict[str, Result] = {}
-        self._ended: deque[Result] = deque()  # the ended results, in the order in which they ended
-        self._bytes = 0  # their bytes
+        self._ended: deque[Result] = deque()  # results with an answer, in the order in which the answers were set
+        self._bytes = 0  # bytes of all answers
         self._lock = threading.Lock()
 
     @property
@@ -169,15 +168,15 @@ class Results:
         return self._waiting_bytes.taken
 
     def new(self, owner: str, size: int = 0, *, is_needed: bool = False, **fields: Any) -> Result:
-        """Makes a pending result for a request of the user with the id `owner`.
+        """Returns a pending result for a request of the user with the id `owner`.
 
         Args:
-            size: bytes of the request; one that exceeds the limit by itself is only accepted when nothing else waits.
-            is_needed: accepts the request in any case, since other pending ones can only end after it.
-            fields: as of `Result`.
+            size: bytes of the request; a request above the limit is only accepted if no other request waits.
+            is_needed: whether the request is always accepted, since other pending requests may wait for it.
+            fields: as in `Result`.
 
         Raises:
-            ResourceError: the pending results of all users, or of this one, are at their limit.
+            ResourceError: the pending results of all users, or of this user, are at their limit.
         """
 
         def ended(result: Result) -> None:
@@ -212,7 +211,7 @@ class Results:
             return [result for result in self._results.values() if result.ended is None]
 
     def forget_old(self) -> None:
-        """Removes expired results; it is to be called every few seconds, and only visits what it removes."""
+        """Removes expired results; must be called every few seconds."""
         now = time.monotonic()
         with self._lock:
             while self._ended:

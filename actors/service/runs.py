@@ -1,4 +1,4 @@
-"""The training runs of a server: the calls of clients that make, train, save, load and end them, over starts."""
+"""The training runs of a server: creating, saving, loading and ending them, and continuing them at the next start."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.io.files import disk_reported
 
-_MISSING_S = 60.0  # clients repeat a part of a request for half a minute before they send the next part
+_MISSING_S = 60.0  # then a missing request counts as lost; clients repeat each request for half a minute
 
 
 class Runs:
     """The training runs of a server; `by_id` has the existing ones.
 
-    A run is made, trained, saved and ended by its own thread. All methods return at once, except `continue_kept` and
-    `close`.
+    Each run is created, trained, saved and ended by its own thread, so all methods return at once, except
+    `continue_kept` and `close`.
     """
 
     def __init__(self, state: ServiceState, weights: RunWeights, samplers: Samplers) -> None:
         self.by_id: dict[str, TrainingRun] = {}
         self._state, self._weights, self._samplers = state, weights, samplers
         self._catalogue, self._results = state.catalogue, state.results
-        self._made: dict[str, TrainingRun] = {}  # by this start, of sessions that have not ended
-        self._not_loaded: set[str] = set()  # runs of earlier starts without a valid checkpoint
+        self._made: dict[str, TrainingRun] = {}  # id -> run, for runs that were created in this start of the server
+        self._not_loaded: set[str] = set()  # ids of runs of earlier starts without a valid checkpoint
 
     def get(self, key: str, user: User) -> TrainingRun:
         """Returns a run, and records that its client is alive.
@@ -54,10 +54,10 @@ class Runs:
     # ------------------------------------------------------------------ making and ending
 
     def create_model(self, body: wire.CreateModel, user: User) -> Result:
-        """Makes a new run; a repeated request returns the same run.
+        """Creates a new run; a repeated request returns the same run.
 
         Raises:
-            ConfigError: this server cannot train it. The errors of `_make`.
+            ConfigError: this server cannot train such a run. Also as `_make`.
         """
         self._state.check_base(body.base_model)
         rank = self._weights.check_asked(body.lora_config)
@@ -72,11 +72,11 @@ class Runs:
         return self._make("create_model", run, body.model_seq_id, begin)
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> Result:
-        """Loads a checkpoint into a run, or makes a new run from it.
+        """Loads a checkpoint into a run, or creates a new run from it.
 
         Raises:
-            CheckpointError: the user has no such checkpoint. ConfigError: it cannot be loaded here.
-            The errors of `_make`.
+            CheckpointError: the user has no such checkpoint. ConfigError: this server or run cannot load it.
+            Also as `_make`.
         """
         saved = self._catalogue.get(body.path, user)
         if saved.kind != "weights":
@@ -114,18 +114,19 @@ class Runs:
         )
 
     def _make(self, call: str, run: TrainingRun, number: int, begin: Callable[[], Answer]) -> Result:
-        """Has the thread of a new run make it; returns the pending result of `begin`.
+        """Has the thread of a new run create it; returns the pending result of `begin`.
 
-        A repeated request gets the result of the first one.
+        A repeated request gets the result of the first request.
 
         Args:
-            call: the name of the request, which tells a repetition from a conflict.
+            call: the name of the request; the same number with another name is no repetition but a conflict.
             begin: gives the run its weights, and returns the client's answer.
 
         Raises:
             NotFound: the run has ended.
-            StateError: the number was used by another call or by an earlier start, or other runs leave no place.
-            ResourceError: there are as many as there may be.
+            StateError: the number was used by another call or before the server was restarted, or another run has the
+                whole model.
+            ResourceError: the server has as many runs as it takes.
         """
         if (known := self._made.get(run.id)) is not None and known.made_by is not None:
             require_same_kind("model_seq_id", number, known.made_by[0], call)
@@ -166,7 +167,7 @@ class Runs:
         """Ends a run at the request of its client.
 
         Raises:
-            NotFound: the user has no run of this id, or it is ending already.
+            NotFound: the user has no run of this id, or the run is already ending.
         """
         run = self.get(body.model_id, user)
         if run.is_ending:
@@ -185,8 +186,8 @@ class Runs:
         """Ends the runs of a session.
 
         Args:
-            is_overdue: whether the client was silent for too long. It may come back, so the checkpoints that a start
-                saved for its runs are kept.
+            is_overdue: whether the session ends because its client was silent for too long. Such a client may return,
+                so the checkpoints that starts of the server have saved for its runs are kept.
         """
         for run in [run for run in list(self.by_id.values()) if run.session == session]:
             run.is_ending = True
@@ -194,11 +195,11 @@ class Runs:
         self._made = {key: run for key, run in self._made.items() if run.session != session}
 
     def _end(self, run: TrainingRun, is_overdue: bool = False) -> None:
-        if run.id not in self.by_id:  # it could not be made
+        if run.id not in self.by_id:  # the run could not be created
             return
         try:
             self._weights.end(run.id)
-        except SlimeError as error:  # the run was never made
+        except SlimeError as error:  # the run was never created
             print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
         if not is_overdue:
             self._catalogue.remove_made_at_starts(run.id)
@@ -208,13 +209,13 @@ class Runs:
     # ------------------------------------------------------------------ saving
 
     def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
-        """Submits the writing of a checkpoint with a name."""
+        """Submits the request to write a checkpoint with a name."""
         run = self.get(body.model_id, user)
 
         def do(_: GroupCalls) -> Answer:
             saved = _begun(run, "weights", body.path or f"checkpoint-{body.seq_id}", body.user_metadata)
             if body.overwrite and (known := self._catalogue.find(saved.path)) is not None:
-                # otherwise the expiry of the old one could remove the new one
+                # otherwise the expiry of the old checkpoint could remove the new one
                 self._catalogue.add(replace(known, expires=None))
             self.save(run, saved.name, overwrite=body.overwrite)
             return {"type": "save_weights", "path": self._record(saved, body.ttl_seconds)}
@@ -222,7 +223,7 @@ class Runs:
         return run.submit(body.seq_id, "save", do, body.size)
 
     def save_weights_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
-        """Submits the writing of weights to sample from, with a name or for a new sampling client."""
+        """Submits the request to write weights to sample from, with a name or for a new sampling client."""
         run = self.get(body.model_id, user)
         if body.kind == "inflight":
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
@@ -231,17 +232,17 @@ class Runs:
         return run.submit(body.seq_id, "save_for_sampler", lambda _: self._save_for_sampler(run, body), body.size)
 
     def _save_for_sampler(self, run: TrainingRun, body: wire.SaveForSampler) -> Answer:
-        """Writes weights to sample from; if the request has no name, they belong to a new sampler.
+        """Writes weights to sample from; if the request has no name, the weights belong to a new sampler.
 
         Raises:
             ConfigError: a sampler of this number exists.
-            CheckpointError: weights of this name exist, or they cannot be written. ResourceError: the disk is full.
+            CheckpointError: weights of this name exist, or cannot be written. ResourceError: the disk is full.
         """
         sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
         if body.path is None and sampler_id in self._samplers.sessions:
             problem = f"there is a sampler {sampler_id}, which keeps its weights"
             raise ConfigError(problem, field="sampling_session_seq_id", hint="number samplers 0, 1, 2, ..")
-        name = body.path or f"_session-{body.sampling_session_seq_id}"  # no path of a client begins with _
+        name = body.path or f"_session-{body.sampling_session_seq_id}"  # names that clients give cannot begin with _
         saved = _begun(run, "sampler_weights", name, body.user_metadata)
         known = self._catalogue.find(saved.path)
         if known is not None and not run.was_lost(known):
@@ -260,10 +261,10 @@ class Runs:
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
     def save(self, run: TrainingRun, name: str | None = None, *, overwrite: bool = False) -> None:
-        """Writes a checkpoint with the run's progress up to the request that was begun last.
+        """Writes a checkpoint with the run's progress up to the last request that has begun.
 
         Raises:
-            CheckpointError: the name is taken, or it cannot be written.
+            CheckpointError: the name is taken, or the checkpoint cannot be written.
         """
         has_gradients = run.has_gradients or run.incomplete is not None
         progress = Progress(run.id, run.next_number, run.updates, run.tokens, has_gradients)
@@ -288,14 +289,14 @@ class Runs:
     # ------------------------------------------------------------------ over starts of the server
 
     def refuse_behind_lost(self) -> None:
-        """Fails requests that wait for lost requests; it is to be called every few seconds."""
+        """Fails requests that wait for lost requests; must be called every few seconds."""
         for run in list(self.by_id.values()):
             run.refuse_behind_lost(_MISSING_S)
 
     def continue_kept(self) -> None:
         """Continues the runs of the last start in the same run.dir, each from its newest valid checkpoint.
 
-        A run without such a checkpoint is given up, with a message on stderr.
+        A run without a valid checkpoint is not continued, which a message on stderr reports.
 
         Raises:
             SlimeError: a run does not fit the settings of this server.
@@ -320,16 +321,16 @@ class Runs:
                 continue
             run.resume(checkpoint.progress)
             if checkpoint.name is not None:
-                self.save(run)  # for recoveries of ranks, since the client may delete the checkpoint with a name
+                self.save(run)  # for recoveries of ranks, since the client may delete a checkpoint with a name
             if not record.is_finished:
                 run.resumed_at = self._save_under_a_name(run, checkpoint)
                 self._catalogue.remove_made_at_starts(run.id, but=run.resumed_at)
             self.by_id[run.id] = run
             self._state.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
-            self._keep(run)  # not as finished, since requests that come from now on are not in the checkpoint
+            self._keep(run)  # not as finished, since the checkpoint does not have the requests to come
 
     def _load_newest(self, run: TrainingRun, checkpoints: list[Checkpoint]) -> Checkpoint | None:
-        """Loads the first valid one of a run's own checkpoints into it; returns None if all are damaged."""
+        """Loads the first valid one of a run's own checkpoints, and returns it, or None if all are damaged."""
         for checkpoint in checkpoints:
             try:
                 self._weights.load_own(run.id, checkpoint)
@@ -339,7 +340,7 @@ class Runs:
         return None
 
     def _save_under_a_name(self, run: TrainingRun, checkpoint: Checkpoint) -> str:
-        """Saves the checkpoint that a run was resumed from under a name, unless it has one; returns its path."""
+        """Gives the checkpoint from which a run was resumed a name, unless it has one; returns its path."""
         name = checkpoint.name
         if name is None:
             name = f"update-{run.updates}-request-{run.begun}"
@@ -348,7 +349,7 @@ class Runs:
         return self._record(saved) if self._catalogue.find(saved.path) is None else saved.path
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
-        """Records a run for the next start; `is_finished`: its checkpoint covers all of its requests."""
+        """Records a run for the next start; `is_finished` says that its checkpoint includes all of its requests."""
         session = self._state.sessions.get(run.session)
         sdk_version = "" if session is None else session.sdk_version
         self._catalogue.runs.keep(
@@ -368,7 +369,7 @@ class Runs:
                 if run.lost is None:
                     self.save(run)
                 self._keep(run, is_finished=run.lost is None and run.resumed_at is None)
-            except SlimeError as error:  # other runs are still saved, and this one goes back to its last checkpoint
+            except SlimeError as error:  # the next start continues this run from an earlier checkpoint
                 print(f"{run.id} is kept without its newest updates: {error}", file=sys.stderr, flush=True)
 
 

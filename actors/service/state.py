@@ -1,4 +1,4 @@
-"""What the parts of a service share: settings, facts of the model, sessions, answers, records and metrics."""
+"""The state that all parts of a service share: settings, properties of the model, sessions, answers and records."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, ResourceError
 from slimefsdp.models.hf_folder import read_model_folder
 
-SESSION_TIMEOUT_S = 120.0  # a client that is silent for so long counts as gone, and its runs end
-SHOWN = 200  # characters to show of an unknown id, which can have any length
+SESSION_TIMEOUT_S = 120.0  # after this time without a sign of its client, a session and its runs end
+SHOWN = 200  # limit on the characters of an unknown id in an error
 
 
 class ServiceState:
     """The state that training runs, sampling clients and the HTTP application share.
 
     Args:
-        limits: on what clients may ask for at once.
+        limits: limits on the requests and objects of clients.
     """
 
     def __init__(self, config: RunConfig, limits: ServiceLimits = LIMITS) -> None:
@@ -35,10 +35,10 @@ class ServiceState:
         self.config, self.limits = config, limits
         self.model_name = config.service.model_name or path
         self.model_type, self.vocab_size = folder.model_type, folder.vocab_size
-        self.tokenizer_id = path  # like the model, it is only on the server's disk
+        self.tokenizer_id = path  # a path on the server's disk, like that of the model
         self.end_token_ids = frozenset(end_token_ids(path, load_tokenizer(path).eos_token_id))
-        self.most_tokens = config.max_pack_tokens  # limit on a datum
-        self.most_context = longest_sample(config, folder)  # limit on a prompt with its response
+        self.most_tokens = config.max_pack_tokens  # limit on the tokens of a datum
+        self.most_context = longest_sample(config, folder)  # limit on the tokens of a prompt with its response
         self.results = Results(limits.result_kept_s, limits.result_bytes, limits.waiting, limits.waiting_bytes)
         self.catalogue = Catalogue(config.run.dir)
         self.metrics = Metrics()
@@ -47,10 +47,10 @@ class ServiceState:
         self.began = time.time()
 
     def create_session(self, body: wire.CreateSession, user: User) -> Answer:
-        """Makes a session for a new client of the user.
+        """Creates a session for a new client of the user.
 
         Raises:
-            ResourceError: there are as many as there may be.
+            ResourceError: the server has as many sessions as it takes.
         """
         if len(self.sessions) >= self.limits.sessions:
             raise ResourceError(
@@ -78,16 +78,12 @@ class ServiceState:
             self.sessions[session].seen = time.monotonic()
 
     def overdue_sessions(self) -> list[str]:
-        """Returns the sessions whose clients were silent for too long."""
+        """Returns the ids of sessions without a sign of their clients for `SESSION_TIMEOUT_S`."""
         last = time.monotonic() - SESSION_TIMEOUT_S
         return [session.id for session in self.sessions.values() if session.seen < last]
 
     def check_base(self, name: str) -> None:
-        """Checks that a client names the base model of this server.
-
-        Raises:
-            ConfigError: it names another model.
-        """
+        """Raises a ConfigError unless `name` names the base model of this server."""
         if name not in (self.model_name, str(self.config.model.path)):
             problem = f"base_model={name!r}, and this server has {self.model_name}"
             raise ConfigError(problem, field="base_model", hint="name that one")

@@ -1,4 +1,4 @@
-"""A training run: its thread performs the client's requests once each, in the order of their numbers."""
+"""A training run, whose thread performs each request of the client once, in the order of the requests' numbers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import SlimeError, StateError
 
 RequestKind = Literal["make", "forward", "forward_backward", "optim_step", "save", "save_for_sampler", "load"]
-MAKE = 0  # the number of the request that makes a run; clients number theirs from 1
-_REMEMBERED = 4096  # answered requests that get the same answer when they are repeated
-_GAP = 4096  # numbers that may be missing before a request
-_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # clients send the others one after another
+MAKE = 0  # the number of the request that creates a run; clients number their requests from 1
+_REMEMBERED = 4096  # limit on the answered requests that get the same answer when they are repeated
+_GAP = 4096  # limit on the missing numbers before a request
+_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # clients send other kinds one after another
 
 
 @dataclass(slots=True)
@@ -36,18 +36,19 @@ class TrainingRun:
 
     Args:
         id: the run's id in the clients' API.
-        owner: the id of the user whose client made it.
-        rank: the rank of its adapter; 0: it trains all weights.
+        owner: the id of the user whose client created the run.
+        rank: the rank of the run's adapter; 0 if it trains all weights.
         calls: the group's calls for this run.
-        made_by: the call that makes it in this start of the server, and its result; None: an earlier start made it.
+        made_by: (name, result) of the call that created the run; None if an earlier start of the server created it.
         next_number: the number of the next request to perform.
         incomplete: the error because of which the gradients so far are incomplete.
         has_gradients: whether there are gradients that no update has used.
-        redone: (time, number) of a resumed run: requests from this number on may have been done before this time, in an
-            earlier start, and are done again.
-        resumed_at: the path of the checkpoint from which a start resumed the run, until it is known whether requests
+        redone: for a resumed run, (time of the start, number). Requests from this number on may have been performed
+            before the start; they are performed again.
+        resumed_at: the path of the checkpoint from which the run was resumed; None once it is clear whether requests
             were lost.
-        lost: the first and last number of lost requests, and `resumed_at`, until the client loads a checkpoint.
+        lost: the first and last number of lost requests, and the path of the checkpoint to go back to; None once the
+            client has loaded a checkpoint.
         is_ending: whether the client has ended the run or its session.
     """
 
@@ -70,7 +71,7 @@ class TrainingRun:
     lost: tuple[int, int, str] | None = None
     is_ending: bool = False
     _waiting: dict[int, _Request] = field(default_factory=dict)
-    _newest: float = 0.0  # when the newest of them came, by time.monotonic
+    _newest: float = 0.0  # the time.monotonic() at which the newest request arrived
     _by_number: OrderedDict[int, tuple[RequestKind, Result]] = field(default_factory=OrderedDict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _is_busy: bool = False
@@ -79,17 +80,17 @@ class TrainingRun:
     _thread: threading.Thread | None = None
 
     def submit(self, number: int, kind: RequestKind, do: Callable[[GroupCalls], Answer], size: int = 0) -> Result:
-        """Accepts a request; one with a known number is a repetition, and is not done again.
+        """Accepts a request; a request with a known number is a repetition, and is not performed again.
 
         Args:
-            number: the number of the request in the run; it waits for the requests before it.
+            number: the number of the request in the run; the request waits for all earlier numbers.
             do: performs the request with the run's calls.
-            size: bytes of its body.
+            size: bytes of the request's body.
 
         Raises:
             StateError: the run has ended, or the number is too old, too far ahead, or that of another kind of request.
-            ResourceError: there is no room for it. An idle run accepts its next request in any case, since the requests
-                that fill the room may be waiting for it.
+            ResourceError: too many requests wait. An idle run always accepts its next request, since the waiting
+                requests may need it.
         """
         with self._changed:
             self.last_request = time.time()
@@ -115,16 +116,16 @@ class TrainingRun:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of requests that were accepted and not begun."""
+        """Returns how many accepted requests have not begun."""
         return len(self._waiting)
 
     @property
     def begun(self) -> int:
-        """Returns the number of the request that was begun last."""
+        """Returns the number of the last request that has begun."""
         return self.next_number - 1
 
     def resume(self, progress: Progress) -> None:
-        """Continues after a checkpoint that was just loaded."""
+        """Sets the run's progress to that of a checkpoint, which was just loaded."""
         self.next_number = progress.next_number
         self.updates, self.tokens = progress.updates, progress.tokens
         self.redone = time.time(), progress.next_number
@@ -132,14 +133,14 @@ class TrainingRun:
             self.incomplete = StateError("the server was started anew", field="forward_backward")
 
     def was_lost(self, saved: Saved) -> bool:
-        """Returns whether the request that saved it was lost with an earlier start, so that it may be repeated."""
+        """Returns whether the request that saved this was after the checkpoint from which the run was resumed."""
         return self.redone is not None and saved.time < self.redone[0] and saved.request >= self.redone[1]
 
     def refuse_behind_lost(self, after_s: float) -> None:
-        """Fails requests that wait too long for lost ones; it is to be called every few seconds.
+        """Fails requests that have waited for `after_s` for missing requests; must be called every few seconds.
 
-        A client sends the parts of a forward_backward at the same time, so that a part may overtake earlier ones. The
-        earlier ones can only be missing for good after a start that resumed from a checkpoint.
+        A client sends the parts of a forward_backward at the same time, so a part may overtake earlier parts. Earlier
+        parts that never arrive were lost before the run was resumed from a checkpoint.
         """
         with self._changed:
             if self.resumed_at is not None and time.monotonic() - self._newest >= after_s:
@@ -149,11 +150,11 @@ class TrainingRun:
                     self._wake()
 
     def stop(self, at_end: Callable[[], None] | None = None, *, finishes: bool = False) -> None:
-        """Accepts no more requests, and returns at once; the thread ends after the request in progress.
+        """Accepts no more requests, without waiting; the thread ends after the request in progress.
 
         Args:
-            at_end: is called by the thread at its end.
-            finishes: performs waiting requests first, unless earlier ones are missing; otherwise they fail.
+            at_end: a function that the thread calls at its end.
+            finishes: whether waiting requests are performed first, up to the first missing number; otherwise they fail.
         """
         with self._changed:
             if not self._is_stopped:
@@ -163,7 +164,7 @@ class TrainingRun:
                 self._wake()
 
     def join(self) -> None:
-        """Waits until a stopped run performs no request any more."""
+        """Waits for the thread of a stopped run to end."""
         if self._thread is not None:
             self._thread.join()
 
@@ -180,7 +181,7 @@ class TrainingRun:
         return number
 
     def _skip_lost(self, number: int) -> None:
-        """Continues with the request of this number; those that are missing before it were lost."""
+        """Continues with the request of this number; all missing requests before it count as lost."""
         missing = self._first_missing()
         if number > missing and self.resumed_at is not None:
             last = min([number, *(waiting for waiting in self._waiting if waiting > missing)]) - 1
@@ -213,7 +214,7 @@ class TrainingRun:
             self._is_busy = False
             while (request := self._waiting.pop(self.next_number, None)) is None:
                 if self._is_stopped:
-                    self._fail_waiting()  # an earlier request never came
+                    self._fail_waiting()  # the remaining requests wait for a missing number
                     return None
                 self._changed.wait()
             self.next_number += 1
@@ -225,7 +226,7 @@ class TrainingRun:
             try:
                 request.result.set(self._answer(request))
             except Exception as error:
-                if not isinstance(error, SlimeError):  # a bug of ours: the client gets it, and the run goes on
+                if not isinstance(error, SlimeError):  # a bug of ours: the client gets the error, and the run continues
                     print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
                 request.result.fail(error)
             del request  # its body may be large, and the next request may come much later

@@ -1,4 +1,4 @@
-"""The users of a server, the sessions of their clients, and how much both may ask for at once."""
+"""The users of a server, the sessions of their clients, and the limits on both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIMES_FREE = 4
 
 
 class NotFound(Exception):
-    """An id of a client is unknown; answered with 404, or with 410 if it was valid once."""
+    """A client's request has an unknown id; answered with status 404, or with 410 if the id was valid before."""
 
     def __init__(self, what: str, *, is_gone: bool = False) -> None:
         super().__init__(what)
@@ -22,20 +22,20 @@ class NotFound(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """Bounds that keep a client's mistakes from taking the whole server.
+    """Limits that keep a client's mistakes from using up the whole server.
 
-    They are no settings: the defaults are far above what the public clients send, and far below what a host has. Memory
-    for versions of weights, which follows from the model, is `service.max_version_bytes`.
+    These are no settings: the values are far above the needs of the public clients, and far below a host's resources.
+    Memory for versions of weights, which depends on the model, is the setting `service.max_version_bytes`.
     """
 
-    sessions: int = 64  # clients at the same time; more are told to wait
-    runs: int = 32  # training runs at the same time, of all clients
-    waiting: int = 4096  # requests without an answer, of one user at most four fifths
-    waiting_bytes: int = 2**30  # of these requests, and as many of bodies that are on their way
-    body_bytes: int = 64 * 2**20  # of one request, also when it is decompressed
-    receive_s: float = 60.0  # for a request's head, and again for its body, from their first byte to the last
-    result_bytes: int = 2**30  # of answers that are kept to be fetched again; the oldest ones go first
-    result_kept_s: float = 600.0  # how long an answer is kept
+    sessions: int = 64  # sessions at the same time
+    runs: int = 32  # training runs of all clients at the same time
+    waiting: int = 4096  # requests without an answer; one user may have at most four fifths
+    waiting_bytes: int = 2**30  # bytes of requests without an answer, and again of bodies that are being received
+    body_bytes: int = 64 * 2**20  # bytes of one request's body, compressed and decompressed
+    receive_s: float = 60.0  # seconds to receive a request's head, and again to receive its body
+    result_bytes: int = 2**30  # bytes of kept answers; the oldest are removed first
+    result_kept_s: float = 600.0  # seconds for which an answer is kept
 
 
 LIMITS = ServiceLimits()
@@ -43,13 +43,13 @@ LIMITS = ServiceLimits()
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user: whoever has a certain key.
+    """A user, who is identified by an API key.
 
     Args:
-        id: a digest of the key, which marks what the user makes; empty if no key is needed.
-        is_operator: whether it is the first key, which may see the state of the service and owns what was made without
-            a key.
-        is_alone: whether there is no other user; then everything in the run's folder belongs to this one.
+        id: a digest of the key, which is recorded as the owner of the user's objects; empty if no key is needed.
+        is_operator: whether the key is the first one. The operator may see the state of the service, and owns objects
+            that were created without a key.
+        is_alone: whether there is no other user; then all objects in the run's folder belong to this user.
     """
 
     id: str
@@ -57,15 +57,15 @@ class User:
     is_alone: bool
 
     def owns(self, owner: str) -> bool:
-        """Returns whether this user owns what the user with the id `owner` has made."""
+        """Returns whether this user owns the objects whose recorded owner is `owner`."""
         return self.is_alone or owner == self.id or (not owner and self.is_operator)
 
 
 class Users:
-    """The users whose keys the server was started with.
+    """All users of a server.
 
     Args:
-        keys: the operator's key first; none: no key is needed, and all clients are one user.
+        keys: the API keys, the operator's first. Without keys, all clients are one user, who needs no key.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -84,12 +84,12 @@ class Users:
         """Returns the user who has this key, or None.
 
         Args:
-            key: the value of a request's header, decoded as Latin-1; empty if there is no such header.
+            key: the value of a request's header, decoded as Latin-1; empty if the request has no such header.
         """
         if not self._by_key:
             return User("", is_operator=True, is_alone=True)
         wanted, owner = _digest(key.encode("latin-1", "replace")), None
-        for digest, user in self._by_key:  # compares with all digests, so that the time reveals nothing about a key
+        for digest, user in self._by_key:  # no early exit, so that the time reveals nothing about a key
             if hmac.compare_digest(wanted, digest):
                 owner = user
         return owner
@@ -111,11 +111,13 @@ class Session:
 
 
 class Shares:
-    """A limit that users share. A user may take up to four times what stays free: four fifths if alone, and four ninths
-    each if two ask for more than there is. So some room is always left for another user. Not thread-safe.
+    """A limit that users share. Not thread-safe.
+
+    A user may take up to four times the amount that stays free. So a single user may take four fifths of the limit, two
+    users four ninths each, and some room is always left for another user.
 
     Args:
-        most: limit on what all users take together, in any unit.
+        most: limit on the total of all users, in any unit.
     """
 
     def __init__(self, most: int) -> None:
@@ -131,7 +133,7 @@ class Shares:
         return self._taken[user] + size <= _TIMES_FREE * (self.most - self.taken - size)
 
     def take(self, user: str, size: int) -> None:
-        """Counts what a user takes, whether or not there is room; a negative size gives room back."""
+        """Adds to the amount that a user has taken, without a check; a negative size gives room back."""
         self._taken[user] += size
         if not self._taken[user]:
             del self._taken[user]

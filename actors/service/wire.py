@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-_LONGEST_S = 10**9  # 30 years; much later dates cannot be formatted
+_LONGEST_S = 10**9  # limit of about 30 years, since much later dates cannot be formatted
 
 
 def _is_json(value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -17,7 +17,7 @@ def _is_json(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 Metadata = Annotated[dict[str, Any] | None, AfterValidator(_is_json)]
-"""Data of a client that is returned to it unchanged."""
+"""Data of a client, which the service returns unchanged."""
 
 
 class Body(BaseModel):
@@ -39,7 +39,7 @@ class Body(BaseModel):
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the body as it was received."""
+        """Returns the number of bytes of the received body."""
         return self._size
 
 
@@ -54,7 +54,7 @@ class OfSession(Body):
 
 
 class LoraConfig(Body):
-    """The adapter of a new run; rank 0 asks for all weights."""
+    """The adapter of a new run; with rank 0 the run trains all weights."""
 
     rank: int
     seed: int | None = Field(None, ge=0, lt=2**63)
@@ -115,7 +115,7 @@ class SaveForSampler(OfRun):
 
 
 class LoadWeights(Body):
-    """POST load_weights: into an existing run, or into a new one."""
+    """A request to load a checkpoint into an existing run, or into a new run."""
 
     path: str
     optimizer: bool

@@ -256,7 +256,7 @@ def test_calls_that_are_made_again_read_the_reference_in_their_order_too(
         return group
 
     monkeypatch.setattr(supervisor.WorkerGroup, "launch", launched)
-    for future in [call._begun.result()._call.running for call in calls]:  # neither answer came: the ranks are lost
+    for future in [call._started.result()._call.running for call in calls]:  # neither answer came: the ranks are lost
         for ref in future._refs:
             ref.error = ActorDiedError()
     assert calls[1].result().log_probs[0] == -2.0 and calls[0].result() is None
