@@ -1,8 +1,10 @@
-"""Records the progress of this process: its current activity, and the time of its last tick, for a watchdog.
+"""Records the progress of this process for a watchdog: its current activity, and the time of its last tick.
+
+An activity is what the process is doing, such as a call. A tick says that it has finished a unit of work.
 
 A process is one rank or one engine and runs one call at a time, so the progress is a global of the process. Ticks take
-no lock that a stuck thread could hold, and cost less than a microsecond. Background work, such as an asynchronous save,
-does not count as progress of the call.
+no lock that a stuck thread could hold, and cost less than a microsecond. Ticks of background work, such as an
+asynchronous save, do not count as progress of the call.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class ProgressSnapshot:
     activity: str
     ticks: int
     since_tick_s: float  # seconds since the last tick
-    # longest time between two ticks in this activity, the median over its last completions; None: it never completed
+    # longest time between two ticks of this activity: median over its last completions; None if it never completed
     usual_gap_s: float | None
     place: str  # position in the code of the thread that runs the call
     waits: bool  # whether this thread appears to wait for other ranks, according to its frame
@@ -43,7 +45,7 @@ class ProgressSnapshot:
 
 
 class Progress:
-    """Records activities and ticks.
+    """Records what this process is doing (its activity), and when it last finished a unit of work (a tick).
 
     Args:
         clock: returns monotonic seconds.
@@ -54,9 +56,9 @@ class Progress:
         self._activity = LAUNCH
         self._ticks = 0
         self._last = clock()
-        self._longest_s = 0.0  # longest time between two ticks of the current activity, without nested activities
-        self._earlier: dict[str, deque[float]] = {}  # activity -> these times of its last completions
-        self._usual: dict[str, float] = {}  # activity -> their median
+        self._longest_s = 0.0  # longest time between two ticks of the current activity, outside of nested activities
+        self._earlier: dict[str, deque[float]] = {}  # activity -> `_longest_s` of each of its last completions
+        self._usual: dict[str, float] = {}  # activity -> median of its entry in `_earlier`
         self._thread = threading.get_ident()
         self._own = threading.local()  # `is_aside` is True in threads that do background work
         self._joined = False
@@ -64,7 +66,7 @@ class Progress:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Runs the block as an activity of the calling thread, and then returns to the one before; also a decorator."""
+        """Runs the block as an activity of the calling thread, then resumes the previous activity; also a decorator."""
         self.tick()
         before, longest_s = self._activity, self._longest_s
         self.enter(activity)
@@ -79,7 +81,7 @@ class Progress:
             self._longest_s = longest_s
 
     def enter(self, activity: str) -> None:
-        """Begins an activity of the calling thread, which lasts until the next one; ticks the one before."""
+        """Ticks the previous activity, and begins one of the calling thread, which lasts until the next one begins."""
         self.tick()
         self._activity = activity
         self._longest_s = 0.0
@@ -96,7 +98,7 @@ class Progress:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Marks the block as waiting for background work, whose ticks then count as the call's."""
+        """Marks the block as waiting for background work; the ticks of that work then count for the call."""
         self._joined = True
         try:
             yield
@@ -153,7 +155,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def count_collectives(begun: Callable[[], int]) -> None:
-    """Sets the function whose result snapshots report as `collectives`; it is called from other threads."""
+    """Sets the function that returns a snapshot's `collectives`; `snapshot` calls it from any thread."""
     _of_this_process.collectives = begun
 
 

@@ -1,4 +1,4 @@
-"""Computes the sizes of a model that determine the cost of a token from config.json, without weights or torch."""
+"""Reads from config.json, without weights or torch, the model sizes that determine the cost of a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WINDOWS: dict[str, tuple[int | None, bool]] = {
     "gemma3_text": (4096, True),
     "gpt_oss": (128, True),
 }
-# architectures with four norms per layer instead of two, and with norms of queries and keys; these only cost memory
+# architectures with four norms per layer instead of two, and with norms of queries and keys; norms only cost memory
 _FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
 _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 _FULL_ATTENTION_PERIOD = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # every n-th layer has no window
@@ -47,7 +47,7 @@ class Adapters:
     inner: int  # features per token between A and B
     outputs: int  # features per token of B's output
     summed: int = 0  # elements that adapters of experts save regardless of tokens: W + scale B A, and scale B
-    largest_sum: int = 0  # elements of the largest W + scale B A of these
+    largest_sum: int = 0  # elements of the largest W + scale B A of such an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Matrix:
     features_out: int
     reads: str  # name of the input, which several matrices may share
     count: int = 1  # matrices of this kind in a layer
-    active: int = 1  # of these, the number that a token passes through
+    active: int = 1  # number of these matrices that a token passes through
 
     @property
     def parameters(self) -> int:
@@ -77,7 +77,7 @@ class ModelSpec:
     mlp_matrices: int = 3  # gate, up, down; 2 without a gate
     experts: int = 1
     active_experts: int = 1  # per token
-    window: int = 0  # tokens that a token sees in a windowed layer; 0: no layer is windowed
+    window: int = 0  # tokens that a token sees in a windowed layer; 0 means that no layer is windowed
     windowed_layers: int = 0
     positions: int = 0  # rows of a learned position embedding
     is_tied: bool = False  # the head's weight is the embedding
@@ -113,7 +113,10 @@ class ModelSpec:
         return self.layers * self.layer_parameters / self.parameters
 
     def newton_schulz_flops(self, steps: int) -> float:
-        """Returns the FLOPs of Muon's iterations on the layers' matrices: X X^T, its square, and the product with X."""
+        """Returns the FLOPs of Muon's iterations on the matrices X of the layers.
+
+        An iteration computes X X^T, its square, and the product of both with X.
+        """
         flops = 0
         for matrix in self._layer_matrices().values():
             short, long = sorted((matrix.features_in, matrix.features_out))
@@ -134,7 +137,7 @@ class ModelSpec:
         """Returns the number of parameters that `model.frozen` leaves trained, assuming the usual names of matrices.
 
         Args:
-            frozen: shell-style patterns; one that matches none of the usual names has no effect here.
+            frozen: shell-style patterns; a pattern that matches none of the usual names has no effect here.
         """
 
         def is_frozen(*names: str) -> bool:
@@ -160,8 +163,8 @@ class ModelSpec:
     def adapters(self, rank: int, targets: Sequence[str]) -> Adapters:
         """Returns the sizes of the adapters of `lora.targets`, assuming the usual names of matrices.
 
-        Fused projections count as if they were separate. Adapters of experts, which are added to the weights, and of
-        the head, which is computed in chunks, save nothing per token.
+        Fused projections count as if they were separate. Adapters of experts save nothing per token, because they are
+        added to the weights; nor do adapters of the head, which is computed in chunks.
 
         Args:
             targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; a pattern
@@ -223,7 +226,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, field: str = "model.path") -> ModelSpec:
-        """Returns the sizes in a config.json, which has the names of transformers' decoders.
+        """Returns the model sizes read from a config.json whose keys are those of transformers' decoder models.
 
         Raises:
             ModelError: a size is missing or not a positive integer.
@@ -286,13 +289,13 @@ def _has_head(targets: Sequence[str]) -> bool:
 
 
 def has_attention_softcap(config: Mapping[str, Any]) -> bool:
-    """Returns whether attention scores are soft-capped, by a config.json with or without transformers' defaults."""
+    """Returns whether attention scores are soft-capped; config.json may lack transformers' defaults."""
     # other architectures ignore this setting
     return config.get("model_type") == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Returns how many layers have a sliding window, by a config.json with or without transformers' defaults."""
+    """Returns how many layers have a sliding window; config.json may lack transformers' defaults."""
     model_type = str(config.get("model_type"))
     if model_type not in _WINDOWS:  # other architectures ignore these settings
         return 0

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m slimefsdp.replay CONFIG --batch FILE --export DIR
 
-Without torchrun it runs one rank. Metrics are printed as one JSON object, and the new weights are written to a Hugging
-Face folder. For bug reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same with Ray workers.
+Without torchrun the command runs one rank. It prints the metrics as one JSON object, and writes the new weights to a
+Hugging Face folder. It serves bug reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same with Ray.
 """
 
 from __future__ import annotations

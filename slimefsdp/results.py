@@ -28,35 +28,35 @@ class LogProbs:
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
     metrics: dict[str, float]
-    log_probs: LogProbs  # from the differentiated passes themselves; 0 for tokens outside the loss mask
+    log_probs: LogProbs  # of the same forward passes as the gradients; 0 for tokens outside the loss mask
 
 
 @dataclass(frozen=True)
 class FailedReceiver:
-    receiver: int  # its index among the receivers
+    receiver: int  # index among the receivers of the update
     error: SlimeError
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Describes a weight update, which every receiver has committed except those that failed."""
+    """Describes a weight update that every receiver has committed, except those in `failed`."""
 
     version: int
     bytes: int  # bytes of all sent tensors, counted once
     seconds: float
-    failed: tuple[FailedReceiver, ...] = ()  # only if the update was allowed to continue without them
+    failed: tuple[FailedReceiver, ...] = ()  # empty unless the update was allowed to continue without failed receivers
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    device_bytes_before: int  # of the tensors that the call is about
+    device_bytes_before: int  # of the tensors that the call moves
     device_bytes_after: int
     host_bytes: int  # in host buffers after the call
     seconds: float
     # bytes of torch's CUDA allocator after the call; 0 on a CPU
     device_reserved: int = 0  # taken from the device
-    device_allocated: int = 0  # the part of these that is in use
-    largest_free_block: int = 0  # the largest contiguous piece of the rest
+    device_allocated: int = 0  # the part of `device_reserved` that is in use
+    largest_free_block: int = 0  # the largest contiguous piece of the unused part
 
     @property
     def bytes_per_s(self) -> float:
@@ -69,7 +69,7 @@ class MemoryReport:
 class Memory:
     """Holds the bytes of one rank by tag."""
 
-    parameters: int  # with buffers and gradients; like the others 0 while asleep
+    parameters: int  # with buffers and gradients; this and the next two fields are 0 while asleep
     optimizer: int
     reference: int
     host_buffers: int
@@ -87,7 +87,7 @@ class AdapterInfo:
     alpha: float
     updates_taken: int
     has_gradients: bool  # gradients that no update has used
-    is_on_device: bool  # False: on the host
+    is_on_device: bool  # False if it is on the host
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LoadReport:
     step: int
     path: str  # the checkpoint's folder
     skipped: tuple[str, ...]  # reasons why newer checkpoints were not loaded
-    ranks: int  # number of ranks that wrote it
+    ranks: int  # number of ranks that wrote the checkpoint
     mesh: dict[str, int]  # the writers' mesh: axis -> size
     differences: tuple[str, ...]  # differences between the checkpoint and this run, in words
 
@@ -105,8 +105,8 @@ class Health:
     rank: int
     pid: int
     updates_taken: int
-    # on CUDA bytes of tensors on the rank's device, and their peak since its last train_step began; on a CPU the
-    # process's resident memory, and its peak since the process began
+    # on CUDA: bytes of tensors on the rank's device, and their peak since the last train_step began; on a CPU: the
+    # resident memory of the process, and its peak since the process began
     allocated_bytes: int = 0
     peak_bytes: int = 0
 
@@ -115,7 +115,7 @@ class Health:
 class GradientHealth:
     """Describes the gradients of one update before clipping, divided by the loss scale; equal on every rank."""
 
-    update: int  # number of updates taken before it
+    update: int  # number of updates taken before this one
     norm: float  # L2 norm over all parameters
     group_norms: dict[str, float]  # in model order: embedding, layer_0, .., final_norm, head (tied: in embedding)
     first_nonfinite: str | None  # the first parameter, in model order, whose gradient has NaN or infinity
@@ -187,7 +187,7 @@ class Difference:
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """Returns the ranks outside of the first group: the majority, or without one that of the lowest rank."""
+        """Returns the ranks outside of the first group of `ranks`."""
         return tuple(sorted(rank for same in self.ranks[1:] for rank in same))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Provides `@call`, which describes a method once for all code that forwards, checks or repeats it.
+"""Provides `@call`, which describes a remote call once for all code that forwards, checks or repeats the call.
 
 The calls themselves are in slimefsdp/calls/.
 """
@@ -20,7 +20,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
 """Role -> the losses that `forward_backward` takes."""
 DEFAULT_ADAPTER = "default"
-"""Name of the run's own adapter; calls that name no adapter are for this one."""
+"""Name of the run's own adapter, to which calls that name no adapter apply."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Arguments = dict[str, Any]
@@ -34,15 +34,16 @@ class Call:
     Args:
         method: the body, which a rank runs.
         roles: the roles whose groups support the call.
-        changes_state: later calls depend on it. It is repeated after a loss of ranks, and on a named group only the
-            writer may make it.
-        adapter: which adapter the call is for. `in_model`: the one that the caller has selected, which must be in the
-            model. `by_name`: the one named by the argument `name`. `any`: it does not matter.
+        changes_state: later calls depend on this one. It is repeated after a loss of ranks, and on a named group only
+            the writer may make it.
+        adapter: which adapter the call is for. `in_model` means the adapter that the caller has selected, which must be
+            in the model; `by_name` the adapter named by the argument `name`; `any` that it does not matter.
         answers_by_rank: a driver gets a list of all ranks' results instead of rank 0's result.
-        is_exclusive: no other exclusive call may run on the rank at the same time. Other calls only report state.
+        is_exclusive: no other exclusive call may run on the rank at the same time. A call that is not exclusive only
+            reports state.
         needs_whole_weights: the call is refused after an update that failed halfway, until a `load`.
-        prepare: the method of `BatchPlanner` that checks and plans the call's `batch`. It gets the call's arguments of
-            the same names.
+        prepare: the method of `BatchPlanner` that checks and plans the call's `batch`. Each of its parameters gets the
+            call's argument of the same name.
         check: checks arguments without a model; the body checks what needs one.
     """
 
@@ -71,7 +72,9 @@ class Call:
         return dict(list(bound.arguments.items())[1:])
 
     def require(self, role: str, arguments: Arguments) -> None:
-        """Checks whether groups of a role support the call, and its arguments as far as no model is needed.
+        """Raises if groups of this role do not support the call, or if an argument is wrong.
+
+        Checks that need the model are left to the call's body.
 
         Raises:
             StateError: groups of this role do not support the call. SlimeError: an argument is wrong.
@@ -83,7 +86,7 @@ class Call:
             self.check(role, arguments)
 
     def planning(self, planner: Any, arguments: Arguments) -> Any:
-        """Checks the batch of a call with a group's `BatchPlanner`; returns its `Planning`, None without a batch.
+        """Checks the call's batch with a group's `BatchPlanner`; returns the `Planning`, or None if there is no batch.
 
         Raises:
             BatchError, ConfigError: the batch or an argument does not fit the settings.
@@ -99,7 +102,7 @@ CALLS: dict[str, Call] = {}
 
 
 def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
-    """Makes a method a call; the object's `_make` decides where the body runs.
+    """Turns a method into a call, which passes its arguments to the object's `_make`; that decides where the body runs.
 
     Args:
         roles: the roles whose groups support the call.
@@ -126,12 +129,12 @@ def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
 class JobCheckpoint:
     """Identifies a save of a driver, and says which part of a job's checkpoint a group writes or reads.
 
-    The checkpoint of a job is the actor's, with its critic and its reference group as parts. A driver gives this to the
-    calls of each group; the caller of a Trainer need not.
+    The checkpoint of a job is the actor's, with its critic and its reference group as parts. A driver gives a
+    `JobCheckpoint` to the calls of each group; the caller of a Trainer need not.
 
     Args:
-        save_id: recorded in the manifests of a save; a load accepts only the checkpoint of this save, None: any.
-        parts: for an actor's save: the folders of the parts, which the other groups have written.
+        save_id: recorded in the manifests of a save; a load accepts only the checkpoint of this save. None accepts any.
+        parts: in an actor's save, the folders of the parts that the other groups have written.
         is_part: whether the group writes or reads its part of the job's checkpoint. A critic that is saved by itself
             has checkpoints of its own.
     """
@@ -152,17 +155,17 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Overrides settings of `optim` for one optimiser update; None leaves the setting as it is.
+    """Overrides settings of `optim` for one optimiser update; None keeps the setting.
 
     Raises:
         ConfigError: a value is not in its range.
     """
 
-    lr: float | None = None  # replaces the schedule's rate, which advances all the same
+    lr: float | None = None  # replaces the schedule's rate; the schedule advances as without it
     betas: tuple[float, float] | None = None  # of AdamW, also under Muon; SGD takes the first one as its momentum
     eps: float | None = None  # of AdamW, also under Muon
     weight_decay: float | None = None  # norms, biases and embeddings have none
-    max_grad_norm: float | None = None  # 0: gradients are not clipped
+    max_grad_norm: float | None = None  # 0 means that gradients are not clipped
 
     def __post_init__(self) -> None:
         if isinstance(self.betas, list):
@@ -187,7 +190,7 @@ def require_loss(loss: str, role: str) -> None:
     """Checks that `forward_backward` supports a loss.
 
     Raises:
-        ConfigError: it does not, on this role.
+        ConfigError: the role does not support the loss.
     """
     if loss not in LOSSES[role]:
         problem = f"loss={loss!r} is not a loss of role {role!r}"
@@ -201,7 +204,7 @@ def require_name(name: object, kind: str) -> None:
         kind: the kind of named object, for the message.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the name is not valid.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         problem = f"name={short_repr(name)} cannot be the name of {kind}"

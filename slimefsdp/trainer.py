@@ -139,7 +139,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
         return Health(dist.get_rank(), os.getpid(), self.updates_taken, *memory_in_use(self.mesh.device))
 
     def use_adapter(self, name: str) -> None:
-        """Puts an adapter into the model; following calls are for it until another one is selected or created.
+        """Puts an adapter into the model; later calls apply to this adapter until another is selected or created.
 
         Raises:
             StateError: there is no adapter of this name.
@@ -157,7 +157,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
 
     @contextmanager
     def _exclusively(self, name: str) -> Iterator[None]:
-        """Refuses a call with StateError while another one is running in another thread."""
+        """Refuses a call with StateError while another call is running in another thread."""
         if not self._lock.acquire(blocking=False):
             problem = f"{name}() while {self._running}() is running in another thread"
             raise StateError(problem, field=name, hint="call it when that one has returned")
@@ -173,17 +173,17 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
             with heartbeat.during(call.name) if call.is_exclusive else nullcontext():
                 if call.needs_whole_weights and self.role != "ref":
                     self.updater.require_whole(call.name)
-                # a driver sends batches already prepared
+                # a driver has already prepared the batches that it sends
                 if call.prepare is not None and not isinstance(arguments["batch"], PreparedBatch):
                     arguments = {**arguments, "batch": self._prepared(call, arguments)}
                 return call.method(self, **arguments)
 
     def _prepared(self, call: Call, arguments: Arguments) -> PreparedBatch:
-        """Plans the batch of a call on every rank, and compares the arguments and plans of all ranks."""
+        """Collective: plans the batch of a call, and checks that all ranks have the same arguments and plan."""
         state, folder = self._state, self._state.folder
         cost = state.model.attention.cost
         planner = BatchPlanner(state.config, state.role, folder.vocab_size, folder.max_sample_tokens, cost)
-        # plans are not compared here, but by their digests
+        # `prepared_together` compares plans by their digests
         other_arguments = {
             name: value for name, value in arguments.items() if name != "batch" and not isinstance(value, Plan)
         }

@@ -2,15 +2,15 @@
 
 ESTIMATORS maps names to pure functions, which return one number per sample or one per response token. `advantages`
 does what all estimators have in common: it checks groups, sets masked tokens to exactly 0.0, and whitens the result if
-requested. All of it is numpy in float64, so that the driver and the ranks compute the same numbers.
+requested. Everything is computed in float64 by numpy, so that the driver and the ranks get the same numbers.
 
 Masked tokens are skipped as if they did not exist: the next state of a trained token is the next trained token, and
 discounts count trained tokens only.
 
-To add an estimator, write a function here and add it to ESTIMATORS; add its name to registry.py and to the tuples
-there that apply (GROUPED, TOKEN_ESTIMATORS, PAIRED_ESTIMATORS). If it reads gamma, gae_lambda or pass_k, add it to
-`config/algorithm.py`. Add a case to tests/algorithms/test_advantages.py and tests/test_algorithms.py, and a row to
-docs/algorithms.md.
+To add an estimator, write a function here and add it to ESTIMATORS; add its name to registry.py and to those of
+its tuples that apply (GROUPED, TOKEN_ESTIMATORS, PAIRED_ESTIMATORS). If it reads gamma, gae_lambda or pass_k, also add
+its name to `config/algorithm.py`. Add a case to tests/algorithms/test_advantages.py and tests/test_algorithms.py, and a
+row to docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Estimator(NamedTuple):
     reads: tuple[str, ...] = ("rewards",)  # fields of RolloutBatch that must be present
     smallest_group: int = 1  # the least number of samples in a group
     whitens: bool = False  # whether the estimator's authors, or common use, whiten over the batch
-    compares_groups: bool = False  # groups of zeros may be left out; for estimators in the table, GROUPED decides
+    compares_groups: bool = False  # groups of zeros may be left out; set by GROUPED for estimators in ESTIMATORS
 
 
 class _Groups(NamedTuple):
@@ -76,7 +76,7 @@ def _groups(group_ids: Integers | None) -> _Groups:
 def _centred(scores: Floats, groups: _Groups, weights: npt.NDArray | None = None) -> Floats:
     """Returns scores minus the (weighted) mean of their group, [B]; exactly 0.0 in a group of equal scores."""
     weights = np.ones_like(scores) if weights is None else weights
-    # relative to one score of the group: equal scores become exact zeros before anything is rounded
+    # relative to the first score of the group, so that equal scores become exact zeros before anything is rounded
     offsets = scores - scores[groups.first_sample][groups.of_sample]
     sums = np.bincount(groups.of_sample, weights=weights * offsets)
     totals = np.bincount(groups.of_sample, weights=weights)
@@ -99,7 +99,7 @@ def _grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def _dr_grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
-    """Returns r - group mean, [B]. Dr. GRPO (arXiv 2503.20783): GRPO without its division by the std."""
+    """Returns r - group mean, [B]. Dr. GRPO (arXiv 2503.20783) is GRPO without the division by the std."""
     return _centred(inputs.scores, _groups(inputs.group_ids))
 
 
@@ -140,8 +140,8 @@ def _remax(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 def _opo(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
     """Returns r - mean of the group's rewards, each weighted by the trained tokens of its sample, [B].
 
-    OPO (arXiv 2505.23585): the optimal baseline if squared gradient norms grow with the length. Tokens without a
-    gradient do not count.
+    OPO (arXiv 2505.23585): the optimal baseline if squared gradient norms grow with the length. Masked tokens
+    do not count.
     """
     lengths = np.bincount(inputs.sample_ids[inputs.mask], minlength=inputs.scores.size)
     return _centred(inputs.scores, _groups(inputs.group_ids), weights=lengths)
@@ -231,7 +231,7 @@ def _sums_to_go(terms: Floats, inputs: AdvantageInputs, discount: float) -> Floa
     counts = np.bincount(inputs.sample_ids[trained], minlength=inputs.scores.size)
     longest_first = np.argsort(-counts, kind="stable")
     last = (np.cumsum(counts) - 1)[longest_first]  # index of each sample's last token among the trained tokens
-    # goes back token by token from the samples' ends; `alive` counts the samples that are long enough, which come first
+    # steps back token by token from the samples' ends; alive[back] samples have more than `back` tokens
     alive = np.searchsorted(-counts[longest_first], -np.arange(counts.max(initial=0)))
     sums = np.zeros_like(terms)
     running = np.zeros(counts.size)
@@ -271,8 +271,8 @@ def advantages(inputs: AdvantageInputs, estimator: Estimator, options: Advantage
         whiten: also scale the result to mean 0 and standard deviation 1 over the trained tokens (`whitened`).
 
     Raises:
-        BatchError: a group is too small for the estimator, it cannot use these rewards, or it did not return one finite
-            number per sample or per response token.
+        BatchError: a group is too small for the estimator, the estimator cannot use these rewards, or it did not return
+            one finite number per sample or per response token.
     """
     if "group_ids" in estimator.reads:
         _check_group_sizes(_groups(inputs.group_ids), estimator.smallest_group)
@@ -302,8 +302,8 @@ def advantages(inputs: AdvantageInputs, estimator: Estimator, options: Advantage
 def whitened(values: Floats, mask: npt.NDArray[np.bool_], epsilon: float = 1e-8) -> Floats:
     """Returns (values - mean) / (std + epsilon), [R]; 0.0 at masked tokens.
 
-    Mean and standard deviation (ddof=0) are over the trained tokens of the whole batch. The result is all 0.0 if these
-    have equal values.
+    Mean and standard deviation (ddof=0) are over the trained tokens of the whole batch. The result is all 0.0 if
+    the trained tokens have equal values.
 
     Args:
         values: [R].
@@ -330,7 +330,7 @@ def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def zero_variance_share(scores: npt.NDArray[np.floating], group_ids: Integers) -> float:
-    """Returns the share of groups with equal scores among groups of two or more samples; 0.0 if there are none.
+    """Returns the share of groups with equal scores among groups of two or more samples; 0.0 without such groups.
 
     Args:
         scores, group_ids: [B].

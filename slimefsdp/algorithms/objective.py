@@ -1,8 +1,8 @@
 """Computes one micro-batch's training loss and its metrics: policy loss, KL and entropy terms under token weights.
 
 Token weights are computed for the whole update (`reduction.py`), so the loss of an update is the sum of the losses of
-its micro-batches over all ranks, and gradients simply add. A pack holds whole samples, so that losses of whole
-sequences have all their tokens here.
+its micro-batches over all ranks, and gradients simply add. A pack holds whole samples, so a loss of whole sequences
+gets all tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from slimefsdp.batching.packing import on_device
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """Holds the losses' inputs of each token; every tensor is [tokens], and None if the loss does not read it."""
+    """Holds the inputs of a loss for each token; every tensor is [tokens], or None if the loss does not read it."""
 
     weights: torch.Tensor
     sample_ids: torch.Tensor  # int64, below num_samples
     num_samples: int  # of the whole batch
     group_ids: torch.Tensor | None = None  # int64, below num_samples; for losses that compare pairs
     advantages: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None  # None: the current log-probs, detached
-    old_is_rollout: bool = False  # old_log_probs are the engine's; the current ones then measure the mismatch
+    old_log_probs: torch.Tensor | None = None  # None means that the current log-probs, detached, are used
+    old_is_rollout: bool = False  # old_log_probs are the engine's; the mismatch is then measured with the current ones
     ref_log_probs: torch.Tensor | None = None
     rollout_log_probs: torch.Tensor | None = None  # for corrections and metrics
     old_values: torch.Tensor | None = None  # the critic's values before the step
     returns: torch.Tensor | None = None  # the targets of the critic's values
 
     def at(self, index: torch.Tensor) -> TokenInputs:
-        """Returns the inputs of the tokens at `index`, int64 [pairs]."""
+        """Returns the inputs of the tokens at these positions; index: int64 [predicted tokens of a pack]."""
         return self._each(lambda value: value[index])
 
     def to(self, device: torch.device) -> TokenInputs:
@@ -70,8 +70,8 @@ class TokenInputs:
 class MetricSums:
     """Accumulates the metrics of one update on one rank. Every rank must add the same names.
 
-    Nothing synchronises with the host. All context-parallel ranks hold the values of a pack, and only one of them is
-    counted.
+    No method waits for the device. All context-parallel ranks hold the same values of a pack, so only one of these
+    ranks counts.
 
     Args:
         counted: whether this rank's values count; if False, zeros are added in their place.
@@ -92,7 +92,7 @@ class MetricSums:
         """Adds values [n], possibly none, to a mean over the update.
 
         Args:
-            counted: [n] bool, which values count; None: all.
+            counted: [n] bool, the values that count; None means all values.
         """
         values = values.detach().double()
         if counted is None:
@@ -132,7 +132,7 @@ class MetricSums:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionOptions:
-    """Holds the bounds on rho and the other criteria that drop sequences; None: no bound."""
+    """Holds the bounds on rho, and the other criteria that drop sequences; a criterion that is None does not apply."""
 
     low: float | None = None
     high: float | None = None
@@ -144,8 +144,8 @@ class Correction(NamedTuple):
     """Holds the result of a correction; every field is [tokens]."""
 
     weights: torch.Tensor
-    below: torch.Tensor  # bool, dropped because the rho of the token or of its sequence is below `low`
-    above: torch.Tensor  # bool, truncated or dropped because this rho is above `high`
+    below: torch.Tensor  # bool, True where the token is dropped because its rho, or its sequence's, is below `low`
+    above: torch.Tensor  # bool, True where the weight is truncated or dropped because this rho is above `high`
 
     def dropping(self, dropped: torch.Tensor) -> Correction:
         """Returns the same correction with weight 0 where `dropped`, [tokens] bool, is True."""
@@ -158,7 +158,7 @@ def _truncated(rho: torch.Tensor, options: CorrectionOptions) -> Correction:
 
 
 def _masked(rho: torch.Tensor, judged: torch.Tensor, options: CorrectionOptions) -> Correction:
-    """Returns the weight `rho` where `judged` is within the bounds, else 0."""
+    """Returns the weight `rho` where the quantity `judged` is within the bounds, else 0; both are [tokens]."""
     nowhere = torch.zeros_like(judged, dtype=torch.bool)
     below = nowhere if options.low is None else judged < options.low
     above = nowhere if options.high is None else judged > options.high
@@ -202,7 +202,7 @@ CORRECTIONS: dict[str, Callable[[torch.Tensor, Sequences, CorrectionOptions], Co
 |---------------|--------------------|-----------------------------------------------------------|------------------|
 | importance    | rho                | tokens of rho > high dropped, if high is set              | arXiv 2505.24298 |
 | tis           | min(rho, high)     | truncated above                                           | off-policy-rl    |
-| mis           | rho                | tokens of rho > high dropped, and < low if that is set    | rl-collapse      |
+| mis           | rho                | tokens of rho > high dropped, and < low if low is set     | rl-collapse      |
 | icepop        | rho                | tokens of rho outside [low, high] dropped                 | arXiv 2510.18855 |
 | sequence_tis  | min(product, high) | truncated above                                           | rl-collapse      |
 | sequence_mis  | product            | sequences of such a product dropped, as tokens under mis  | rl-collapse      |
@@ -216,7 +216,7 @@ https://fengyao.notion.site/off-policy-rl, rl-collapse https://richardli.xyz/rl-
 def kept_by_veto(log_rho: torch.Tensor, sequences: Sequences, veto_below: float) -> torch.Tensor:
     """Returns False for all tokens of sequences in which any token's rho is below `veto_below`; [tokens] bool.
 
-    A token that the trainer would almost never have sampled spoils all that follows it (rl-collapse, as above).
+    A token that the trainer would almost never have sampled spoils all tokens after it (rl-collapse, as above).
     """
     vetoes = (log_rho.exp() < veto_below).to(log_rho.dtype)
     return sequences.spread(sequences.sum(vetoes) == 0)
@@ -236,7 +236,7 @@ def kept_by_opsm(
 
     Args:
         log_probs: [tokens], log-probs of the policy in training, without a graph.
-        behaviour_log_probs: [tokens]; the paper uses the engine's, so that mismatch and staleness both count.
+        behaviour_log_probs: [tokens]; the paper uses the engine's log-probs, so that mismatch and staleness both count.
     """
     divergence = sequences.spread(sequences.mean(behaviour_log_probs - log_probs))
     return (advantages >= 0) | (divergence <= opsm_threshold)
@@ -247,7 +247,7 @@ class Statistic(NamedTuple):
 
     kind: Literal["mean", "max"]
     values: torch.Tensor  # one per token, or one per sequence of `Sequences`
-    counted: torch.Tensor | None = None  # bool per value, False for sequences without tokens in the pack; None: all
+    counted: torch.Tensor | None = None  # bool per value, False for sequences without tokens in the pack
 
 
 Statistics = dict[str, Statistic]
@@ -279,13 +279,13 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
 
 
 def correction_statistics(correction: Correction, sequences: Sequences) -> Statistics:
-    """Measures the effect of a correction, whose weights a veto or OPSM may have zeroed further.
+    """Measures the effect of a correction; a veto or OPSM may have set more of its weights to 0.
 
     | name                         | value per token, or per sequence (s), of which the mean is reported        |
     |------------------------------|----------------------------------------------------------------------------|
     | correction_weight            | the weight                                                                 |
     | correction_below             | 1 where dropped because rho, or the sequence's, is below `low`             |
-    | correction_above             | 1 where truncated or dropped because it is above `high`                    |
+    | correction_above             | 1 where truncated or dropped because rho is above `high`                   |
     | correction_dropped           | 1 where the weight is 0, for whatever reason                               |
     | correction_dropped_sequences | (s) 1 where no token has a weight                                          |
     """
@@ -307,23 +307,23 @@ def correction_statistics(correction: Correction, sequences: Sequences) -> Stati
 class Objective:
     """Computes a policy's loss from its terms and their coefficients."""
 
-    policy: PolicyLossFunction | None  # None: supervised training on the cross-entropy of each token
+    policy: PolicyLossFunction | None  # None means supervised training by the cross-entropy of each token
     options: PolicyOptions = field(default_factory=PolicyOptions)
-    looks_at_sequences: bool = False  # the loss of a token may depend on other tokens of its sequence
+    looks_at_sequences: bool = False  # whether the loss of a token may depend on other tokens of its sequence
     correction: str = "none"  # or a key of CORRECTIONS
     correction_options: CorrectionOptions = field(default_factory=CorrectionOptions)
     kl_coefficient: float = 0.0  # of the KL term in the loss
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     entropy_coefficient: float = 0.0
-    trains_without_advantage: bool = False  # a token of advantage 0 has a gradient
+    trains_without_advantage: bool = False  # whether a token of advantage 0 has a gradient
 
     def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
         """Returns the 0-d loss of one pack.
 
         Args:
             outputs: [2 or 3, tokens], the policy's log-probs and entropies, and under kl_estimator "full" the KL over
-                the whole vocabulary. The log-probs carry a graph; the others do if a term of the loss reads them.
+                the whole vocabulary. The log-probs carry a graph; each other row does if a term of the loss reads it.
             sums: receives the metrics.
         """
         log_probs, entropy = outputs[0], outputs[1]

@@ -1,4 +1,4 @@
-"""Computes losses of the policy and its KL to the reference, one value per token, which `reduction.py` weights.
+"""Computes losses of the policy and its KL to the reference, one value per token; see `reduction.py` for the weights.
 
 A loss of whole sequences or pairs (PER_SEQUENCE in registry.py) has the same value at all of their tokens. Under the
 reduction sequence_mean, with weights 1 / (samples * tokens of the sample), the loss of an update is then the mean over
@@ -78,8 +78,8 @@ class PolicyLoss(NamedTuple):
     """Holds the result of a policy loss; every field is [tokens], and only `loss` carries a graph."""
 
     loss: torch.Tensor
-    ratio: torch.Tensor  # current / old probability of the token; under gspo and gspo_token of its sequence
-    clipped_low: torch.Tensor  # bool, True where the lower bound stops the gradient; under cispo, limits the weight
+    ratio: torch.Tensor  # current / old probability of the token, or under gspo and gspo_token of its sequence
+    clipped_low: torch.Tensor  # bool, True where the lower bound stops the gradient, or under cispo limits the weight
     clipped_high: torch.Tensor  # bool, the same for the upper bound
 
 
@@ -96,7 +96,7 @@ def ppo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
 def gspo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     """Returns GSPO's loss: PPO's clipped loss with the sequence ratio exp(mean log ratio of its tokens).
 
-    arXiv 2507.18071. Reads clip_low and clip_high; the paper's are about a thousandth of PPO's.
+    arXiv 2507.18071. Reads clip_low and clip_high; the paper's values are about a thousandth of PPO's.
     """
     sequences = tokens.sequences
     log_ratio = sequences.spread(sequences.mean(tokens.log_probs - tokens.old_log_probs))
@@ -104,7 +104,7 @@ def gspo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
 
 
 def gspo_token_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
-    """Returns GSPO-token's loss: value and clipping of the sequence ratio, gradient of the token's own log-prob.
+    """Returns GSPO-token's loss: the sequence ratio gives its value and clipping, the token's log-prob its gradient.
 
     arXiv 2507.18071, section 4.3. Value and gradient equal those of gspo if advantages and weights are equal inside a
     sequence; otherwise each token has its own advantage. Reads clip_low and clip_high.
@@ -162,7 +162,7 @@ def sapo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
 def gmpo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     """Returns GMPO's loss: -A times the geometric mean of a sequence's token ratios.
 
-    arXiv 2507.20673. Each ratio is clipped on the side that A pushes it to. The bounds are on the log ratio, so that a
+    arXiv 2507.20673. Each ratio is clipped on the side towards which A pushes it. The bounds are on the log ratio, so a
     ratio stays within [exp(-clip_low), exp(clip_high)]; the paper uses 0.4 for both.
     """
     log_ratio = tokens.log_probs - tokens.old_log_probs
@@ -250,7 +250,7 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
 
 
 def cross_entropy_loss(log_probs: torch.Tensor) -> torch.Tensor:
-    """Returns the negative log-prob of each target token, [tokens], in nats: supervised fine-tuning."""
+    """Returns the loss of supervised fine-tuning, the negative log-prob of each target token, [tokens], in nats."""
     return -log_probs
 
 
@@ -263,15 +263,15 @@ def cross_entropy_loss(log_probs: torch.Tensor) -> torch.Tensor:
 #
 # | name | mean of value     | mean of gradient            | mean gradient of ratio x estimate   |
 # |------|-------------------|-----------------------------|-------------------------------------|
-# | k1   | KL(P, Q)          | 0: it belongs in rewards    | gradient of KL(P, Q)                |
+# | k1   | KL(P, Q)          | 0 (use it in rewards)       | gradient of KL(P, Q)                |
 # | k2   | not KL(P, Q)      | gradient of KL(P, Q)        | gradient of its own mean            |
 # | k3   | KL(P, Q)          | gradient of KL(Q, P)        | gradient of KL(P, Q)                |
 # | abs  | at least KL(P, Q) | gradient of sum(abs(P - Q)) | gradient of its own mean            |
 #
-# A KL subtracted from the reward multiplies the gradient of the log-prob. There only k1 gives the gradient of KL(P, Q);
-# k3 gives it minus the gradient of KL(Q, P).
+# In the reward, the estimate is a factor of the gradient of the log-prob. Then k1 gives the gradient of KL(P, Q), and
+# k3 gives minus the gradient of KL(Q, P).
 #
-# The last column multiplies the estimate by the ratio policy / old policy. Its means are over tokens that the old
+# In the last column the estimate is multiplied by the ratio policy / old policy. Its means are over tokens that the old
 # policy sampled, and hold for any current policy. `slimefsdp.models.fused_log_probs` computes the exact KL over the
 # vocabulary.
 
@@ -323,8 +323,8 @@ def kl_estimate(
         ref_log_probs: [tokens], log-probs of the reference model, without a graph.
         estimator: a key of KL_ESTIMATORS.
         old_log_probs: [tokens], log-probs of the policy that sampled, without a graph. If given, the estimate is
-            multiplied by policy / old policy, and the ratio is differentiated too. Averaged over tokens of the old
-            policy, value and gradient of k1 and k3 are then those of KL(policy || reference). DeepSeek-V3.2
+            multiplied by policy / old policy, and this ratio is differentiated too. Averaged over tokens of the old
+            policy, value and gradient of k1 and k3 then equal those of KL(policy || reference). DeepSeek-V3.2
             (arXiv 2512.02556), section 3.1.
     """
     estimate = KL_ESTIMATORS[estimator](log_probs, ref_log_probs)

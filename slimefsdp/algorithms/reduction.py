@@ -1,4 +1,4 @@
-"""Computes how much each token counts in the loss; nothing else normalises it.
+"""Computes the weight of each token in the loss; nothing else normalises the loss.
 
 The loss of an update is sum(weight * per-token loss) over all its tokens on all ranks. The weight of a trained token
 (mask True) of sample i is 1 / (denominator * length_i):
@@ -83,9 +83,9 @@ def token_weights(
 ) -> npt.NDArray[np.float64]:
     """Returns the weight of each response token of one update, so that the loss is sum(weight * per-token loss).
 
-    To compute one update in several calls, pass each of them the denominator of the whole update
-    (`update_denominator` of all its tokens); the results then add up. All tokens of a sample must be in one call,
-    because sequence_mean counts them; under prompt_mean so must all samples of a prompt.
+    To compute one update in several calls, pass each call the denominator of the whole update (`update_denominator` of
+    all its tokens); the losses of the calls then add up. All tokens of a sample must be in one call, because
+    sequence_mean counts them; under prompt_mean all samples of a prompt must be in one call.
 
     Args:
         mask: [tokens] bool, True at trained tokens.
@@ -93,14 +93,14 @@ def token_weights(
         num_samples: samples of this call, trained or not.
         reduction: a key of REDUCTIONS.
         group_ids: [num_samples] int64, the prompt of each sample; read by "prompt_mean" only.
-        constant_length: for "constant" only: the length in tokens that every sample counts as having.
+        constant_length: only for "constant", the length in tokens by which every sample is divided.
         denominator: replaces this call's own denominator (trained tokens, samples or prompts, see the table).
 
     Returns:
         [tokens] float64; all zeros if no token is trained, for every denominator.
 
     Raises:
-        ConfigError: constant_length is missing or not positive, or is given to a reduction that does not use it.
+        ConfigError: constant_length is missing or not positive, or is set for a reduction that does not use it.
         BatchError: the denominator is not a positive number although there are trained tokens; or group_ids is missing
             under prompt_mean.
     """
@@ -154,10 +154,10 @@ def update_denominator(
     *,
     group_ids: Integers | None = None,
 ) -> float:
-    """Returns the denominator of these tokens: the number of trained tokens, samples or prompts (see the table).
+    """Returns what divides an update's loss: the number of trained tokens, samples or prompts, by `reduction`.
 
-    Arguments and errors as in `token_weights`. Returns 0.0 if no token is trained. The results of several calls add up
-    if no sample is in two of them; under prompt_mean, if no prompt is.
+    The result is 0.0 if no token is trained. Results of several calls may be added if no two calls share a sample, or
+    under prompt_mean a prompt. Arguments and errors are those of `token_weights`; the table is at the top of this file.
     """
     _check_group_ids(reduction, group_ids, num_samples)
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)

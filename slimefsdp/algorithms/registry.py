@@ -58,7 +58,7 @@ REDUCTIONS: dict[str, str] = {
 }
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "maxrl", "pass_at_k")
-"""Estimators that compare the samples of a group; a single sample gets no advantage."""
+"""Estimators that compare the samples of a group."""
 TOKEN_ESTIMATORS = ("reinforce_pp", "remax", "gae")
 """Estimators that give each token its own advantage, where rewards or values differ inside a sample."""
 PER_SEQUENCE = ("gspo", "gmpo", "dpo")
@@ -70,4 +70,4 @@ TRAINS_WITHOUT_ADVANTAGE = ("dro",)
 PAIRWISE = ("dpo",)
 """Policy losses that compare the two samples of a group, which must be in one pack."""
 PAIRED_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl")
-"""Estimators under which the better one of two samples has a positive advantage and the other a negative one."""
+"""Estimators under which, of two samples, the better has a positive and the worse a negative advantage."""

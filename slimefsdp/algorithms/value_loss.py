@@ -26,14 +26,14 @@ def clipped_value_loss(
 ) -> ValueLoss:
     """Returns 0.5 max((v - R)^2, (v' - R)^2), where v' is v clipped to within `clip` of the value before the step.
 
-    A value that has already moved by `clip` towards its return gets no gradient; one that moved away does. This is the
-    value loss of OpenAI's baselines (ppo2); the squared error itself is in equation 9 of PPO (arXiv 1707.06347).
+    A value that has already moved by `clip` towards its return gets no gradient; a value that moved away from it does.
+    This is the value loss of OpenAI's baselines (ppo2); the squared error is in equation 9 of PPO (arXiv 1707.06347).
 
     Args:
         values: [tokens], with their graph.
         old_values: [tokens], the values before the step, without a graph.
         returns: [tokens], without a graph.
-        clip: in the unit of the returns; None: half the squared error without clipping.
+        clip: in the unit of the returns; None disables clipping, and the loss is half the squared error.
     """
     error = (values - returns).square()
     if clip is None:
@@ -76,7 +76,7 @@ class ValueObjective:
 def value_metrics(means: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of an update, adding `explained_variance`, 1 - Var(R - v) / Var(R).
 
-    It is 1 if the values are exact, 0 if a constant would do as well, and absent if returns do not vary.
+    The explained variance is 1 if the values are exact, 0 if a constant is as good, and absent if returns do not vary.
 
     Args:
         means: the reduced sums of `ValueObjective`.

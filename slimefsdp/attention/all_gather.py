@@ -1,7 +1,7 @@
-"""Computes all-gather attention: every rank fetches the keys and values that it attends to, then makes one causal call.
+"""Computes all-gather attention: each rank fetches the keys and values that it attends to, and calls one causal kernel.
 
-The keys of each piece are its whole path, concatenated, so that sliding windows work as on one rank. Keys are fetched
-once and kept for the backward, which sends their gradients back to the owners in float32.
+The keys of a piece of a node are those of all its ancestors and its own, concatenated, so that sliding windows work as
+on one rank. They are fetched once and kept for the backward, which sends their gradients to the owners in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def all_gather_attention(
     scoring: AttentionParams,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim]; arguments of `ring_attention`."""
+    """Returns the attention of this rank's queries, [local_tokens, heads, head_dim]; see `ring_attention` for Args."""
     out: torch.Tensor = _AllGatherAttention.apply(q, k, v, sinks, plan, comm, scoring)
     return out
 
@@ -66,7 +66,7 @@ class _AllGatherAttention(torch.autograd.Function):
         dq, dk, dv = varlen_backward(
             grad_out, (q, keys, values), out, Saved(lse, *extra), plan.call, ctx.scoring, causal=True
         )
-        # a row may be a key of several pieces: their gradients are summed in at least float32
+        # a row may be a key of several pieces, so its gradients are summed, in at least float32
         sums = torch.zeros_like(keys_values, dtype=lse.dtype)
         sums[0].index_add_(0, plan.key_rows, dk.to(lse.dtype))
         sums[1].index_add_(0, plan.key_rows, dv.to(lse.dtype))

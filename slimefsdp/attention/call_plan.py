@@ -1,14 +1,14 @@
-"""Plans the attention calls of each rank of a pack, as variable-length calls over rows.
+"""Plans the kernel calls by which each rank computes the attention of a pack; all are variable-length calls over rows.
 
 A pack is a forest of nodes, which are runs of tokens. Without shared prefixes every sample is one node without a
 parent. The layout gives each context-parallel rank pieces of nodes. A piece sees all pieces of its node's ancestors,
 and everything before it in its own node.
 
-There are three kinds of plans. `RingPlan` has one causal call over the rank's own rows and at most one non-causal call
-per source of keys; their results are merged by log-sum-exp. `GatherPlan` has one causal call in which the keys of every
-piece are its whole path (ancestors, then what precedes it, then itself), as sliding windows need. `UlyssesPlan` maps
-the rows of all ranks to the pack, for strategies that split heads instead of tokens. This module also has the types
-that strategies and kernels share.
+There are three kinds of plans. `RingPlan` has one causal call over the rank's own rows, and at most one non-causal call
+for the keys of each rank (the source of the keys); the results are merged by log-sum-exp. `GatherPlan` has one causal
+call, as sliding windows need: the keys of a piece are those of its node's ancestors, of earlier tokens of the node, and
+of the piece. `UlyssesPlan` maps the rows of all ranks to the pack, for strategies that split heads instead of tokens.
+This module also has the types that strategies and kernels share.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from slimefsdp.batching.cp_sharding import Piece, ancestors, sent_pieces
 from slimefsdp.batching.packing import on_device
 
-Layout = Sequence[Sequence[Piece]]  # the pieces of every rank, each rank's in ascending order
-Rows = slice | torch.Tensor  # row indices of a tensor: int64, or a slice if they are a range, which avoids a copy
+Layout = Sequence[Sequence[Piece]]  # [rank] -> the pieces of the rank, ascending
+Rows = slice | torch.Tensor  # row indices of a tensor: int64, or a slice, which avoids a copy, if they are a range
 KernelName = Literal["torch", "flash_attn"]
 
 
@@ -33,7 +33,7 @@ class AttentionParams:
     """Holds how a query scores a key, and which keys it sees in a causal call."""
 
     scale: float  # factor on the products of queries and keys
-    window: int | None = None  # a query sees only this many latest keys, its own included, as in Hugging Face
+    window: int | None = None  # a query sees only this many of the latest keys, its own included, as in Hugging Face
     softcap: float | None = None  # scores become softcap * tanh(score / softcap), as in Gemma 2
     kernel: KernelName = "torch"
 
@@ -47,7 +47,7 @@ class CallPlan:
     """Describes one variable-length attention call: query segment i sees key segment i.
 
     No segment may be empty: the CPU kernel divides by the length, which would crash the process. All kernel calls take
-    their segments from here, so this is the only place that checks it.
+    their segments from a `CallPlan`, so only its constructor checks this.
     """
 
     cu_q: tuple[int, ...]  # [segments + 1] offsets
@@ -58,8 +58,8 @@ class CallPlan:
 
     max_q: int = field(init=False)  # length of the longest segment; computed once for all layers
     max_k: int = field(init=False)
-    can_be_causal: bool = field(init=False)  # no segment has fewer keys than queries
-    is_empty: bool = field(init=False)  # there are no segments
+    can_be_causal: bool = field(init=False)  # whether no segment has fewer keys than queries
+    is_empty: bool = field(init=False)  # whether there are no segments
     prepared: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # a kernel's cache
 
     def __post_init__(self) -> None:
@@ -75,30 +75,30 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class SourceCall:
-    """Describes a non-causal call of a rank's queries over keys of one source; all these keys precede the queries."""
+    """Describes a non-causal kernel call of a rank's queries over the keys of one rank (the source) that they see."""
 
     segments: CallPlan
     q_rows: Rows  # [q_tokens], indices of local rows
-    k_rows: Rows  # [k_tokens], indices of the rows that the source sends; for the rank itself of its local rows
+    k_rows: Rows  # [k_tokens], indices of the rows that the source sends, or of local rows if the source is this rank
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """Holds one rank's calls for one pack, whose keys arrive source by source."""
+    """Holds the kernel calls by which one rank computes the attention of one pack."""
 
     own: CallPlan  # causal, over the rank's own rows
-    sources: tuple[SourceCall | None, ...]  # by rank
+    sources: tuple[SourceCall | None, ...]  # [rank] -> the call over the keys of this rank, if any
     sent_rows: torch.Tensor  # int64, the local rows that other ranks attend to, ascending
     sent_counts: tuple[int, ...]  # number of rows that every rank sends
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Holds one causal call of one rank. Keys are rows of its own rows followed by the rows that other ranks send."""
+    """Holds one causal call of one rank; its keys are among the rank's own rows and the rows that other ranks send."""
 
     call: CallPlan
-    key_rows: torch.Tensor  # int64 [k_tokens]
-    sent_rows: torch.Tensor
+    key_rows: torch.Tensor  # int64 [k_tokens], indices among own rows followed by received rows
+    sent_rows: torch.Tensor  # as in `RingPlan`
     sent_counts: tuple[int, ...]
 
 
@@ -107,8 +107,8 @@ class UlyssesPlan:
     """Maps the rows of all ranks, concatenated by rank, to the rows of the pack."""
 
     counts: tuple[int, ...]  # number of rows of every rank
-    pack_to_ranks: torch.Tensor  # int64 [tokens]: the index among the ranks' rows of every row of the pack
-    ranks_to_pack: torch.Tensor  # its inverse
+    pack_to_ranks: torch.Tensor  # int64 [tokens], for every row of the pack its index among the ranks' rows
+    ranks_to_pack: torch.Tensor  # the inverse of pack_to_ranks
 
 
 def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None) -> RingPlan:
@@ -116,13 +116,13 @@ def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
 
     Args:
         layout: the pieces of every rank.
-        parents: the parent of every node; None: no node has a parent.
+        parents: the parent of every node; None means that no node has a parent.
     """
     forest = _Forest(layout, parents)
     lengths: list[int] = []
     for previous, piece in zip([None, *layout[rank]], layout[rank], strict=False):
         size = piece.end - piece.start
-        # pieces of one node are one causal segment: a later piece sees all of the earlier ones
+        # pieces of one node form one causal segment, because a later piece sees all earlier ones
         if previous is not None and previous.node == piece.node:
             lengths[-1] += size
         else:
@@ -147,7 +147,7 @@ def gather_plan(
     """Returns the all-gather plan of `rank`; arguments as for `ring_plan`."""
     forest = _Forest(layout, parents)
     sent = sent_pieces(layout, parents)
-    # the key buffer has the rank's own rows, then the rows that the other ranks send
+    # keys are looked up among the rank's own rows, followed by the rows that the other ranks send
     own_offsets = _offsets(layout[rank])
     offset_of: dict[Piece, int] = dict(own_offsets)
     end = _tokens(layout[rank])
@@ -183,7 +183,7 @@ def ulysses_plan(layout: Layout, device: torch.device) -> UlyssesPlan:
 
 
 class _Forest:
-    """Answers which pieces of which rank a piece sees."""
+    """Finds the pieces that a piece sees."""
 
     def __init__(self, layout: Layout, parents: Sequence[int | None] | None) -> None:
         self.layout = layout
@@ -202,7 +202,7 @@ class _Forest:
         """Returns the pieces that `piece` sees, root first and ascending.
 
         Args:
-            source: the rank whose pieces are returned; None: all ranks.
+            source: the rank whose pieces are returned; None means all ranks.
             own_node: whether to include pieces of the same node.
         """
         pieces = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]

@@ -1,8 +1,8 @@
 """Computes a model's attention on its mesh with one strategy, chosen once for all packs.
 
-`ring` passes keys and values round the context-parallel ranks and overlaps this with computation. `all_gather` fetches
-all keys and values first, and therefore supports sliding windows. `ulysses` exchanges a split by tokens for a split by
-heads. `ring_flash_attn` uses the package of that name. `local` is packed attention on one rank, for cp == 1.
+`ring` passes keys and values round the context-parallel ranks while it computes. `all_gather` fetches
+all keys and values first, and therefore supports sliding windows. `ulysses` exchanges the split by tokens for a split
+by heads. `ring_flash_attn` uses the package of that name. `local` is packed attention on one rank, for cp == 1.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Attention:
         choice: the strategy, from `slimefsdp.attention.select.choose_strategy`.
         group: the context-parallel ranks; None for `local`.
         kernel: the kernels that compute attention calls.
-        cost: the cost model that decides which sequences of a pack are cut; must be equal on all ranks.
+        cost: the cost model that decides which sequences of a pack are cut; it must be equal on all ranks.
 
     Raises:
         ConfigError: a package that the strategy needs is not installed.
@@ -62,11 +62,11 @@ class Attention:
         self._kernel: KernelName = kernel
         self._group = group
         self.cost = cost
-        # the number that a pack's tokens must be a multiple of
+        # the number of tokens of a pack must be a multiple of this
         self.padding_multiple = self.comm.size if self.comm is not None and choice.name == "ring_flash_attn" else 1
 
     def layout(self, cu_seqlens: Sequence[int], forest: Forest | None = None) -> Layout:
-        """Returns which rank owns which tokens of a pack with these node offsets and this forest."""
+        """Returns the tokens of a pack that each rank owns, given the offsets of its nodes and their forest."""
         if self.comm is None:
             return zigzag_layout(cu_seqlens, 1)
         if self.choice.name == "ring_flash_attn":
@@ -81,7 +81,7 @@ class Attention:
 
         Args:
             layout: the result of `self.layout`.
-            parents: the parent of every node of the pack; None: no node has a parent.
+            parents: the parent of every node of the pack; None means that no node has a parent.
         """
         comm = self.comm
         if comm is None:

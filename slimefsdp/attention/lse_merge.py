@@ -45,7 +45,7 @@ def add_rows(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
 
 
 def absorb_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output and log-sum-exp after adding to each head a key of value 0 with the logit in `sinks`, [heads]."""
+    """Returns output and log-sum-exp with one more key per head, of value 0 and with its logit in `sinks`, [heads]."""
     merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * _share(lse, merged), merged
 

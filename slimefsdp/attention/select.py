@@ -34,7 +34,7 @@ class AttentionShape:
 
     @classmethod
     def of_model_spec(cls, model_spec: ModelSpec) -> AttentionShape:
-        """Returns the shape according to config.json, which equals that of the built model."""
+        """Returns the shape according to config.json; the built model has the same."""
         return cls(
             model_spec.heads,
             model_spec.kv_heads,
@@ -57,7 +57,7 @@ class Choice:
     def traffic(self) -> Strategy:
         """Returns the strategy whose traffic estimate applies.
 
-        The ring-flash-attn package gathers all keys, like all_gather. One rank alone sends nothing under any strategy.
+        The ring-flash-attn package gathers all keys, like all_gather. A single rank sends nothing under any strategy.
         """
         if self.name == "ring_flash_attn":
             return "all_gather"
@@ -81,8 +81,8 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
                 hint=f"use auto, or {' or '.join(fitting)}",
             )
         return Choice(setting, "as set")
-    # Bytes sent by all ranks for a sequence that is cut over them, in units of its K+V bytes: the ring sends cp - 1,
-    # Ulysses (cp - 1)/cp x (1 + heads/kv_heads). Uncut sequences are sent only under Ulysses, but lengths are unknown
+    # For a sequence cut over all ranks, the ring sends cp - 1 times the bytes of its K and V, summed over ranks,
+    # and Ulysses (cp - 1)/cp x (1 + heads/kv_heads) times. Only Ulysses sends uncut sequences; lengths are unknown here
     ulysses_is_lighter = cp > shape.heads / shape.kv_heads + 1
     cannot_split_heads = _problem("ulysses", shape, cp)
     if shape.has_windows and cannot_split_heads:
@@ -122,7 +122,7 @@ def check_kernel(setting: KernelSetting, shape: AttentionShape, *, deterministic
         deterministic: the setting run.deterministic.
 
     Raises:
-        ConfigError: the kernels of `attention.kernel` would silently be replaced by others, or fail at the first call.
+        ConfigError: torch would silently replace the kernels of `attention.kernel`, or their first call would fail.
     """
     if setting == "torch":
         return
@@ -155,9 +155,9 @@ def _head_dim_problem(name: str, head_dim: int) -> str:
 
 
 def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns the number of key/value heads after repetition, so that they divide evenly over ranks with their queries.
+    """Returns how many key/value heads there are once they are repeated to divide evenly over ranks with their queries.
 
-    It is at most the number of query heads.
+    The result is at most the number of query heads.
     """
     repeated = math.lcm(kv_heads, cp)
     return repeated if heads % repeated == 0 else heads

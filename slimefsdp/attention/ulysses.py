@@ -1,7 +1,7 @@
-"""Computes Ulysses attention: an all-to-all exchanges a split by tokens for a split by heads, a second one reverts it.
+"""Computes Ulysses attention: an all-to-all turns the split by tokens into a split by heads, and another turns it back.
 
 In between, every rank has the whole pack for some heads, so any local attention works, windows and sinks included.
-If there are fewer key/value heads than ranks, they are repeated before they are sent; autograd sums their gradients.
+Key/value heads that are fewer than the ranks are repeated before the exchange; autograd sums their gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ulysses_attention(
         q: [local_tokens, heads, head_dim]; heads must be a multiple of the number of ranks.
         k, v: [local_tokens, kv_heads, head_dim].
         plan: maps the rows of all ranks to the pack.
-        attend: computes attention over the whole pack from (q, k, v, sinks) of some heads; [tokens, heads, head_dim].
+        attend: computes the pack's attention from (q, k, v, sinks) of this rank's heads, [tokens, heads, head_dim].
         sinks: [heads], the logit of one attention sink per head.
     """
     copies = repeated_kv_heads(q.shape[1], k.shape[1], comm.size) // k.shape[1]
@@ -51,7 +51,7 @@ def ulysses_attention(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Exchanges [local_tokens, ranks, heads, head_dim] for [tokens, heads, head_dim] of this rank's heads."""
+    """Exchanges [local_tokens, ranks, heads, head_dim] for its own heads, [tokens, heads, head_dim]."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:

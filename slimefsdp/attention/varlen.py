@@ -1,4 +1,4 @@
-"""Computes variable-length attention and its log-sum-exp with one of several kernels, and ring attention from it.
+"""Computes variable-length attention and its log-sum-exp with one of several kernels, and ring attention with them.
 
 The default is torch's own flash kernels for CPU and CUDA, which need no compilation. Calls that they do not support
 (soft-capped scores, wide heads, float32 on CUDA) use a kernel in plain torch. The flash-attn package is used on
@@ -27,7 +27,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 # torch's CPU kernel skips masked keys only in blocks of 512, so it computes up to twice as many scores as needed. For
 # these sequence lengths it is faster to call it on bands of queries with only the keys that they see.
 _BANDED_LENGTHS = range(128, 1025)
-# query rows per masked call, for fewer keys than _BANDED_LENGTHS.stop and for more; a mask is [band, keys]
+# query rows of a masked call, for fewer keys than _BANDED_LENGTHS.stop and for more; a mask is [band, keys]
 _BAND, _LONG_BAND = 64, 512
 
 
@@ -41,7 +41,7 @@ class Saved:
 
     @property
     def of_kernel(self) -> list[torch.Tensor]:
-        """Returns the tensors besides the log-sum-exp, which `Saved(lse, *tensors)` takes again."""
+        """Returns all tensors but the log-sum-exp; `Saved(lse, *tensors)` restores the object."""
         return [tensor for tensor in (self.rng_state, self.unused) if tensor is not None]
 
 
@@ -53,7 +53,7 @@ def varlen_forward(
     Args:
         q: [q_tokens, heads, head_dim].
         k, v: [k_tokens, kv_heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
-        call: the segments; the result is empty if there are none.
+        call: the segments; without segments the result is empty.
         causal: a query sees no later keys. The last query of a segment is aligned with its last key: with n more keys
             than queries, query i sees keys 0..i + n.
 
@@ -76,7 +76,7 @@ def varlen_forward(
             scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return out, Saved(lse, rng_state, unused)
-    # there may be many short calls, so everything is prepared for all of them at once
+    # there may be many short segments, so masks and layouts are prepared for all of them at once
     segments = _masked_segments(call, scoring.window, q.dtype, causal=causal)
     keys, values = _heads_first(k), _heads_first(v)
     outs, lses = [], []
@@ -181,7 +181,7 @@ def _by_segment(x: torch.Tensor, segments: Sequence[_Segment]) -> tuple[torch.Te
 
 
 class _Segment(NamedTuple):
-    """Describes one call of the CPU kernel. The rows of all calls, concatenated, are the queries."""
+    """Describes one call of the CPU kernel. The rows of all these calls, concatenated, are the queries."""
 
     rows: int
     first_key: int
@@ -202,7 +202,8 @@ def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, ca
     """Yields the CPU kernel's calls.
 
     The kernel's own causal mask aligns the first query with the first key, which is right only for segments with as
-    many queries as keys. Other segments, and those for which it is faster, are cut into bands of queries with a mask.
+    many queries as keys. Other segments are cut into bands of queries, each with a mask, and so are segments for which
+    bands are faster.
     """
     triangles: dict[int, torch.Tensor] = {}
     masks: dict[tuple[int, ...], torch.Tensor] = {}
@@ -262,8 +263,8 @@ def _windowed_segments(
 #
 # Keys and values pass round the ranks, and each rank merges the results over all of them. While a rank computes with
 # the keys of one source rank, it receives the keys of the next. In backward the keys pass round again. Their gradients
-# follow one step behind in an accumulator, to which every rank adds before it returns to the owner. With a single rank
-# this is plain packed attention, in which nodes may still attend to their parents.
+# follow one step behind in an accumulator; every rank adds to it, and finally it returns to the owner of the keys. With
+# a single rank this is plain packed attention, in which nodes may still attend to their parents.
 
 
 def ring_attention(
@@ -281,8 +282,8 @@ def ring_attention(
         q: [local_tokens, heads, head_dim].
         k, v: [local_tokens, kv_heads, head_dim].
         plan: the calls of this rank.
-        comm: communication with the other ranks; None: there are none.
-        scoring: may have a window only if the plan has no call besides its own causal one.
+        comm: communication with the other ranks; None means that there are none.
+        scoring: may have a window only if the plan's only call is the causal call over the rank's own rows.
         sinks: [heads], the logit of one attention sink per head.
     """
     has_sources = any(call is not None for call in plan.sources)
@@ -379,14 +380,14 @@ class _Ring:
         self.order = [(rank - step) % size for step in range(size if self.travels else 1)]
 
     def start(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
-        """Sends those of this rank's own rows that other ranks attend to."""
+        """Sends this rank's own rows that other ranks attend to; does nothing if no rows travel."""
         if len(self.order) == 1:
             return None
         rows = self._plan.sent_rows
         return self.pass_on(torch.stack([k[rows], v[rows]]), 0)
 
     def pass_on(self, keys_values: torch.Tensor, step: int) -> Transfer | None:
-        """Sends the rows that arrived at `step` to the next rank, unless every rank has had them."""
+        """Sends the rows that arrived at `step` to the next rank, unless that rank is their owner."""
         if step + 1 >= len(self.order):
             return None
         assert self._comm is not None
@@ -394,7 +395,7 @@ class _Ring:
 
     @staticmethod
     def received(transfer: Transfer | None) -> torch.Tensor:
-        """Returns a source's keys and values, [2, rows, kv_heads, head_dim]."""
+        """Waits for the keys and values that the previous rank sends; returns them as [2, rows, kv_heads, head_dim]."""
         assert transfer is not None
         return transfer.wait()[0]
 
@@ -407,6 +408,6 @@ class _Ring:
         return like.new_zeros(2, self._plan.sent_counts[source], *like.shape[1:], dtype=dtype)
 
     def hand_over(self, sums: torch.Tensor, source: int) -> Transfer:
-        """Sends gradient sums to the next rank and receives those of the next source; an owner's own come last."""
+        """Sends gradient sums to the next rank and receives those of the next source, or at last of its own keys."""
         assert self._comm is not None
         return self._comm.pass_on(sums, self._plan.sent_counts[(source - 1) % self._comm.size])

@@ -4,8 +4,8 @@ An item is one or more samples that stay in one pack: a single sample, a pair th
 share a prefix. Three passes, O(n log n) in total:
 
 1. First-fit decreasing finds how many packs suffice. Rounded up to a multiple of dp, this is the number of packs of
-   all ranks. The pass is skipped if bounds on its result give the same number.
-2. The items are placed, longest first, on the rank with the least work, and there in the pack with the least work.
+   all ranks. The pass is skipped if the bounds on its result already determine this number.
+2. The items are placed, longest first, on the rank with the least work, in its pack with the least work.
    The first attempt ignores the cap; the second considers only packs that have room. This evens out the ranks and the
    micro-batches of a rank.
 3. If pass 2 fails (long items, a tight cap), the packs of pass 1 are sorted by cost and dealt out in tiers of dp. The
@@ -24,11 +24,11 @@ from itertools import chain
 
 import numpy as np
 
-Packs = list[list[int]]  # positions in the order of descending length, pack by pack
+Packs = list[list[int]]  # [pack] -> positions of its items in the order of descending length
 
 
 def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) -> tuple[np.ndarray, np.ndarray]:
-    """Distributes items over packs: every rank gets equally many packs, its costliest first.
+    """Distributes items over packs. All ranks get equally many packs, and a rank's costliest pack is its first.
 
     The number of packs is at most 11/9 of the optimum, plus one, plus the rounding to dp (first-fit decreasing, Dosa
     2007).
@@ -61,7 +61,7 @@ def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) 
     pack_tokens = np.bincount(pack_of, tokens, num_packs)
     assert len(pack_of) == len(tokens) and pack_tokens.max() <= cap
     pack_costs = np.bincount(pack_of, costs, num_packs).reshape(dp, micro_batches)
-    position = np.empty_like(pack_costs, dtype=np.int64)  # of every pack within its rank, the costliest first
+    position = np.empty_like(pack_costs, dtype=np.int64)  # of every pack within its rank; the costliest pack has 0
     np.put_along_axis(position, np.argsort(-pack_costs, axis=1, kind="stable"), np.arange(micro_batches)[None], axis=1)
     pack_of = (np.arange(dp)[:, None] * micro_batches + position).ravel()[pack_of]
     sizes = np.bincount(pack_of, minlength=num_packs)
@@ -71,15 +71,15 @@ def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) 
 def _bounds_of_packs(tokens: np.ndarray, cap: int) -> tuple[int, int]:
     """Returns a lower and an upper bound on the number of packs of first-fit decreasing.
 
-    First-fit decreasing opens a pack only if no other has room for the item. All other packs then hold more than the
-    cap minus the longest item.
+    First-fit decreasing opens a pack only if no open pack has room for the item. So all packs but the last hold more
+    than the cap minus the longest item.
     """
     total, longest = int(tokens.sum()), int(tokens[0])
     return -(-total // cap), (total - 1) // (cap - longest + 1) + 1
 
 
 def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
-    """Packs by first-fit decreasing: each pack in turn takes the longest remaining item that fits, until none does."""
+    """Packs by first-fit decreasing: each pack in turn takes the longest remaining items that fit, until none fits."""
     ascending = [-length for length in tokens]
     num_items = len(tokens)
     next_left = list(range(num_items + 1))  # union-find: leads to the first unpacked item at or after a position
@@ -105,7 +105,7 @@ def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
 def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.ndarray:
     """Returns the pack of every item, int64 [items], ignoring the cap.
 
-    If no pack of the result exceeds the cap, `_balanced_packs` would return the same.
+    If no pack of the result exceeds the cap, the result equals that of `_balanced_packs`.
     """
     rank_of = _least_loaded(work, dp)
     if micro_batches == 1:
@@ -118,7 +118,7 @@ def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.
 
 
 def _least_loaded(work: np.ndarray, bins: int) -> np.ndarray:
-    """Assigns each item in turn to the bin with the least work, the first of equal ones; returns int64 [items]."""
+    """Assigns each item in turn to the bin with the least work, or the first of them; returns int64 [items]."""
     keys = list(range(bins))  # work x bins + index of the bin
     chosen = [heapreplace(keys, keys[0] + added) for added in (work * bins).tolist()]
     return np.array(chosen, dtype=np.int64) % bins
@@ -129,8 +129,8 @@ def _balanced_packs(
 ) -> np.ndarray | None:
     """Places each item, longest first, in the pack with the least work of the rank with the least work.
 
-    Items only get shorter. A pack without room for the current item is therefore parked until an item fits, and so is
-    a rank without an open pack. This takes a few heap operations per item, however tight the cap.
+    A pack without room for the current item is set aside until a later, shorter item fits. So is a rank all of whose
+    packs are set aside. This takes a few heap operations per item, however tight the cap.
 
     Returns:
         The pack of every item, int64 [items], numbered rank by rank; None if an item finds no room.
@@ -143,7 +143,7 @@ def _balanced_packs(
     open_packs = [list(range(rank * micro_batches, (rank + 1) * micro_batches)) for rank in range(dp)]
     parked_packs: list[list[tuple[int, int]]] = [[] for _ in range(dp)]  # (-room, key)
     open_ranks = list(range(dp))
-    parked_ranks: list[tuple[int, int]] = []  # (-room of its roomiest pack, key)
+    parked_ranks: list[tuple[int, int]] = []  # (-room of the rank's roomiest pack, key)
     for length, added_work in zip(tokens, added_works, strict=True):
         if parked_ranks:
             _reopen(parked_ranks, open_ranks, length)
@@ -176,7 +176,7 @@ def _reopen(parked: list[tuple[int, int]], is_open: list[int], length: int) -> N
 
 
 def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
-    """Halves the costliest pack of two items or more until there are enough packs; adds empty packs if none is left."""
+    """Halves the costliest pack of two items or more until there are enough packs; then adds empty packs."""
     packs = list(packs)
     splittable = [
         (-cost, index) for index, cost in enumerate(_costs_of(packs, costs).tolist()) if len(packs[index]) > 1
@@ -193,14 +193,14 @@ def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
 
 
 def _dealt(packs: Packs, costs: np.ndarray, dp: int) -> np.ndarray:
-    """Deals packs to ranks in tiers of dp packs of similar cost; a tier's costliest goes to the least loaded rank.
+    """Deals packs to ranks in tiers of dp packs of similar cost; a tier's costliest pack goes to the least loaded rank.
 
     Returns:
         The pack of every item, int64 [items], numbered rank by rank.
     """
     pack_costs = _costs_of(packs, costs)
     tiers = np.argsort(-pack_costs, kind="stable").reshape(-1, dp)  # [micro_batches, dp]
-    number = np.empty(len(packs), dtype=np.int64)  # of every pack, counted rank by rank
+    number = np.empty(len(packs), dtype=np.int64)  # new number of every pack; numbers count rank by rank
     work = np.zeros(dp)
     for micro_batch, tier in enumerate(tiers):
         ranks = np.argsort(work, kind="stable")
@@ -213,7 +213,7 @@ def _dealt(packs: Packs, costs: np.ndarray, dp: int) -> np.ndarray:
 
 
 def _flat(packs: Packs) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the positions of all packs, concatenated, and the pack of each; both int64 [items]."""
+    """Returns the positions in all packs, concatenated, and the pack of each position; both int64 [items]."""
     positions = np.fromiter(chain.from_iterable(packs), np.int64)
     return positions, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
 

@@ -2,7 +2,7 @@
 
 The unit is the forward pass of one token through all weight matrices. Costs add up: tokens a to b of a sequence cost
 cost(b) - cost(a), because a token attends to all tokens before it (or to those in its window). The backward pass takes
-about the same multiple of every part, so it is left out.
+about the same multiple of every part, so the estimate leaves it out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CostModel:
     """Estimates the time of a sample of n tokens: linear * n + quadratic * n^2, with n^2 limited by a sliding window.
 
     A forward pass through a transformer layer of hidden size h takes about 24 h^2 n FLOPs in its matrices (12 h^2
-    weights) and 4 h n^2 in the two attention products, half of which the causal mask saves: quadratic / linear is
+    weights) and 4 h n^2 in the two attention products, half of which the causal mask saves. So quadratic / linear is
     1 / (12 h). The default is h = 2048, a model of 1 to 2 billion parameters, with 8 KV heads of 128.
     """
 
@@ -37,8 +37,8 @@ class CostModel:
     quadratic: float = 1 / (12 * 2048)
     windowed: float = 0.0  # like `quadratic`, for the layers in which a token attends to at most `window` tokens
     window: int = 0
-    comm: float = 0.054  # sending one token's K and V, and receiving their gradients, for each further cp rank
-    splits_heads: bool = False  # Ulysses: cp ranks share attention evenly, whichever of them owns the tokens
+    comm: float = 0.054  # cost of sending a token's K and V, and receiving their gradients, for each further cp rank
+    splits_heads: bool = False  # cp ranks share attention evenly, whichever owns the tokens (Ulysses)
 
     def cost(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the cost of samples of these lengths, float64 in the shape of `lengths`."""
@@ -53,14 +53,14 @@ class CostModel:
         """Returns the estimated time of samples on `cp` ranks that share their work evenly, float64.
 
         Args:
-            lengths: tokens of each sample, or of a prefix of it.
+            lengths: tokens of each sample or prefix.
             is_cut: bool in the shape of `lengths`, True where the keys and values of a sample are sent between ranks.
         """
         sent = np.where(is_cut, self.comm * (cp - 1), 0.0) * lengths
         return (self.cost(lengths) + sent) / cp
 
     def of_owner(self) -> CostModel:
-        """Returns a model of the work that is done by the rank that owns a token."""
+        """Returns a cost model of the work that only the rank that owns a token does."""
         return CostModel(linear=self.linear, quadratic=0.0, comm=0.0) if self.splits_heads else self
 
     @classmethod
@@ -87,8 +87,8 @@ class CostModel:
         per_pair = 2.0 * model_spec.heads * model_spec.head_dim / per_token * attention_slowdown  # 4 FLOPs a pair
         keys_and_values = 2 * model_spec.kv_heads * model_spec.head_dim * model_spec.layers
         gradient_bytes = max(4, bytes_per_element)
-        # ring sends keys and values again in backward, all_gather keeps them; backward costs two forward passes, so
-        # that what a step sends is divided by the FLOPs of three
+        # ring sends keys and values again in backward, all_gather keeps them. Backward costs two forward passes, so the
+        # bytes that a step sends are divided by the FLOPs of three forward passes
         sent = {
             "ring": 2 * bytes_per_element + gradient_bytes,
             "all_gather": bytes_per_element + gradient_bytes,

@@ -5,8 +5,8 @@ the same size counted from the end. A rank's share of the causal attention then 
 the sizes of its chunks, so sequences of any length need no padding. Keys and values of whole sequences are not sent.
 
 If samples share prefixes, the sequences of a pack are the nodes of a forest. A token attends to its own node and to
-all ancestors of it, so a node must be sent if a descendant is on another rank. Therefore a tree is kept whole on one
-rank, or its root is cut and each subtree below the root is kept whole, and so on downwards.
+all ancestors of this node, so a node must be sent if a descendant is on another rank. Therefore a tree is kept whole on
+one rank, or its root is cut; then each subtree below the root is kept whole or cut in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     end: int
 
 
-Layout = list[list[Piece]]  # the pieces of every cp rank, each rank's in ascending order
+Layout = list[list[Piece]]  # [cp rank] -> the rank's pieces, ascending
 
 
 def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
@@ -79,7 +79,7 @@ def hybrid_layout(
 
     No rank gets more than its even share of the tokens, rounded up, so a pack of at most cp times a rank's cap keeps
     every rank within the cap. If `zigzag_layout` also satisfies this and is faster by the estimate (`layout_time`), its
-    result is returned. Whole sequences are assigned longest first, each to the rank that is least full with it. Cut
+    result is returned. Whole sequences are assigned longest first, each to the rank that is then least full. Cut
     sequences, shortest first, then fill all ranks up to the same number of tokens. Unless all sequences are cut, the
     work of the ranks is even within MAX_IMBALANCE.
 
@@ -88,7 +88,7 @@ def hybrid_layout(
         cp: number of context-parallel ranks.
         cost: the cost model, which must be equal on all ranks, or they compute different layouts.
         forest: the tree structure of the sequences, if samples share prefixes. A tree then counts as one sequence
-            until its root is cut; after that each subtree below the root does.
+            until its root is cut; after that each subtree below the root counts as one.
     """
     if cp == 1:
         return [_whole(cu_seqlens)]
@@ -122,10 +122,10 @@ def sent_pieces(layout: Sequence[Sequence[Piece]], parents: Sequence[int | None]
     Another rank attends to a piece if it owns a later piece of the same node, or a piece of a descendant.
 
     Args:
-        parents: the parent of every node of the forest; None: no node has a parent.
+        parents: the parent of every node of the forest; None means that no node has a parent.
     """
     last_starts: dict[int, list[tuple[int, int]]] = {}  # node -> (start of a rank's last piece, rank)
-    needed_by: dict[int, set[int]] = {}  # node -> the ranks that own pieces of its descendants
+    needed_by: dict[int, set[int]] = {}  # node -> ranks that own pieces of the node's descendants
     for rank, pieces in enumerate(layout):
         for node, start in {piece.node: piece.start for piece in pieces}.items():
             last_starts.setdefault(node, []).append((start, rank))
@@ -154,7 +154,7 @@ def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
 
 
 def sent_rows(layout: Layout, parents: Sequence[int | None] | None = None) -> list[int]:
-    """Returns the number of tokens of every rank whose keys and values are sent, [cp]; arguments of `sent_pieces`."""
+    """Returns for every rank the number of its tokens in `sent_pieces`, [cp]; see there for the arguments."""
     return tokens_of(sent_pieces(layout, parents))
 
 
@@ -164,7 +164,7 @@ def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: 
     nodes, starts, ends = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
     beginnings = np.asarray(cu_seqlens, dtype=np.int64)
     if forest is not None:
-        beginnings = beginnings[:-1] - forest.depths  # where a sample through this node would begin
+        beginnings = beginnings[:-1] - forest.depths  # where a sample that contains this node would begin
     origins = beginnings[nodes]
     ranks = np.repeat(np.arange(len(layout)), [len(owned) for owned in layout])
     return np.bincount(ranks, cost.cost(ends - origins) - cost.cost(starts - origins), len(layout))
@@ -192,7 +192,7 @@ class _Placement(NamedTuple):
 
 
 class _Pack:
-    """A pack whose candidate layouts are compared; holds its nodes, their costs and the order of cutting them."""
+    """Computes and compares layouts of a pack; holds its nodes, their costs and the order in which nodes are cut."""
 
     def __init__(self, cu_seqlens: Sequence[int], cp: int, cost: CostModel, forest: Forest | None) -> None:
         self.nodes = _whole(cu_seqlens)
@@ -201,7 +201,7 @@ class _Pack:
         depths = np.zeros(len(self.nodes)) if forest is None else np.array(forest.depths)
         work: list[float] = (cost.cost(depths + self.lengths) - cost.cost(depths)).tolist()
         self.attention = [of_all - length * cost.linear for of_all, length in zip(work, self.lengths, strict=True)]
-        # of each subtree, which stays whole if its root does
+        # of the subtree below each node; the subtree stays whole if the node does
         self.whole_tokens, self.whole_attention = list(self.lengths), list(self.attention)
         children: dict[int | None, list[int]] = {}
         for node in reversed(range(len(self.nodes))):
@@ -240,7 +240,7 @@ class _Pack:
         return (self.total_work + self.sending * sent) / self.cp
 
     def placed(self, num_cut: int) -> _Placement | None:
-        """Places all nodes, the first `num_cut` of them cut; returns None if a whole one does not fit on any rank."""
+        """Places all nodes and cuts the first `num_cut` of `cut_order`; returns None if a whole node does not fit."""
         tokens = [0] * self.cp
         attention = [0.0] * self.cp
         whole: list[tuple[int, int]] = []
@@ -260,7 +260,7 @@ class _Pack:
         for node in sorted(self.cut_order[:num_cut], key=lambda node: (self.lengths[node], -node)):
             length = self.lengths[node]
             shares = _filled_up(tokens, length)
-            # cut zig-zag, a rank's share of the attention equals its share of the tokens
+            # in a zig-zag cut, a rank's share of the attention equals its share of the tokens
             per_token = self.attention[node] / length
             is_sent = max(shares) < length or node in self.has_children
             for rank, share in enumerate(shares):
@@ -273,7 +273,7 @@ class _Pack:
         return _Placement(time, work * self.cp / self.total_work, whole, cut)
 
     def _best_rank(self, tokens: list[int], attention: list[float], length: int, pairs: float) -> int | None:
-        """Returns the rank that would be least full with this node; None if none has room.
+        """Returns the rank that would be least full with this node; None if no rank has room.
 
         The fullness of a rank is the larger of its tokens and its attention, each relative to the mean. Balancing their
         sum would let a rank with one long sequence wait for another with many short ones.
@@ -304,7 +304,7 @@ class _Pack:
 
 
 def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
-    """Yields the numbers of nodes to try to cut: 0, 1, 2, ..., then in growing strides, and finally all."""
+    """Yields the numbers of nodes to cut in trials: 0, 1, 2, ..., then in growing strides, and finally all."""
     number = 0
     while number < num_sequences:
         yield number
@@ -313,13 +313,13 @@ def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
 
 
 def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
-    """Distributes `amount` more tokens so that ranks become as even as possible; returns the tokens of each, [cp]."""
+    """Divides `amount` more tokens to make ranks as even as possible; returns the number that each rank gets, [cp]."""
     ranks = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))
     total = 0
     for count, rank in enumerate(ranks, start=1):
         total += tokens[rank]
         if count == len(ranks) or total + amount <= count * tokens[ranks[count]]:
-            break  # the other ranks already have more than the level of these
+            break  # the other ranks already have more than this level
     level, remainder = divmod(total + amount, count)
     shares = [0] * len(tokens)
     for position, rank in enumerate(ranks[:count]):

@@ -1,4 +1,4 @@
-"""Forms the items that packing places whole: a sample, a group that a loss compares, or samples that share a prefix."""
+"""Forms the items that packing keeps in one pack: a sample, a group that a loss compares, or samples with a prefix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Groups(NamedTuple):
 
     samples: np.ndarray  # int64 [samples], sample indices, group by group
     sizes: np.ndarray  # int64 [items], number of samples in each group
-    tokens: np.ndarray  # int64 [items], tokens of each group in a pack, or its predictions if these are more
+    tokens: np.ndarray  # int64 [items], each group's number of tokens in a pack, or of predictions if that is larger
     costs: np.ndarray  # float64 [items], estimated cost of each group
 
 
@@ -29,8 +29,8 @@ class SampleCosts:
     model: CostModel
     cp: int  # ranks that share each pack
     max_pack_tokens: int
-    shared: SharedPrefixes | None = None  # prefixes that a pack computes once; None: every sample is whole
-    pairs: np.ndarray | None = None  # int64 [B], predictions if samples do not share them; None: shared like tokens
+    shared: SharedPrefixes | None = None  # prefixes that a pack computes once; None means that every sample is whole
+    pairs: np.ndarray | None = None  # int64 [B], predictions if samples do not share them; None if they do
     is_cut: np.ndarray = field(init=False)  # bool [B], whether a sample is cut over the cp ranks
     each: np.ndarray = field(init=False)  # float64 [B], the cost of every sample alone
 
@@ -77,7 +77,7 @@ class SampleCosts:
         return costs
 
     def roughly(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Returns the same as `works` faster, but with different rounding."""
+        """Returns the result of `works` with different rounding, but faster."""
         pack_of = np.repeat(np.arange(len(sizes)), sizes)
         costs = np.bincount(pack_of, self.each[samples], len(sizes))
         if self.shared is not None:
@@ -117,20 +117,20 @@ class PrefixGroups:
         assert costs.shared is not None
         self._costs = costs
         self._samples, self._shared = costs.shared.among(samples)
-        own = costs.lengths[self._samples] - self._shared  # tokens that each sample adds to those before it
+        own = costs.lengths[self._samples] - self._shared  # tokens that each sample adds to the samples before
         self._new = np.concatenate([[0], np.cumsum(own)])
         pairs = None if costs.pairs is None else costs.pairs[self._samples]
         self._pairs = np.zeros_like(self._new) if pairs is None else np.concatenate([[0], np.cumsum(pairs)])
         spent = costs.each[self._samples] - costs.saved(self._samples, self._shared)
         self._spent = np.concatenate([[0.0], np.cumsum(spent)])
-        # positions of the samples that share nothing with the one before
+        # positions of the samples that share nothing with the sample before
         self._unrelated = np.append(np.flatnonzero(self._shared == 0), len(samples))
 
     def within(self, limit: int) -> Groups:
-        """Returns groups that have at most `limit` tokens and predictions each, or a single sample.
+        """Returns groups, each of at most `limit` tokens and predictions or of a single sample.
 
         A range of samples that is too large is split where neighbours share the shortest prefix. The parts are then
-        joined again to groups of about equal size.
+        joined to groups of about equal size.
         """
         low, high = self._unrelated[:-1], self._unrelated[1:]
         is_whole = (high - low == 1) | (self._sizes(low, high) <= limit)
@@ -178,7 +178,7 @@ def _joined(
     runs_needed = max(1, -(-to_join // max(1, limit - common)), -(-all_pairs // limit))
     enough, enough_pairs = common + -(-to_join // runs_needed), -(-all_pairs // runs_needed)
     joined: list[tuple[int, int]] = []
-    run_tokens = 0  # tokens of the current run; 0: the next part begins a new run
+    run_tokens = 0  # tokens of the current run; 0 means that the next part begins a new run
     for (low, high), size in zip(parts, sizes, strict=True):
         together = run_tokens + size - common
         if run_tokens and together <= limit and pairs[high] - pairs[joined[-1][0]] <= limit:

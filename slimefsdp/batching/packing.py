@@ -34,7 +34,7 @@ class PackedBatch:
     targets: torch.Tensor  # [pairs] int64, the predicted token
     response_index: torch.Tensor  # [predicted] int64, index of each predicted token among the batch's response tokens
     fan_out: torch.Tensor | None = None  # [predicted] int64, pair of each predicted token; None: the same index
-    forest: Forest | None = None  # None: no node has a parent
+    forest: Forest | None = None  # None means that no node has a parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ def pack(
     """Packs samples of a batch.
 
     Args:
-        samples: [samples] int64 indices. No index gives a dummy pack of one token without pairs: its forward and
-            backward pass contribute exactly nothing, and every rank runs the same number of collectives.
-        trained_only: make pairs only for tokens under the loss mask, instead of every response token.
-        multiple_of: pad the pack to a multiple of this many tokens, as a separate sequence without pairs.
-        shared: the prefixes that the pack computes once; None: every sample is packed whole.
+        samples: [samples] int64 indices. Without any, the result is a dummy pack of one token without pairs, with which a
+            rank runs as many collectives as the others, and contributes exactly nothing to gradients.
+        trained_only: make pairs only for tokens under the loss mask, not for every response token.
+        multiple_of: pad the pack to a multiple of this number of tokens; padding is a separate sequence without pairs.
+        shared: the prefixes that the pack computes once; None means that every sample is packed whole.
     """
     if len(samples) == 0:
         no_rows = torch.zeros(0, dtype=torch.int64)
@@ -160,7 +160,7 @@ def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *
 
 
 def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank: int) -> LocalShare:
-    """Returns the share of cp rank `cp_rank`, given the pieces of every rank."""
+    """Returns one cp rank's share of a pack; `layout` has the pieces of every rank."""
     if len(layout) == 1:
         everything = torch.arange(len(packed.rows))
         return LocalShare(packed.tokens, packed.positions, packed.rows, packed.targets, everything)

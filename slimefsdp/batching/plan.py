@@ -1,6 +1,6 @@
 """Plans which samples each dp rank trains on, micro-batch by micro-batch, in every update of a step.
 
-A plan depends only on lengths and shared prefixes and is equal on every machine that computes it, so ranks need not
+A plan depends only on lengths and shared prefixes, and is equal on every machine that computes it, so ranks need not
 communicate. In an update all ranks have the same number of micro-batches, and no pack exceeds the cap. This module
 cuts the batch into updates, and decides by the estimated time whether packs compute shared prefixes once: this saves
 work, but prefix groups are harder to balance than single samples. `slimefsdp.batching.balance` assigns items to packs.
@@ -38,9 +38,9 @@ class Plan:
     num_skipped_updates: int  # updates in which no sample trains, over all epochs; they are not in `updates`
     num_first_epoch_updates: int  # number of updates of the first epoch
     max_pack_tokens: int
-    shared: SharedPrefixes | None = None  # prefixes that packs compute once; None: every sample is whole
+    shared: SharedPrefixes | None = None  # prefixes that packs compute once; None means that every sample is whole
     # [u] -> ascending int64 indices of the samples in the denominators of an update, including samples that are not
-    # computed; None: exactly the computed samples
+    # computed; None means exactly the computed samples
     counted: tuple[np.ndarray, ...] | None = None
 
     def digest(self) -> str:
@@ -68,7 +68,7 @@ class Plan:
     def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL, cp: int = 1) -> float:
         """Returns the cost of the busiest dp rank / the mean cost; 1 is ideal.
 
-        Both are summed over updates, because ranks wait for each other after each update.
+        Both costs are summed over updates, because ranks wait for each other after each update.
 
         Args:
             lengths: int64 [B], tokens per sample of the batch that was planned.
@@ -81,7 +81,7 @@ class Plan:
         return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())  # [updates, dp]
 
     def computed_tokens(self, lengths: np.ndarray) -> int:
-        """Returns the tokens of all packs, shared ones counted once, for a batch of these lengths, int64 [B]."""
+        """Returns the number of tokens in all packs, for a batch of these lengths, [B]; shared tokens count once."""
         whole = SampleCosts(lengths, DEFAULT_COST_MODEL, 1, self.max_pack_tokens, self.shared)
         packs = (self.packs_of(update) for update in range(len(self.updates)))
         return sum(int(whole.tokens_each(samples, sizes.ravel()).sum()) for samples, sizes in packs)
@@ -105,13 +105,13 @@ class PackLimits:
 class UpdateCut:
     """Describes how a batch of B samples is cut into the updates of a step."""
 
-    # counted before samples are dropped; the last update of an epoch takes the rest. None: one update of all samples
+    # counted before samples are dropped; the last update of an epoch takes the rest. None puts all in one update
     samples_per_update: int | None = None
     epochs: int = 1  # how often every sample is used
-    seed: int | None = None  # shuffles each epoch, by a generator seeded with (seed, epoch); None: the batch's order
+    seed: int | None = None  # each epoch is shuffled by a generator seeded with (seed, epoch); None keeps the order
     # bool [B], False for samples in which no token trains (zero advantage, all masked). They are dropped after updates
     # are cut, so that the samples of an update do not depend on which others are dropped; an update in which no sample
-    # trains is skipped. None: all samples train
+    # trains is skipped. None means that all samples train
     trains: np.ndarray | None = None
     counts: np.ndarray | None = None  # bool [B], the samples in the denominators of their update; None: `trains`
     drop: bool = True  # leave samples that count but do not train out of the packs
@@ -123,9 +123,9 @@ class PrefixSharing:
 
     shared: SharedPrefixes
     # int64 [B], predictions of each sample, if predictions of shared tokens are not shared: a pack has at most as many
-    # predictions as it may have tokens, unless samples must stay together. None: predictions are shared like tokens
+    # predictions as it may have tokens, unless samples must stay together. None if they are shared like tokens
     pairs: np.ndarray | None = None
-    min_gain: float = MIN_GAIN  # share only if this part of the estimated time is saved; minus infinity: always share
+    min_gain: float = MIN_GAIN  # share only if this part of the estimated time is saved; minus infinity always shares
 
 
 def plan_batch(
@@ -140,10 +140,10 @@ def plan_batch(
 
     Args:
         lengths: int64 [B], tokens per sample.
-        cut: how to cut the batch into updates; None: one update of all samples.
+        cut: how to cut the batch into updates; None means one update of all samples.
         together: int64 [B], samples with equal numbers stay in one pack, for losses that compare them. An update then
-            has as many of these groups as fit in `samples_per_update`, at least one. None: no samples stay together.
-        sharing: prefixes that packs may share; None: every sample is computed whole.
+            has as many of these groups as fit in `samples_per_update`, at least one. None keeps no samples together.
+        sharing: prefixes that packs may share; None means that every sample is computed whole.
 
     Raises:
         BatchError: a sample that trains, or a group that stays together, is longer than the cap.
@@ -164,7 +164,7 @@ def plan_batch(
 
     def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
         costs = SampleCosts(lengths, limits.cost_model, limits.cp, cap, shared, pairs)
-        _refuse_over_the_cap(costs, planned_samples, together)  # checks all updates before any is planned
+        _refuse_over_the_cap(costs, planned_samples, together)  # checks all updates before the first is planned
         packs = tuple(plan_update(costs, samples, dp=limits.dp, together=together) for samples in updates.contents)
         num_dropped = len(lengths) - len(planned_samples)
         plan = Plan(packs, num_dropped, updates.num_skipped, updates.num_first_epoch, cap, shared, counted)
@@ -180,7 +180,7 @@ def plan_batch(
         return with_sharing
     try:
         without, time_without = planned(None)
-    except BatchError:  # a group that fits only because its samples share
+    except BatchError:  # without sharing, a group does not fit
         return with_sharing
     return with_sharing if time <= (1 - sharing.min_gain) * time_without else without
 
@@ -193,7 +193,7 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
     Args:
         costs: the costs of the batch's samples.
         samples: int64 [n], distinct indices of the samples to plan; at least one.
-        together: int64 [B], samples with equal numbers stay in one pack; None: no samples stay together.
+        together: int64 [B], samples with equal numbers stay in one pack; None means that no samples stay together.
 
     Raises:
         BatchError: a sample, or a group, is longer than the cap.
@@ -206,7 +206,7 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
         return _placed(groups(costs, samples, together), costs, dp).update()
     if costs.shared is None:
         return _placed(singles(costs, samples), costs, dp).update()
-    # larger prefix groups save more work and are harder to balance: take the size of the least estimated time
+    # larger prefix groups save more work but are harder to balance, so several sizes are tried
     prefix_groups = PrefixGroups(costs, samples)
     best, least_time = None, float("inf")
     longest, limit = int(costs.lengths[samples].max()), costs.max_pack_tokens

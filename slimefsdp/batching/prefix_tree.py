@@ -1,8 +1,8 @@
 """Finds common prefixes of samples, so that a pack computes them once.
 
 Responses to one prompt, turns of one conversation and forks of one response share prefixes. Prefixes are found by
-comparing tokens, not from group ids. Samples are sorted by their tokens, so that each one is next to those it shares
-most with, and for each sample the length of the prefix that it shares with its predecessor is kept. These numbers
+comparing tokens, not from group ids. Samples are sorted by their tokens, so that each sample is next to those with
+which it shares most. For each sample the length of the prefix that it shares with its predecessor is kept. The lengths
 determine the number of tokens of any selection of samples, its cost, and the forest of its nodes in a pack.
 """
 
@@ -19,24 +19,24 @@ MIN_SHARED_TOKENS = 16  # a shorter node costs more in additional attention call
 class Forest:
     """Holds the nodes of a pack: runs of tokens, each of which continues its parent or begins a sample."""
 
-    parents: tuple[int | None, ...]  # the parent of every node, which comes before its children; None: a root
-    depths: tuple[int, ...]  # number of tokens above every node in its samples
+    parents: tuple[int | None, ...]  # the parent of every node; None for a root. A parent comes before its children
+    depths: tuple[int, ...]  # number of tokens before every node in its samples
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SharedPrefixes:
     """Holds the sorted order of samples, and the length of the prefix that each shares with its predecessor.
 
-    Two samples share as many tokens as the smallest of the numbers between their places in this order.
+    Two samples share as many tokens as the smallest of the lengths between their places in this order.
     """
 
     place: np.ndarray  # int64 [B], position of every sample in the sorted order
-    shared: np.ndarray  # int64 [B], by position: tokens shared with the sample before; 0 at the first
+    shared: np.ndarray  # int64 [B] by position, tokens shared with the sample before; 0 at the first
 
     def among(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sorts a selection of samples, and returns it with the number of tokens that each shares with the one before.
+        """Sorts a selection of samples; returns it, and the number of tokens that each shares with the sample before.
 
-        Both are int64 [n].
+        Both results are int64 [n].
         """
         samples = samples[np.argsort(self.place[samples])]
         places = self.place[samples]
@@ -50,7 +50,7 @@ class SharedPrefixes:
 
         Args:
             samples: int64, the selections, concatenated.
-            sizes: int64, number of samples in each selection. The first sample of each shares 0 tokens.
+            sizes: int64, number of samples in each selection. The first sample of a selection shares 0 tokens.
         """
         num_samples = len(self.place)
         sample_at = np.empty(num_samples, dtype=np.int64)
@@ -171,7 +171,7 @@ def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarr
 def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, least: int) -> np.ndarray:
     """Returns the samples whose first `least` tokens equal those of another sample; ascending indices."""
     long_enough = np.flatnonzero(lengths >= least)
-    # compared by a hash; collisions are harmless, because tokens are compared later
+    # samples are compared by a hash; collisions are harmless, because tokens are compared later
     factors = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, least + 1, dtype=np.uint64)
     hashes = np.zeros(len(long_enough), dtype=np.uint64)
     for offset, factor in enumerate(factors):
@@ -183,7 +183,7 @@ def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, le
 def _sorted_by_tokens(
     tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts samples by their tokens, stably, and returns them with the length of the prefix shared with the one before.
+    """Sorts samples by their tokens, stably; returns them and the length of the prefix shared with the sample before.
 
     A block is a run of samples that are equal so far. Every round looks a few tokens further in all blocks at once. A
     block is sorted by the first token in which its samples differ, and splits into smaller blocks. A block of one
@@ -198,7 +198,7 @@ def _sorted_by_tokens(
         samples_at = ordered[positions]
         ahead = _window(tokens, starts[samples_at] + depth[block], lengths[samples_at] - depth[block])
         follows = np.concatenate([[False], block[1:] == block[:-1]])
-        # where each sample first differs from the one before, or the end of the window
+        # where each sample first differs from the sample before, or the end of the window
         column = np.full(len(positions), _WINDOW - 1)
         differs = ahead[1:] != ahead[:-1]
         differing = np.flatnonzero(follows[1:] & differs.any(axis=1))
@@ -240,7 +240,7 @@ def _window(tokens: np.ndarray, starts: np.ndarray, remaining: np.ndarray) -> np
 def _least_of_ranges(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Returns the minimum of values[low:high] for many non-empty ranges, in O(n log n).
 
-    Computes the minimum of every run of 1, 2, 4, ... values (a sparse table); a range is the union of two runs.
+    The minimum of every run of 1, 2, 4, ... values is computed (a sparse table); a range is the union of two runs.
     """
     minima = np.empty(len(low), dtype=values.dtype)
     level = np.frexp(high - low)[1] - 1  # the longest run that fits: 2**level <= high - low
@@ -256,9 +256,9 @@ def _thinned(common: np.ndarray, least: int) -> np.ndarray:
     """Shortens shared prefixes so that no shared node has fewer than `least` tokens.
 
     Args:
-        common: int64 [n], tokens that each of the sorted samples shares with the one before; 0 at the first.
+        common: int64 [n], tokens that each of the sorted samples shares with the sample before; 0 at the first.
     """
-    # A Cartesian tree: the smallest number of a range splits its samples, and is the parent of the parts' numbers.
+    # a Cartesian tree: the smallest number of a range splits the range, and is the parent of the parts' smallest ones
     numbers = common.tolist()
     above: list[int] = [-1] * len(numbers)
     open_nodes: list[int] = []

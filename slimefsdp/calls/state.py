@@ -343,7 +343,7 @@ class StateCalls(Calls):
         Adapters are merged into the weights.
 
         Args:
-            dtype: the dtype of the tensors, e.g. `bfloat16`; None: the master dtype.
+            dtype: the dtype of the tensors, e.g. `bfloat16`; None means the master dtype.
 
         Raises:
             ConfigError: the dtype is unknown.

@@ -30,7 +30,7 @@ class Calls:
     """
 
     _state: RankState
-    _adapters: Adapters | None  # None: the run has no adapters
+    _adapters: Adapters | None  # None means that the run has no adapters
     receiver: WeightReceiver  # of another group's weights, in a reference group
     _frozen_source: str  # changes when weights that are not trained may have changed
     job: JobCheckpoint | None = None  # set by a driver for the `save` or `load` that follows
@@ -137,7 +137,7 @@ class TrainingCalls(Calls):
         After an error, or an end by loss.max_kl, there are no gradients left.
 
         Args:
-            plan: a plan of `slimefsdp.training.plan.plan_training`; None: it is made here.
+            plan: a plan of `slimefsdp.training.plan.plan_training`; None means that it is made here.
             gae_lambda, kl_coefficient: replace the settings in the computation of a critic's targets.
 
         Raises:

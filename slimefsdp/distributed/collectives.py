@@ -1,6 +1,6 @@
 """Lets ranks agree on values and errors, counts and aborts a process's collectives, and classifies errors of torch.
 
-No rank may enter a collective that another one will never join: `run_together` raises the same error on all ranks.
+No rank may enter a collective that another rank will never join, so `run_together` raises the same error on all ranks.
 gloo's calls wait in Python, and raise when a peer's connections close. NCCL's calls return at once; the host waits for
 the device later, and a kernel whose peer is lost spins until the group's timeout. Ranks therefore report how many
 collectives they have begun, which distinguishes a hanging rank from those that wait for it. When a peer is lost, the
@@ -54,8 +54,8 @@ def _largest(values: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
 def run_together(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     """Collective: runs `action`, which has no collectives, on every rank; each rank returns its own result.
 
-    If any rank fails, all raise the first error in rank order. Typed errors name the rank that raised them, here and in
-    `run_on_first`.
+    If any rank fails, all ranks raise the first error in rank order. Typed errors name the rank that raised them; in
+    `run_on_first` too.
     """
     result, error = attempt(action)
     _raise_together(error, group)
@@ -70,7 +70,7 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
             0 finishes the iteration if the action fails.
     """
     _, error = attempt(action) if dist.get_rank(group) == 0 else (None, None)
-    deque(stream, maxlen=0)  # frees each item before the next one is made
+    deque(stream, maxlen=0)  # frees each item before it takes the next
     _raise_together(error, group)
 
 
@@ -89,7 +89,7 @@ def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 
 def sendable(error: Exception | None) -> Exception | None:
-    """Returns an error that can be pickled; one that cannot would leave the peers waiting in the collective."""
+    """Returns an error that can be pickled; any other would leave the peers waiting in the collective."""
     return None if error is None else portable(error)
 
 
@@ -110,7 +110,7 @@ def raise_first(errors: Sequence[Exception | None], own: Exception | None, group
 
 
 def attempt(action: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Runs an action and returns its result and the error that it raises; one of them is None."""
+    """Runs an action; returns (result, None), or (None, error) if it raises."""
     try:
         return action(), None
     except Exception as error:
@@ -144,7 +144,7 @@ def collectives_begun(device_type: str) -> int:
 def needs_abort() -> bool:
     """Returns whether collectives must be aborted when a peer is lost.
 
-    NCCL's must; gloo's raise by themselves when the peer's process ends.
+    Collectives of NCCL must; collectives of gloo raise by themselves when the peer's process ends.
     """
     return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
@@ -153,7 +153,7 @@ def abort_collectives() -> None:
     """Aborts all collectives of this process permanently: waiting kernels return, and later collectives raise.
 
     Only for processes with `needs_abort`. The results of aborted collectives are undefined, and threads that wait for
-    them may continue before this function returns. The caller must discard results from before the call on.
+    them may continue before this function returns. The caller must discard all results of collectives from then on.
 
     Raises:
         RuntimeError: a communicator cannot be aborted.

@@ -37,11 +37,11 @@ Recompute = Literal["none", "full", "selective", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """Holds how `parallelize` shards and computes a model: values of the sections `fsdp`, `precision` and `model`."""
+    """Holds the options of `parallelize`, from the settings' sections `fsdp`, `precision` and `model`."""
 
     compute_dtype: torch.dtype
     master_dtype: torch.dtype  # dtype of parameters, gradients and optimiser state
-    reduce_dtype: torch.dtype | None = None  # dtype in which gradients are summed over ranks; None: master_dtype
+    reduce_dtype: torch.dtype | None = None  # dtype in which gradients are summed over ranks; None means master_dtype
     keep_parameters: bool = False  # keep parameters gathered from forward to backward; see `gradients_summed_once`
     wrap: Sequence[str] | int | None = None  # see `choose_units`
     cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
@@ -55,7 +55,7 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
 
     Parameters may be on the meta device. The order matters: recomputation wraps the compiled forward, and sharding
     wraps both. The head's weight is in the root unit, so it is gathered only during the root's forward. Gradients are
-    summed over all ranks, not averaged, because the weights of the loss already normalise it.
+    summed over all ranks, not averaged, because the token weights already normalise the loss.
 
     Raises:
         ConfigError: see `choose_units`.
@@ -68,7 +68,7 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
         reduce_dtype=how.reduce_dtype or how.master_dtype,
     )
     offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
-    for unit in reversed(choose_units(policy, how.wrap)):  # inner first: an outer unit has the other parameters
+    for unit in reversed(choose_units(policy, how.wrap)):  # inner first: an outer unit gets the other parameters
         fully_shard(
             unit,
             mesh=mesh.fsdp,
@@ -76,13 +76,13 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
             offload_policy=offload,
             reshard_after_forward=not how.keep_parameters,
         )
-    # by default the root stays gathered from forward to backward, which begins with it
+    # torch's default keeps the root gathered from forward to backward, which begins with the root
     fully_shard(policy, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            if mesh.fsdp.size() > 1:  # on one rank torch would divide all gradients by 1 in a separate pass
+            if mesh.fsdp.size() > 1:  # on one rank this would make torch divide all gradients by 1 in a separate pass
                 module.set_gradient_divide_factor(1.0)
-            # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
+            # else torch would turn a divide factor of 1 into a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     return policy
 
@@ -91,12 +91,12 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
 def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]:
     """Collective: within the block, gradients are summed over ranks at the last micro-batch only.
 
-    Until then they accumulate unsharded, so each rank holds all gradients in the reduce dtype. With `keep_parameters`
-    parameters are also gathered only once, and stay gathered until then. All ranks run the same number of
-    micro-batches, so the last one is the same everywhere. After an error call `abandon_update`.
+    Before, gradients accumulate unsharded, so each rank holds all gradients in the reduce dtype. With `keep_parameters`
+    parameters are also gathered only once, and stay gathered until the last micro-batch. All ranks run the same number
+    of micro-batches. After an error call `abandon_update`.
 
     Yields:
-        A function to call before each micro-batch; its argument is whether this is the last one.
+        A function to call before each micro-batch; its argument says whether this micro-batch is the last.
     """
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
@@ -114,7 +114,7 @@ def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]
 def abandon_update(policy: nn.Module) -> None:
     """Drops all gradients after an error in a forward or backward pass, and resets FSDP for the next update.
 
-    FSDP would otherwise consider itself inside the failed backward, and not reduce the next one's gradients.
+    Otherwise FSDP would consider itself inside the failed backward, and would not reduce the gradients of the next.
     """
     assert isinstance(policy, FSDPModule)
     if hasattr(policy, "reset_iter_state"):  # from torch 2.13 on
@@ -144,7 +144,7 @@ def reshard(policy: nn.Module) -> None:
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """Returns torch's parameter groups of a unit; torch 2.13 has a list, earlier versions at most one."""
+    """Returns torch's parameter groups of a unit; before torch 2.13 a unit has at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -157,8 +157,8 @@ def choose_units(policy: DecoderModel, wrap: Sequence[str] | int | None = None) 
     The default units are the decoder layers, and the embedding unless it is tied to the head.
 
     Args:
-        wrap: class names: all modules of these classes are units; or a number: a module is a unit if it has at least
-            this many parameters that are in no smaller unit.
+        wrap: class names or a number. With class names, all modules of these classes are units. With a number, a module
+            is a unit if it has at least this number of parameters outside of smaller units. None means the default.
 
     Raises:
         ConfigError: a class in `wrap` has no module in this model.
@@ -184,7 +184,7 @@ def choose_units(policy: DecoderModel, wrap: Sequence[str] | int | None = None) 
 
 
 def _candidates(policy: DecoderModel) -> list[nn.Module]:
-    """Returns the modules that can be units, in model order: they have parameters, and the decoder calls them."""
+    """Returns the modules that can be units, in model order: those with parameters that the decoder calls."""
     decoder = policy.hf.get_decoder()
     in_root = {decoder, policy.hf.get_input_embeddings()} if policy.has_tied_embeddings else {decoder}
     return [
@@ -197,7 +197,7 @@ def _candidates(policy: DecoderModel) -> list[nn.Module]:
 
 
 def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, chosen: set[nn.Module]) -> int:
-    """Adds units to `chosen` from the inside out, and returns the number of parameters of `module` in no unit yet."""
+    """Adds units to `chosen` from the inside out, and returns the number of parameters of `module` in no unit."""
     rest = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     rest += sum(_choose_by_size(child, candidates, least, chosen) for child in module.children())
     if module in candidates and rest >= least:
@@ -213,8 +213,8 @@ def _class_name(module: nn.Module) -> str:
 
 # ---------------------------------------------------------------------- compilation and recomputation of layers
 #
-# Both only replace a layer's `forward`. So parameters keep their names, and hooks on the call of a layer (with which
-# FSDP gathers and frees parameters) are not repeated when the layer is recomputed.
+# Compilation and recomputation only replace a layer's `forward`. So parameters keep their names, and recomputing does
+# not repeat the hooks on the layer's call, with which FSDP gathers and frees parameters.
 
 _aten = torch.ops.aten
 # matrix products with weights, and attention: most of a layer's time, but little of its memory
@@ -231,8 +231,8 @@ def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, *, pin_memory
     """Makes layers recompute activations in backward, in place.
 
     Args:
-        kind: full: recompute everything from the layer's input; selective: store matrix products and attention outputs
-            and recompute the rest; offload: as `full`, with the layer's input in host memory until backward.
+        kind: `full` recomputes everything from the layer's input. `selective` stores matrix products and attention
+            outputs, and recomputes the rest. `offload` is `full` with the layer's input in host memory until backward.
         pin_memory: page-lock this host memory.
     """
     if kind == "none":
@@ -270,7 +270,7 @@ def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
 
 
 class _OffloadedInput:
-    """Holds a layer's input for one forward and its recomputation; in between, only the copy made by `store`."""
+    """Holds a layer's input until its forward, and from then on only the copy that `store` made, for recomputation."""
 
     def __init__(self, hidden: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._hidden: torch.Tensor | None = hidden
@@ -288,8 +288,8 @@ class _OffloadedInput:
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compiles the forward of each layer with dynamic shapes, in place.
 
-    Passes without gradients use the same graph as passes with gradients. It is compiled only once, and both passes
-    round equally, so that the ratio to old log-probs is exactly 1 in the first update.
+    Passes without gradients use the same graph as passes with gradients. So the forward is compiled only once, and
+    both kinds of passes round equally: the ratio to old log-probs is exactly 1 in the first update.
     """
     for layer in layers:
         layer.forward = _in_one_graph(torch.compile(layer.forward, dynamic=True))
@@ -308,7 +308,7 @@ def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recomputed(forward: Callable[..., Any], saved: list[Any] | None) -> Callable[..., Any]:
-    """Wraps a layer's forward in a checkpoint that stores the results of the operations `saved`; None: of none."""
+    """Wraps a layer's forward in a checkpoint that stores the results of the operations `saved`, if any."""
     # no layer draws random numbers, so the state of generators need not be preserved
     run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if saved is not None:

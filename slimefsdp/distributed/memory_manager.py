@@ -46,8 +46,8 @@ class MemoryManager:
 
         Raises:
             ConfigError: there is no such tag.
-            ResourceError, StateError: see `StorageOffloader.sleep`; raised on every rank. Each tag is still either
-                awake or asleep as a whole.
+            ResourceError, StateError: see `StorageOffloader.sleep`; raised on every rank. Each tag is then still
+                entirely awake or entirely asleep.
         """
         return self._move(tags, lambda tag: self._offloaders[tag].sleep(self._tensors(tag)))
 
@@ -56,8 +56,8 @@ class MemoryManager:
 
         Raises:
             ConfigError: there is no such tag.
-            ResourceError: see `StorageOffloader.wake_up`; raised on every rank. Each tag is still either awake or
-                asleep as a whole.
+            ResourceError: see `StorageOffloader.wake_up`; raised on every rank. Each tag is then still entirely awake
+                or entirely asleep.
         """
         return self._move(tags, lambda tag: self._offloaders[tag].wake_up())
 
@@ -85,7 +85,7 @@ class MemoryManager:
 
     def _move(self, tags: Sequence[Tag], move: Callable[[Tag], MemoryReport]) -> MemoryReport:
         known = _known(tags)
-        for model in self.models.values():  # gathered copies, also of a failed call, must not outlive their shards
+        for model in self.models.values():  # gathered parameters must not outlive their shards, as after an error
             reshard(model)
         reports = run_together(lambda: [move(tag) for tag in known], self._group)
         before, after, on_host, seconds = 0, 0, 0, 0.0
@@ -97,7 +97,7 @@ class MemoryManager:
         return MemoryReport(before, after, on_host, seconds)
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:
-        """Returns a tag's tensors: parameters with gradients and buffers, or moments; step counts are not moved."""
+        """Returns a tag's tensors on the device: parameters, gradients and buffers, or moments without step counts."""
         tensors: list[torch.Tensor] = []
         if tag in self.models:
             parameters = list(self.models[tag].parameters())
@@ -131,7 +131,7 @@ def allocator_state(device: torch.device) -> dict[str, int]:
 
 
 def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Returns the current and the peak bytes in use, as in `Health`.
+    """Returns the bytes in use now and at their peak, as in `Health`.
 
     Does not wait for the device, and is safe in any thread.
     """
@@ -162,13 +162,13 @@ def _known(tags: Sequence[Tag]) -> list[Tag]:
 
 # ---------------------------------------------------------------------- offloading
 
-# torch page-locks blocks of powers of two, and many blocks are slow to lock: large chunks of these sizes waste little
+# torch page-locks blocks of powers of two, and locks many blocks slowly; so chunks are large and powers of two
 CHUNK_BYTES = 64 * 2**20
-FINE_BYTES = 2**20  # upper limit of unused memory
+FINE_BYTES = 2**20  # upper limit of the memory that the last chunk leaves unused
 
 
 class HostBuffers:
-    """Holds reusable host memory that only grows: a sequence of bytes in chunks.
+    """Holds reusable host memory, a sequence of bytes in chunks that only grows.
 
     Chunk sizes are powers of two, at most `chunk_bytes`.
     """
@@ -183,14 +183,14 @@ class HostBuffers:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def grow_to(self, nbytes: int) -> None:
-        """Allocates chunks until there are `nbytes`. After MemoryError or RuntimeError the allocated chunks remain."""
+        """Allocates chunks until there are `nbytes`; chunks allocated before a MemoryError or RuntimeError remain."""
         while (missing := nbytes - self.nbytes) > 0:
             last = 1 << (missing - 1).bit_length()  # the smallest chunk with all missing bytes
             size = min(self._chunk_bytes, last if last <= FINE_BYTES else 1 << (missing.bit_length() - 1))
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory))
 
     def views(self, sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
-        """Yields the next bytes for each size, as pieces that each lie in one chunk."""
+        """Yields the next `size` bytes for each size, as a list of pieces; each piece lies in one chunk."""
         rest = iter(self._chunks)
         free = torch.empty(0, dtype=torch.uint8)
         for size in sizes:
@@ -301,7 +301,7 @@ class StorageOffloader:
                     target, source = (piece, device_piece) if to_host else (device_piece, piece)
                     target.copy_(source, non_blocking=True)
         if device is not None:
-            torch.cuda.synchronize(device)  # all streams, because gathers may still read what is freed next
+            torch.cuda.synchronize(device)  # all streams, because gathers may still read memory that is freed next
 
 
 _ROOM_ON_THE_HOST = "sleep fewer tags, start fewer ranks on this machine, or give it more memory"
@@ -311,7 +311,7 @@ _ROOM_ON_THE_DEVICE = "let what shares the device free its memory first, such as
 def _allocate(action: Callable[[], None], need: str, hint: str) -> None:
     try:
         action()
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError, and so is the CPU's
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError or a subclass on a CPU and on CUDA
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ResourceError(f"{need}: {reason}", field="tags", hint=hint) from error
 
@@ -329,7 +329,7 @@ def prefer_expandable_segments(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of a rank's device; on CPUs the machine's free memory / the number of all ranks."""
+    """Returns the free bytes of a rank's device, or on CPUs the machine's free memory / the number of all ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return _kilobytes("/proc/meminfo", "MemAvailable")[0] // (dist.get_world_size() if dist.is_initialized() else 1)

@@ -85,8 +85,8 @@ def start_process_group(
     torch's own `tcp://` rendezvous would listen on every interface, so rank 0 passes a bound socket to its store.
 
     Args:
-        listener: rank 0's socket, if it already listens at address and port; the store takes it over. None: a socket
-            is bound here, which fails if another process has taken the port.
+        listener: rank 0's socket, if it already listens at address and port; the store takes it over. If None, rank 0
+            binds a socket, which fails if another process has taken the port.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
@@ -133,11 +133,11 @@ def build_mesh(
     """Returns the (dp_replicate, dp, cp) mesh over the ranks of the process group.
 
     Meshes are cached by arguments: torch frees the threads and connections of a mesh's groups only with the process
-    group of all ranks, so a process that makes many Trainers would accumulate them.
+    group of all ranks, so a process with many Trainers in turn would accumulate them.
 
     Args:
         is_whole_on_every_rank: do not shard parameters; every rank has a copy of the model.
-        timeout_s: timeout of collectives in the groups made here; None: torch's default.
+        timeout_s: timeout of collectives in the groups made here; None means torch's default.
 
     Raises:
         ConfigError: dp_replicate x dp x cp is not the number of ranks.
@@ -153,7 +153,7 @@ def build_mesh(
             hint=f"{way_out}start {needed} ranks",
         )
     world = dist.group.WORLD
-    if any(mesh_world is not world for mesh_world, *_ in _meshes):  # of a process group that has been destroyed
+    if any(mesh_world is not world for mesh_world, *_ in _meshes):  # meshes of a destroyed process group
         _meshes.clear()
     key = (world, dp, cp, device, dp_replicate, is_whole_on_every_rank, timeout_s)
     if key not in _meshes:
@@ -200,10 +200,10 @@ def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh:
 
     Args:
         local: [..., local_pairs], this rank's values.
-        pairs: [local_pairs] int64, their indices in the pack; the cp ranks' indices partition range(num_pairs).
+        pairs: [local_pairs] int64, indices of these pairs in the pack. Each pair of the pack is on exactly one cp rank.
 
     Returns:
-        [..., num_pairs]; every rank computes the same loss from it, and backpropagates its own share.
+        [..., num_pairs]. Every rank computes the same loss from these values, and backpropagates through its own.
     """
     if mesh.cp == 1:
         return local
@@ -217,7 +217,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's rows of a sharded tensor, or the whole tensor; the result shares memory with it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # without autograd the shard itself will do; to_local() of a parameter makes a view, at ten times the cost
+    # without autograd the shard itself suffices; to_local() of a parameter makes a view, at ten times the cost
     return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
 

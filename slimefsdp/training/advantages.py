@@ -98,7 +98,7 @@ def has_variance(config: TrainerConfig, batch: RolloutBatch, advantages: np.ndar
     samples.
 
     Args:
-        advantages: [R]; None: computed here.
+        advantages: [R]; None means computed here.
     """
     compares = batch.advantages is not None or estimator_of(config).compares_groups
     if batch.group_ids is None or not compares:
@@ -116,7 +116,7 @@ def value_targets(
 
     Args:
         kl_penalty: as in `response_advantages`.
-        gae_lambda: None: advantage.gae_lambda.
+        gae_lambda: None means advantage.gae_lambda.
 
     Raises:
         BatchError: rewards or values are missing.

@@ -94,7 +94,7 @@ def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
 
 
 def lora_of(config: TrainerConfig) -> Lora | None:
-    """Returns the settings of an actor's or critic's adapters; None: there are none."""
+    """Returns the settings of an actor's or critic's adapters; None means that there are none."""
     settings = config.lora
     if settings.rank is None:
         return None
@@ -114,7 +114,7 @@ def set_numerics(config: TrainerConfig) -> None:
 
 
 def host_threads(config: TrainerConfig, mesh: Mesh) -> int | None:
-    """Collective: returns the threads for computation on the host under fsdp.cpu_offload; None: torch's default.
+    """Collective: returns the threads for computation on the host under fsdp.cpu_offload; None means torch's default.
 
     Launchers give a rank one, for which AdamW over a large model is a matter of many seconds.
     """
@@ -288,7 +288,7 @@ def model_for(
 
     Args:
         kind: PolicyModel or ValueModel.
-        adapters: to begin with; None: they are drawn, if lora.rank is set.
+        adapters: to begin with; None means that they are drawn, if lora.rank is set.
         cpu_offload: keep the shards on the host, even without fsdp.cpu_offload.
 
     Raises:

@@ -43,11 +43,11 @@ class Throughput:
     """
 
     ranks: int
-    model_spec: ModelSpec | None  # None: the model's sizes are not known
+    model_spec: ModelSpec | None  # None means the model's sizes are not known
     trained_share: float = 1.0  # trained weights / all weights
     adapter_parameters: int = 0  # parameters of adapters, which are not among the weights
     has_vocabulary_head: bool = True
-    peak_tflops: float | None = None  # of one rank's device; None: not known
+    peak_tflops: float | None = None  # of one rank's device; None means not known
 
     def metrics(self, plan: Plan, batch: RolloutBatch, seconds: float, updates: Sequence[int]) -> dict[str, float]:
         """Returns the metrics of a step that took these updates of its plan in `seconds`."""
@@ -97,7 +97,7 @@ def throughput_for(
     """Returns the throughput calculation for a model.
 
     Args:
-        model_spec: the model's sizes; None: not known.
+        model_spec: the model's sizes; None means not known.
         stated_tflops: peak rate of a rank's device; None: the vendor's figure, known for half precision on some GPUs.
     """
     peak = stated_tflops

@@ -52,7 +52,7 @@ TOKENS = "micro_batch_tokens"
 class RankPacks:
     batch: RolloutBatch
     samples: Sequence[np.ndarray]  # int64 sample indices of each pack
-    shared: SharedPrefixes | None = None  # the plan's shared prefixes; None: no prefix is shared
+    shared: SharedPrefixes | None = None  # the plan's shared prefixes; None means that no prefix is shared
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -172,7 +172,7 @@ def accumulate_gradients(
         inputs: inputs of every response token of the batch, [R], on the CPU.
         objective: computes the loss of a pack from the model's outputs and the inputs of their tokens.
         outputs: zeros [2, R] in the dtype of the model's outputs, on the device. The first cp rank writes the log-probs
-            and entropies of the trained tokens of its packs there. None: they are not kept.
+            and entropies of the trained tokens of its packs there. None means that they are not kept.
 
     Returns:
         The metrics of this rank, before the reduction over ranks.

@@ -45,8 +45,8 @@ def plan_training(
 
     Args:
         cost: the cost model that packs and ranks are balanced by; see `cost_model_of`.
-        loss: the loss that the step trains; None: the actor's loss under this algorithm.
-        advantages: [R], the result of `checked_advantages`; None: computed here if needed.
+        loss: the loss that the step trains; None means the actor's loss under this algorithm.
+        advantages: [R], the result of `checked_advantages`; None means computed here if needed.
     """
     loss = loss or config.loss_name
     counts = batch.any_token(batch.mask)
@@ -120,7 +120,7 @@ def plan_everything(
 
     Args:
         data_ranks: data-parallel ranks of this group; a reference group may have a different number than the actor's.
-        loss: the loss that the packs are for; None: log-probs or values.
+        loss: the loss that the packs are for; None means log-probs or values.
     """
     return plan_batch(
         batch.lengths,

@@ -40,12 +40,12 @@ class PreparedBatch:
 
     batch: RolloutBatch
     plan: Plan
-    loss: LossName | None = None  # None: a forward pass only
+    loss: LossName | None = None  # None means a forward pass only
     # of a policy, float64 [R]; None for other losses, and if they depend on a KL that the ranks have yet to compute
     advantages: np.ndarray | None = None
-    gae_lambda: float | None = None  # for a critic's targets; None: advantage.gae_lambda
+    gae_lambda: float | None = None  # for a critic's targets; None means advantage.gae_lambda
     kl_coefficient: float | None = None  # of the KL in a critic's targets; None: the coefficient of the rank's state
-    denominator: float | None = None  # divides the loss; None: the denominator of each update's samples
+    denominator: float | None = None  # divides the loss; None means the denominator of each update's samples
     loss_settings: dict[str, Any] | None = None  # arguments of `TrainerConfig.with_loss`; None: the settings' own loss
 
 
@@ -59,7 +59,7 @@ class BatchPlanner:
 
     Args:
         vocab_size: vocabulary size of the group's model.
-        max_sample_tokens: number of positions that the model learned; None: it has no such limit.
+        max_sample_tokens: number of positions that the model learned; None means that it has no such limit.
         cost: the cost model that plans are balanced by; see `slimefsdp.training.plan.cost_model_of`.
     """
 
@@ -215,8 +215,8 @@ def checked_advantages(
 
     Args:
         vocab_size: vocabulary size of the model.
-        loss: also check what this loss reads (rewards, groups, log-probs, values); None: check only the tokens.
-        max_sample_tokens: number of positions that the model learned; None: it has no such limit.
+        loss: also check what this loss reads (rewards, groups, log-probs, values); None means check only the tokens.
+        max_sample_tokens: number of positions that the model learned; None means that it has no such limit.
 
     Returns:
         The advantages; None for another loss, and if they depend on a KL in the reward, which needs log-probs first.

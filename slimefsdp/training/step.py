@@ -279,7 +279,7 @@ def step_metrics(
 
     Args:
         reports: the metrics of each completed update.
-        kl_old_stopped: the KL at which loss.max_kl ended the step; None: it did not.
+        kl_old_stopped: the KL at which loss.max_kl ended the step; None means that it did not.
     """
     cost = state.model.attention.cost
     advantages = None if inputs.advantages is None else inputs.advantages.numpy()
