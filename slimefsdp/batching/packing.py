@@ -67,7 +67,7 @@ def pack(
     """Packs samples of a batch.
 
     Args:
-        samples: [samples] int64 indices. Without any, the result is a dummy pack of one token without pairs, with which a
+        samples: [samples] int64 indices. Without any, the result is a dummy pack of one token without pairs. With it a
             rank runs as many collectives as the others, and contributes exactly nothing to gradients.
         trained_only: make pairs only for tokens under the loss mask, not for every response token.
         multiple_of: pad the pack to a multiple of this number of tokens; padding is a separate sequence without pairs.

@@ -1,5 +1,5 @@
-"""The calls of a training loop; `slimefsdp.Trainer` on one rank and a driver's `WorkerGroup` have the same ones.
+"""Defines the calls of a training loop. `slimefsdp.Trainer` on one rank and a driver's `WorkerGroup` both have them.
 
-Each call is defined once, in a module of this package: its signature, docstring and `@call` declaration, and its body,
-which is what one rank does. Drivers import these classes too, so bodies import the modules that need transformers.
+A call is defined once, by its signature, docstring, `@call` declaration and body; the body runs on a rank. Drivers also
+import these classes, so modules that need transformers are imported in bodies.
 """

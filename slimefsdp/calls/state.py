@@ -29,7 +29,7 @@ def _check_path(role: str, arguments: Arguments) -> None:
 
 
 def _check_checkpoint(role: str, arguments: Arguments) -> None:
-    check_loop_state(arguments.get("loop_state"))  # first, since a very deeply nested one could not be sent to ranks
+    check_loop_state(arguments.get("loop_state"))  # first, since a very deeply nested state could not be sent
     if arguments["name"] is not None:
         require_name(arguments["name"])
 
@@ -44,7 +44,7 @@ def _check_receivers(role: str, arguments: Arguments) -> None:
             raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)
 
 
-# Each rank has its own result: a Trainer returns its own, and a driver's handle a list with one per rank.
+# result types of calls that answer by rank: a Trainer returns its rank's result, a driver's handle all results
 MemoryReports = TypeVar("MemoryReports")
 Memories = TypeVar("Memories")
 Descriptions = TypeVar("Descriptions")
@@ -61,7 +61,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
             A `MemoryReport` of what a rank freed; for a group, one per rank.
 
         Raises:
-            ConfigError: a tag is unknown. ResourceError: a host has no room for what is moved there.
+            ConfigError: a tag is unknown. ResourceError: a host has no room for the memory of a device.
         """
         from slimefsdp.distributed.memory_manager import allocator_state
 
@@ -81,7 +81,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
             A `MemoryReport` of what a rank restored; for a group, one per rank.
 
         Raises:
-            ConfigError: a tag is unknown. ResourceError: a device has no room for what is restored.
+            ConfigError: a tag is unknown. ResourceError: a device has no room for its memory.
         """
         from slimefsdp.distributed.memory_manager import allocator_state
 
@@ -115,7 +115,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
     @call(*ROLES)
     def check_sync(self) -> ReplicaCheck:
-        """Compares bit by bit what ranks should have in common: replicas of shards, buffers, moments, counters."""
+        """Compares bit by bit the shards, buffers, moments and counters that should be equal on several ranks."""
         from slimefsdp.distributed.fsdp import reshard
         from slimefsdp.monitoring.replica_check import compare_replicas, model_tensors, optimizer_tensors
 
@@ -141,7 +141,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
         """Returns the norms of the last update's gradients by layer, and the first parameter that was not finite.
 
         Raises:
-            StateError: there was no update since the start or the last load.
+            StateError: there has been no update since the start or the last load.
         """
         health = self._state.updater.health
         if health is None:
@@ -154,7 +154,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
 
 class StateCalls(Calls):
-    """Calls for weights and state that leave the ranks or are loaded."""
+    """Calls that send, save, load and export weights and state."""
 
     @call("actor", "ref", needs_whole_weights=True, check=_check_receivers)
     def update_weights(self, receivers: Sequence[Receiver], *, drop_failed: bool = False) -> SyncReport:
@@ -165,13 +165,13 @@ class StateCalls(Calls):
         Args:
             receivers: objects with `begin`, `receive` and `commit` as in `slimefsdp.weight_sync.receive.Receiver`; a
                 driver's receivers are Ray actors.
-            drop_failed: on a driver: continues without receivers that fail, and reports them; otherwise the first
+            drop_failed: on a driver, continues without receivers that fail, and reports them. By default the first
                 failure ends the update.
 
         Raises:
             SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; with `drop_failed`,
-                all of them. Receivers that had begun must not be used for sampling until the next update.
-            ConfigError: `drop_failed` without a driver.
+                all receivers did. Receivers that have begun must not be used for sampling until the next update.
+            ConfigError: `drop_failed` was set without a driver.
         """
         from slimefsdp.models.lora import merged_rows
         from slimefsdp.training.build import compute_dtype
@@ -199,11 +199,10 @@ class StateCalls(Calls):
 
     @call("actor", changes_state=True, needs_whole_weights=True)
     def update_ref(self) -> None:
-        """Copies the actor's weights to the reference model; shard by shard if it is colocated.
+        """Copies the actor's weights to the reference model; shard by shard if the reference is colocated.
 
         Raises:
-            StateError: there is no reference model, or it has another architecture; on a Trainer also if it is a group
-                of its own.
+            StateError: there is no reference model, it has another architecture, or a Trainer's is a separate group.
             SyncError: as in `update_weights`, for a reference group.
         """
         from slimefsdp.models.decoder import PolicyModel
@@ -220,22 +219,22 @@ class StateCalls(Calls):
         name: str | None = None,
         overwrite: bool = False,
     ) -> Path:
-        """Writes a checkpoint of everything that is needed to continue training; atomically.
+        """Writes a checkpoint of everything that is needed to continue training, completely or not at all.
 
         On a driver the checkpoint of an actor group also holds its critic and its reference group. With
-        `checkpoint.async_save` the call returns at once with a snapshot of this moment, and `finish_save` waits for it;
-        critic and reference group are written before it returns.
+        `checkpoint.async_save` the call returns at once, and the checkpoint still gets the state as of the call;
+        `finish_save` waits for it. An actor's critic and reference group are written before the call returns.
 
         Args:
             loop_state: the caller's own JSON, which `load` returns.
-            name: keeps the checkpoint until its folder is removed; it counts neither for `checkpoint.keep_last` nor as
-                `latest`.
+            name: a named checkpoint is kept until its folder is removed; it counts neither for `checkpoint.keep_last`
+                nor as `latest`.
             overwrite: replaces an existing checkpoint of this name.
 
         Raises:
             ConfigError: `run.dir` is not set.
             CheckpointError: this or the previous save could not be written, or the name is invalid or taken.
-            StateError: on a driver, of a reference group.
+            StateError: a driver called it on a reference group.
         """
         state, is_reference = self._state, self._state.role == "ref"
         state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -256,15 +255,15 @@ class StateCalls(Calls):
                 job=self.job,
             )
             if state.reference.follows:
-                state.checkpoints.wait_for_copy()  # the reference model is about to be moved off the device
+                state.checkpoints.wait_for_copy()  # the end of the block moves the reference model off the device
         return folder
 
     @call("actor", "critic")
     def finish_save(self) -> Path | None:
-        """Waits until the save in the background is on disk; returns its folder, or None if there was none.
+        """Waits until the save in the background is on disk; returns its folder, or None if there was no such save.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints remain valid.
+            CheckpointError: the checkpoint could not be written; earlier checkpoints remain valid.
         """
         return self._state.checkpoints.finish()
 
@@ -275,10 +274,10 @@ class StateCalls(Calls):
         name: str | None = None,
         weights_only: bool = False,
     ) -> dict[str, Any]:
-        """Loads a checkpoint, from whatever mesh it was saved on; returns its loop state.
+        """Loads a checkpoint, which may have been saved on another mesh; returns its loop state.
 
-        On a driver an actor group's critic and reference group are restored with it. It also repairs the state after an
-        update that failed halfway.
+        On a driver, the call on an actor group also restores its critic and reference group. A load also repairs the
+        state after an update that failed halfway.
 
         Args:
             name: loads the checkpoint of this name.
@@ -286,7 +285,7 @@ class StateCalls(Calls):
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is incomplete, changed or of another model.
-            StateError: on a driver, of a reference group.
+            StateError: a driver called it on a reference group.
         """
         state = self._state
         state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -309,7 +308,7 @@ class StateCalls(Calls):
         return dict(info["loop_state"])
 
     def _load_reference_group(self, step: int | Literal["latest"], name: str | None) -> dict[str, Any]:
-        """Restores the weights of a reference group, or those of its folder where it had not been updated."""
+        """Restores a reference group's weights, from its model folder if the checkpoint has no updated weights."""
         from slimefsdp.models.decoder import PolicyModel
         from slimefsdp.training.build import model_for
 
@@ -333,12 +332,12 @@ class StateCalls(Calls):
 
     @call("actor", "critic", is_exclusive=False)
     def restored(self) -> LoadReport | None:
-        """Returns what the last `load` has read and skipped; None before the first one."""
+        """Returns what the last `load` has read and skipped; None before the first `load`."""
         return self._state.checkpoints.restored
 
     @call(*ROLES, needs_whole_weights=True, check=_check_path)
     def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
-        """Writes the weights as a folder for `AutoModelForCausalLM`, or of a critic `AutoModelForTokenClassification`.
+        """Writes the weights as a folder for `AutoModelForCausalLM`, or for a critic `AutoModelForTokenClassification`.
 
         Adapters are merged into the weights.
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 class Calls:
     """Base of the classes whose methods are calls.
 
-    `Trainer` runs the bodies, which use the attributes declared here. A driver's handle has none of them: its `_make`
-    sends the call to the ranks.
+    `Trainer` runs the bodies, which use the attributes declared here. A driver's handle has no such attributes and runs
+    no body: its `_make` sends the call to the ranks.
     """
 
     _state: RankState
     _adapters: Adapters | None  # None means that the run has no adapters
-    receiver: WeightReceiver  # of another group's weights, in a reference group
-    _frozen_source: str  # changes when weights that are not trained may have changed
+    receiver: WeightReceiver  # in a reference group, receives the actor's weights
+    _frozen_source: str  # identifies the values of the frozen weights; replaced when they may have changed
     job: JobCheckpoint | None = None  # set by a driver for the `save` or `load` that follows
 
     def _make(self, call: Call, arguments: Arguments) -> Any:
@@ -79,7 +79,7 @@ def _check_update_settings(role: str, arguments: Arguments) -> None:
 class TrainingCalls(Calls):
     """Calls for forward passes and updates, and for the adapters of an actor with `lora.rank`.
 
-    The bodies get a `PreparedBatch` as `batch`, since `_make` has checked and planned it.
+    The argument `batch` of a body is a `PreparedBatch`, because `_make` checks and plans the caller's batch first.
     """
 
     @call("actor", "ref", prepare=BatchPlanner.for_forward)
@@ -91,7 +91,7 @@ class TrainingCalls(Calls):
 
         Raises:
             BatchError: the batch does not fit the settings. ConfigError: the group has no such model.
-            StateError: the reference model is a group of its own, which must be called instead.
+            StateError: the reference model is a separate group, on which the call must be made.
         """
         from slimefsdp.training import step
 
@@ -134,17 +134,17 @@ class TrainingCalls(Calls):
     ) -> dict[str, float]:
         """Takes all updates of one rollout batch; returns their mean metrics.
 
-        After an error, or an end by loss.max_kl, there are no gradients left.
+        If an error or loss.max_kl ends the call early, the gradients of the unfinished update are dropped.
 
         Args:
-            plan: a plan of `slimefsdp.training.plan.plan_training`; None means that it is made here.
+            plan: the result of `slimefsdp.training.plan.plan_training`; None means that this call makes the plan.
             gae_lambda, kl_coefficient: replace the settings in the computation of a critic's targets.
 
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
             ConfigError: an option of critics is passed to another group, or is out of range.
-            StateError: there are unused gradients of forward_backward, which stay; or too many non-finite gradient
-                norms in a row; or an earlier update failed halfway.
+            StateError: forward_backward has left unused gradients, which are kept; or too many gradient norms in a row
+                were not finite; or an earlier update failed halfway.
         """
         from slimefsdp.training import step
 
@@ -192,13 +192,13 @@ class TrainingCalls(Calls):
         settings: Mapping[str, Any] | None = None,
         with_log_probs: bool = False,
     ) -> dict[str, float] | ForwardBackward:
-        """Adds the gradients of one batch to those of the next update; drops no sample. Returns its metrics.
+        """Adds the gradients of all samples of a batch to those of the next update; returns the batch's metrics.
 
         Args:
-            batch: if it has no `old_log_probs`, the current ones are used, and the ratio is 1.
-            loss: `policy` (needs advantages, or what they are computed from), `sft`, or `value` for a critic.
-            denominator: the divisor of the loss; default: this call's own count. Two halves with the denominator of
-                the whole (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
+            batch: if it has no `old_log_probs`, the current log-probs are used, and the ratio is 1.
+            loss: `policy` (the batch has advantages, or the estimator's inputs), `sft`, or `value` for a critic.
+            denominator: the divisor of the loss; None means the count of this batch. If two calls get half of a batch
+                each, and the whole batch's `slimefsdp.algorithms.reduction.update_denominator`, they equal one call.
             settings: settings of `loss` for this call only, such as {"policy": "cispo", "clip_high": 0.3}: the policy
                 loss and its parameters, `reduction`, `constant_length` and `entropy_coefficient`.
             with_log_probs: returns a `ForwardBackward` with the metrics, and the log-probs of this forward pass in
@@ -206,7 +206,7 @@ class TrainingCalls(Calls):
 
         Raises:
             BatchError: the batch does not fit the settings; no gradient was added.
-            ConfigError: the loss is unknown, or `settings` cannot be chosen per call.
+            ConfigError: the loss is unknown, or a setting in `settings` cannot be chosen per call.
         """
         from slimefsdp.training import step
 
@@ -220,14 +220,15 @@ class TrainingCalls(Calls):
 
     @call("actor", "critic", changes_state=True, check=_check_update_settings)
     def optimizer_step(self, settings: UpdateSettings | None = None) -> dict[str, float]:
-        """Takes one optimiser update with the gathered gradients; clips by global norm, skips a non-finite one.
+        """Takes one optimiser update with the accumulated gradients, clipped by their global norm.
+
+        If the norm is not finite, the update is skipped.
 
         Args:
-            settings: replace those of `optim` in this update: learning rate, betas, eps, weight decay and the norm
-                for clipping.
+            settings: overrides settings of `optim` in this update only.
 
         Raises:
-            StateError: there are no gradients, too many were skipped in a row, or an earlier update
+            StateError: there are no gradients, too many updates in a row were skipped, or an earlier update
                 failed halfway.
             ConfigError: `settings` are not valid, or have an `eps` under SGD.
         """
@@ -237,7 +238,7 @@ class TrainingCalls(Calls):
 
     @call("actor", "critic", changes_state=True)
     def zero_grad(self) -> None:
-        """Drops the gradients that forward_backward has gathered; idempotent."""
+        """Drops the gradients that forward_backward has accumulated; idempotent."""
         from slimefsdp.training import step
 
         self._state.memory_manager.wake_up(("parameters",))  # while asleep, parameters have no gradients to drop
@@ -247,12 +248,12 @@ class TrainingCalls(Calls):
     def create_adapter(
         self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
     ) -> None:
-        """Creates another adapter on the same base with new weights, and makes it the current one.
+        """Creates another adapter of the base model with new weights, and makes it the current adapter.
 
         Args:
             rank: at most lora.rank, which is the default.
-            alpha: default: lora.alpha.
-            seed: the seed of A's random weights; default: run.seed.
+            alpha: the default is lora.alpha.
+            seed: the seed of A's random weights; the default is run.seed.
 
         Raises:
             ConfigError: the run has no adapters, or a value is out of range. StateError: the name is taken.

@@ -2,8 +2,8 @@
 
 An adapter consists of its matrices, optimiser moments, accumulated gradients, counters, KL coefficient and checkpoints.
 The model has matrices for one adapter, of rank `lora.rank`; the other adapters are parked on the device or the host.
-Adapters are exchanged by copying bits, so each trains exactly as it would alone. An adapter of a smaller rank has
-additional rows of A and columns of B that are 0 and stay 0, because their gradients are 0.
+Adapters are exchanged by copying bits, so each adapter trains exactly as it would alone. An adapter of a smaller rank
+has additional rows of A and columns of B that are 0 and stay 0, because their gradients are 0.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Adapters:
 
     Args:
         first: the adapter that is in the model now.
-        make: collective; makes a new adapter from its name, rank and alpha.
+        make: collective function that makes a new adapter from its name, rank and alpha.
         pin_memory: page-lock host memory.
     """
 
@@ -143,7 +143,7 @@ class Adapters:
             )
         self._park_current()
         try:
-            self.to_host()  # may fail for lack of memory, so it runs before anything else changes
+            self.to_host()  # may fail for lack of memory, so this runs before anything changes
             adapter = self._make(name, rank, alpha)
         except BaseException:
             self._parked.pop(self.current.name).to_device()  # the model still uses its gradient tensors
@@ -173,7 +173,7 @@ class Adapters:
         self.to_host()
 
     def delete(self, name: str) -> None:
-        """Collective: removes an adapter, but not its files; the run's own adapter replaces it if it is current.
+        """Collective: removes an adapter, but not its files; if it is current, the run's own adapter becomes current.
 
         Raises:
             StateError: there is no adapter of this name, or it is the run's own.
@@ -198,7 +198,7 @@ class Adapters:
         """Checks that an adapter of this name exists.
 
         Raises:
-            StateError: there is none.
+            StateError: there is no such adapter.
         """
         if name not in self._adapters:
             known = ", ".join(sorted(self._adapters))
@@ -225,7 +225,7 @@ class Adapters:
         return sum(parked.host_bytes for parked in list(self._parked.values()))
 
     def _park_current(self) -> None:
-        """Copies the current adapter; the model keeps its values until another adapter overwrites them."""
+        """Copies the current adapter's state; the model keeps these values until another adapter overwrites them."""
         self.current.checkpoints.wait_for_copy()
         reshard(self._model)
         parked: list[Parked] = []
@@ -243,7 +243,7 @@ def make_adapters(
     checkpoints: Checkpoints,
     kl_coefficient: float,
 ) -> Adapters:
-    """Returns the adapters of a rank, with the run's own in the model.
+    """Returns the adapters of a rank; the run's own adapter is in the model.
 
     Args:
         updater, checkpoints, kl_coefficient: the state of the run's own adapter.

@@ -1,7 +1,7 @@
 """Computes the advantages of a policy and the value targets of a critic from a batch's rewards and the settings.
 
-This module looks up the functions that the settings name and checks that the batch has what they read. The formulas
-are in slimefsdp/algorithms/advantages.py. All of it is numpy in float64.
+This module looks up the functions that the settings name, and checks that the batch has the fields that they read. The
+formulas are in slimefsdp/algorithms/advantages.py. Everything is computed in float64 by numpy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def estimator_of(config: TrainerConfig) -> Estimator:
     """Returns the advantage estimator of the settings.
 
     Raises:
-        ConfigError: it is a user's own function and cannot be imported.
+        ConfigError: the estimator is a user's own function and cannot be imported.
     """
     name = config.estimator
     if name in ESTIMATORS:
@@ -68,7 +68,7 @@ def estimator_of(config: TrainerConfig) -> Estimator:
 
 
 def response_advantages(config: TrainerConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
-    """Returns the advantage of every response token, float64 [R]: the batch's own, or those of `advantage.estimator`.
+    """Returns every response token's advantage, float64 [R]: from the batch, or computed by `advantage.estimator`.
 
     Args:
         kl_penalty: [R] float64, subtracted from each token's reward.
@@ -98,7 +98,7 @@ def has_variance(config: TrainerConfig, batch: RolloutBatch, advantages: np.ndar
     samples.
 
     Args:
-        advantages: [R]; None means computed here.
+        advantages: [R]; None means that they are computed here.
     """
     compares = batch.advantages is not None or estimator_of(config).compares_groups
     if batch.group_ids is None or not compares:
@@ -116,7 +116,7 @@ def value_targets(
 
     Args:
         kl_penalty: as in `response_advantages`.
-        gae_lambda: None means advantage.gae_lambda.
+        gae_lambda: replaces advantage.gae_lambda, unless it is None.
 
     Raises:
         BatchError: rewards or values are missing.
@@ -168,8 +168,9 @@ def _at_trained_tokens(
 ) -> np.ndarray:
     """Moves rewards at untrained tokens to the trained token before them, [R].
 
-    A reward on an environment's answer is for the policy's tokens before it. Rewards before the first trained token of
-    a sample move to that token. A sample without trained tokens loses its token rewards, but keeps its score.
+    A reward on an environment's answer belongs to the policy's tokens before the answer. Rewards before the first
+    trained token of a sample move to that token. A sample without trained tokens loses its token rewards, but keeps
+    its score.
 
     Args:
         rewarded: indices where `earned`, [R], is not 0.
@@ -190,7 +191,7 @@ def _at_trained_tokens(
 def scores_of(batch: RolloutBatch) -> np.ndarray:
     """Returns the total reward of each sample, token rewards included; float64 [B]."""
     if batch.token_rewards is None and batch.rewards is not None:
-        return batch.rewards.astype(np.float64) + 0.0  # a sum is never -0.0
+        return batch.rewards.astype(np.float64) + 0.0  # + 0.0 turns -0.0 into 0.0, as sums do
     return np.bincount(batch.sample_ids, _earned(batch), batch.num_samples)
 
 
@@ -224,7 +225,7 @@ def _check_equal_inside_sequences(config: TrainerConfig, batch: RolloutBatch, ad
 def check_pairs(config: TrainerConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> None:
     """Checks that a batch holds preference pairs.
 
-    A pair is a group of two samples that fit in a pack, one of positive and one of negative advantage.
+    A pair is a group of two samples that fit in one pack: one has a positive and the other a negative advantage.
 
     Args:
         advantages: see `has_variance`.
@@ -264,11 +265,11 @@ def require(batch: RolloutBatch, name: str, reader: str, way_out: str) -> None:
     """Checks that a batch has the field `name`.
 
     Args:
-        reader: the end of the error's sentence, which says what reads the field.
-        way_out: the end of the hint, an alternative to giving the field.
+        reader: end of the error message, which says what reads the field.
+        way_out: end of the hint, an alternative to giving the field.
 
     Raises:
-        BatchError: it is missing.
+        BatchError: the field is missing.
     """
     if getattr(batch, name) is None:
         raise BatchError(f"{name} is missing, and {reader}", field=name, hint=f"give {name}, or {way_out}")

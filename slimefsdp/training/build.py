@@ -43,7 +43,7 @@ from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of, model_spec_of
 from slimefsdp.training.reference_model import ColocatedReference, PolicyWithoutAdapters, Reference
 
-_CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which its products repeat
+_CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # workspace settings with which cuBLAS is deterministic
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -61,7 +61,7 @@ def mesh_for(config: TrainerConfig, role: Role, device: torch.device) -> Mesh:
     """Returns the mesh of a role.
 
     Raises:
-        ConfigError: it does not fit the ranks, or the kernels asked for cannot run on the device.
+        ConfigError: the mesh does not fit the ranks, or the kernels of `attention.kernel` cannot run on the device.
     """
     if config.attention.kernel == "flash_attn":
         flash_attn_package.require("attention.kernel=flash_attn", device, compute_dtype(config))
@@ -83,7 +83,7 @@ def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
     return Parallelism(
         compute_dtype=compute_dtype(config),
         master_dtype=master_dtype(config),
-        reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
+        reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # None for auto
         keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
         wrap=fsdp.wrap,
         cpu_offload=fsdp.cpu_offload,
@@ -94,7 +94,7 @@ def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
 
 
 def lora_of(config: TrainerConfig) -> Lora | None:
-    """Returns the settings of an actor's or critic's adapters; None means that there are none."""
+    """Returns the settings of an actor's or critic's adapters; None for a run without adapters."""
     settings = config.lora
     if settings.rank is None:
         return None
@@ -107,16 +107,16 @@ def is_host_memory_pinned(config: TrainerConfig, device: torch.device) -> bool:
 
 
 def set_numerics(config: TrainerConfig) -> None:
-    """Applies run.deterministic to this process, which cannot be undone. Products of float32 are never in TF32."""
-    torch.set_float32_matmul_precision("highest")  # whoever wants less asks for bfloat16
+    """Applies run.deterministic to this process permanently, and excludes TF32 from products of float32."""
+    torch.set_float32_matmul_precision("highest")  # lower precision is a choice of compute_dtype
     if config.run.deterministic:
         make_deterministic()
 
 
 def host_threads(config: TrainerConfig, mesh: Mesh) -> int | None:
-    """Collective: returns the threads for computation on the host under fsdp.cpu_offload; None means torch's default.
+    """Collective: returns the number of host threads for fsdp.cpu_offload; None means to leave the number unchanged.
 
-    Launchers give a rank one, for which AdamW over a large model is a matter of many seconds.
+    Launchers give a rank one thread, with which AdamW over a large model takes many seconds.
     """
     if not config.fsdp.cpu_offload:
         return None
@@ -127,35 +127,35 @@ def host_threads(config: TrainerConfig, mesh: Mesh) -> int | None:
 
 
 def make_deterministic() -> None:
-    """Restricts this process to deterministic kernels; an operation that has none raises RuntimeError.
+    """Restricts this process to deterministic kernels; an operation without such a kernel raises RuntimeError.
 
-    For a rank's start: cuBLAS looks at its workspace setting when CUDA multiplies for the first time.
+    Must be called at a rank's start, because cuBLAS reads its workspace setting at its first product.
     """
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _CUBLAS_WORKSPACES:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = _CUBLAS_WORKSPACES[0]
-    torch.use_deterministic_algorithms(True)  # not warn_only: flash attention's backward would go on as before
-    # nothing here reads what it has not written
+    torch.use_deterministic_algorithms(True)  # under warn_only flash attention's backward would not be deterministic
+    # no code here reads uninitialised memory
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 class RoleModel(NamedTuple):
-    """Holds what the model of a role is built from, so that every folder is read once."""
+    """Holds the inputs from which a role's model is built, so that every folder is read only once."""
 
-    config: TrainerConfig  # with a local folder for each model, and the rank, alpha and targets of the adapters
+    config: TrainerConfig  # names a local folder for each model, and has the rank, alpha and targets of the adapters
     folder: ModelFolder
-    adapters: PeftFolder | None  # at lora.path, for an actor to begin with
+    adapters: PeftFolder | None  # an actor's first adapters, from lora.path
 
 
 def resolve_model(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> RoleModel:
     """Collective: finds the models that the settings name, and reads the role's folder and the adapters at lora.path.
 
-    For a model named by its id on the Hugging Face hub, rank 0 decides on the commit; the others have it from their own
-    machine's cache, unless rank 0 reads for all. A driver that started the ranks has resolved the ids already.
+    For a model named by its id on the Hugging Face hub, rank 0 decides on the commit; every other rank reads it from
+    its machine's cache, unless rank 0 reads for all. A driver resolves the ids before it starts ranks.
 
     Raises:
-        ModelError, ResourceError: as `slimefsdp.io.hub.snapshot`, `folder_for` and `read_peft_folder`.
-        ConfigError: as `TrainerConfig.with_adapters`.
+        ModelError, ResourceError: as in `slimefsdp.io.hub.snapshot`, `folder_for` and `read_peft_folder`.
+        ConfigError: as in `TrainerConfig.with_adapters`.
     """
     config = _with_local_folders(config, group)
     adapters = _peft_folder_for(config, group)
@@ -165,7 +165,7 @@ def resolve_model(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -
 
 
 def _with_local_folders(config: TrainerConfig, group: dist.ProcessGroup) -> TrainerConfig:
-    # by how they are written: what is on a machine may be on it alone
+    # decided by the text, because other machines may not have the same files
     asked = {field: path for field, path in config.model_paths.items() if reads_like_id(str(path))}
     if not asked:
         return config
@@ -189,10 +189,10 @@ def _with_local_folders(config: TrainerConfig, group: dist.ProcessGroup) -> Trai
 def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
     """Collective: returns the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
 
-    Where rank 0 reads, the other ranks know which tensors are in the folder, and read no files.
+    If rank 0 reads, the other ranks get the names of the tensors in the folder, and read no files.
 
     Raises:
-        ModelError: it is malformed, or of an architecture that cannot be trained here.
+        ModelError: the folder is malformed, or its architecture cannot be trained here.
     """
     path, field = config.folder_of(role)
 
@@ -209,10 +209,10 @@ def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> M
 
 
 def _peft_folder_for(config: TrainerConfig, group: dist.ProcessGroup) -> PeftFolder | None:
-    """Collective: returns the adapters at lora.path, read by the ranks that read models; None if it is not set.
+    """Collective: returns the adapters at lora.path, read by the ranks that read models; None without lora.path.
 
     Raises:
-        ModelError: as `read_peft_folder`, or ranks read different copies.
+        ModelError: as in `read_peft_folder`, or ranks read different copies.
     """
     path = config.lora.path
     if path is None:
@@ -229,14 +229,14 @@ def _peft_folder_for(config: TrainerConfig, group: dist.ProcessGroup) -> PeftFol
 
 
 def with_sharding(config: TrainerConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> TrainerConfig:
-    """Collective: returns settings in which fsdp.sharding is a level, the same one on every rank.
+    """Collective: returns settings in which `auto` of fsdp.sharding is replaced by one level, equal on every rank.
 
-    For `auto`, a resumed run keeps the level of its checkpoint if that is of the same mesh, since another level sums
-    the same gradients in another order. Otherwise the level follows from the memory that is free now.
+    A resumed run keeps the level of its checkpoint if the checkpoint is of the same mesh, since another level sums the
+    same gradients in another order. Otherwise the level is chosen by the memory that is free now.
     """
     if config.fsdp.sharding != "auto":
         return config
-    # imported here, so that a Trainer with a level of its own needs no estimate
+    # imported here, so that a Trainer whose settings name a level does not load the estimate
     from slimefsdp.estimate.setup import MeshShape, setup_of
     from slimefsdp.estimate.traffic import choose_sharding
 
@@ -245,10 +245,10 @@ def with_sharding(config: TrainerConfig, role: Role, folder: ModelFolder, mesh: 
         return config.with_sharding(recorded)
     free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.group)
-    if (model := model_spec_of(folder.config)) is None:  # nothing can be estimated of a model of unknown sizes
+    if (model := model_spec_of(folder.config)) is None:  # without the model's sizes nothing can be estimated
         return config.with_sharding("full")
     shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
-    # a reference and a critic are loaded after the policy, and taken to be as large
+    # a reference and a critic are loaded after the policy, and assumed to be as large
     other = model if role == "actor" else None
     setup = setup_of(config, model, shape, on_cpu=on_cpu, reference=other, critic=other)
     return config.with_sharding(choose_sharding(setup, config.batch.max_tokens_per_rank, int(free)))
@@ -262,7 +262,7 @@ def _recorded_sharding(config: TrainerConfig, role: Role, mesh: Mesh) -> str | N
         return None
     store = CheckpointStore.of_job(config.run.dir, role)
     for manifest in store.manifests():
-        with suppress(CheckpointError):  # loading skips a damaged one, too
+        with suppress(CheckpointError):  # loading also skips a damaged checkpoint
             info = manifest.info
             check_info(info, store.root)
             level = info["config"].get("fsdp", {}).get("sharding")
@@ -281,20 +281,20 @@ def model_for(
     adapters: PeftFolder | None = None,
     cpu_offload: bool = False,
 ) -> AnyModel:
-    """Collective: returns the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
+    """Collective: returns the folder's model, sharded over all ranks of the mesh, with loaded or random weights.
 
-    What does not train is frozen: model.frozen of an actor, under lora.rank all of an actor and a critic but adapters
-    and the critic's head, and all of a reference.
+    Weights that do not train are frozen: all weights of a reference, and the weights of an actor that model.frozen
+    names. With lora.rank, an actor trains only its adapters, and a critic its adapters and its head.
 
     Args:
         kind: PolicyModel or ValueModel.
-        adapters: to begin with; None means that they are drawn, if lora.rank is set.
+        adapters: the first adapters; None means random adapters if lora.rank is set.
         cpu_offload: keep the shards on the host, even without fsdp.cpu_offload.
 
     Raises:
-        ModelError: on every rank alike.
-        ConfigError: fsdp.wrap, model.frozen or lora.targets names nothing in it, or model.compile lacks a
-            compiler.
+        ModelError: the model cannot be loaded; raised on every rank.
+        ConfigError: fsdp.wrap, model.frozen or lora.targets names nothing in the model, or there is no compiler for
+            model.compile.
     """
     cost = cost_for(config, folder, mesh.group)
     how = parallelism_of(config, mesh.device)
@@ -316,12 +316,11 @@ def model_for(
 
 
 def cost_for(config: TrainerConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
-    """Collective: returns the cost of the model's tokens, the same on every rank, since plans and layouts follow from
-    it.
+    """Collective: returns the cost model, equal on every rank, because plans and layouts depend on it.
 
     Raises:
         ModelError: ranks read different copies of config.json.
-        ConfigError: `batch.cost_model` is no calibration, or ranks read different ones.
+        ConfigError: `batch.cost_model` is no calibration, or ranks read different calibrations.
     """
     cost_model = run_together(lambda: cost_model_of(config, folder.config), group)
     if not all_equal(repr(cost_model), group):
@@ -335,16 +334,16 @@ def cost_for(config: TrainerConfig, folder: ModelFolder, group: dist.ProcessGrou
 
 
 def attention_for(config: TrainerConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
-    """Returns how a model of this shape computes its attention on the mesh.
+    """Returns the object that computes the attention of a model of this shape on the mesh.
 
     Raises:
-        ConfigError: the strategy or the kernels asked for cannot serve it, or need a package that is missing.
+        ConfigError: the strategy or the kernels of the settings do not support the model, or need a missing package.
     """
     check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
     if choice.name == "ring_flash_attn":
         flash_attn_package.require("attention.strategy=ring_flash_attn", mesh.device, compute_dtype(config))
-    # FlashAttention 3 takes the place of torch's own kernels in the whole process: `mesh_for` has seen to that
+    # `mesh_for` has already replaced torch's kernels by FlashAttention 3 in the whole process, if the settings say so
     kernel: KernelName = "flash_attn" if config.attention.kernel == "flash_attn" else "torch"
     return Attention(choice, mesh.cp_group, kernel, cost)
 
@@ -352,7 +351,7 @@ def attention_for(config: TrainerConfig, mesh: Mesh, cost: CostModel, shape: Att
 def reference_for(
     config: TrainerConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, memory_manager: MemoryManager
 ) -> Reference:
-    """Returns the colocated reference of a policy, not loaded yet."""
+    """Returns the colocated reference of a policy, without loading it."""
     if config.reference_is_policy and isinstance(policy, PolicyModel):
         if config.kl_estimator == "full":
             register_fsdp_forward_method(policy, "head_inputs")
@@ -389,10 +388,10 @@ def reference_for(
 
 
 def updater_for(config: TrainerConfig, role: Role, model: DecoderModel) -> OptimizerStep:
-    """Returns the optimiser with its schedule, at update 0; a critic may have a learning rate of its own.
+    """Returns the optimiser step with its schedule, at update 0; a critic may have its own learning rate.
 
     Raises:
-        ConfigError: on every rank alike; `optim` has settings of Muon for an actor where they would do nothing.
+        ConfigError: settings of Muon would have no effect on an actor; raised on every rank.
     """
     settings = config.optim
     matrices = matrix_names(model.hf, model.decoder_layers())
@@ -410,7 +409,7 @@ def updater_for(config: TrainerConfig, role: Role, model: DecoderModel) -> Optim
         peak=peak,
         schedule=settings.schedule,
         warmup_updates=config.warmup_updates,
-        total_updates=config.total_updates or 1,  # none where the rate is constant, which reads none
+        total_updates=config.total_updates or 1,  # a constant schedule has no total, and does not read this value
         min_ratio=settings.min_lr_ratio,
     )
     return OptimizerStep(
@@ -426,11 +425,11 @@ def updater_for(config: TrainerConfig, role: Role, model: DecoderModel) -> Optim
 
 
 def optimizer_options(settings: OptimSettings, peak: float, *, seed: int = 0) -> OptimizerOptions:
-    """Returns the optimiser that the settings name.
+    """Returns the options of the optimiser that the settings name.
 
     Args:
-        peak: its learning rate.
-        seed: of stochastic rounding.
+        peak: the learning rate that the schedule scales.
+        seed: the seed of stochastic rounding.
     """
     decay = settings.weight_decay
     match settings:
@@ -446,7 +445,7 @@ def optimizer_options(settings: OptimSettings, peak: float, *, seed: int = 0) ->
 
 
 def _check_muon(config: TrainerConfig, settings: MuonSettings, trained: Set[str], matrices: Set[str]) -> None:
-    """Checks that Muon has something to update, and AdamW too if it has a learning rate of its own."""
+    """Checks that Muon has parameters to update, and so has AdamW if the settings give it a learning rate."""
     lora = config.lora
     which = (
         f"model.frozen={list(config.model.frozen or ())}" if lora.rank is None else f"lora.targets={list(lora.targets)}"
@@ -457,7 +456,7 @@ def _check_muon(config: TrainerConfig, settings: MuonSettings, trained: Set[str]
             field="optim.name",
             hint="use adamw, or train some",
         )
-    # a critic, which has the same settings, has a head of its own
+    # under ppo AdamW updates the head of the critic, which has the same settings
     if settings.adamw_lr is not None and trained <= matrices and config.algorithm != "ppo":
         raise ConfigError(
             f"optim.adamw_lr={settings.adamw_lr} is for what AdamW updates beside Muon, and {which} trains matrices of "
@@ -468,7 +467,7 @@ def _check_muon(config: TrainerConfig, settings: MuonSettings, trained: Set[str]
 
 
 def profiler_for(config: TrainerConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
-    """Returns the profiler of a group's updates; a critic's files are in a folder of their own."""
+    """Returns the profiler of a group's updates; a critic writes to a separate folder."""
     folder = Path(config.run.dir or ".") / "profile"
     return UpdateProfiler(
         config.profile.updates or (),

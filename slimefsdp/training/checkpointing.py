@@ -55,7 +55,7 @@ from slimefsdp.weight_sync.send import full_weights
 
 EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
 
-# of the optimiser's settings, those that do not belong to the schedule or the update rule
+# settings of `optim` that `LoadReport.differences` does not compare
 _NO_SCHEDULE = {"name", "log_layer_norms"}
 _VERSIONS = {
     "slimefsdp": slimefsdp.__version__,
@@ -68,18 +68,18 @@ _VERSIONS = {
 class Checkpoints:
     """Saves and loads the checkpoints of a Trainer under `run.dir`; every rank makes the same calls.
 
-    With `checkpoint.async_save`, `save` returns at once: before the state changes, the caller waits until it is copied
-    (`wait_for_copy`), and the next call for the rest.
+    With `checkpoint.async_save`, `save` returns at once. The caller must then call `wait_for_copy` before it changes
+    the state; the next `save`, `load` or `finish` waits until the checkpoint is written.
 
     Args:
-        role: a critic that is saved by itself has a folder of its own.
-        folder: the model's.
-        model: its weights awake, and as they are in that folder.
+        role: a critic that is saved by itself has a separate folder.
+        folder: the model's folder.
+        model: the model on the device, with the weights of `folder`.
     """
 
     def __init__(self, config: TrainerConfig, role: Role, folder: ModelFolder, mesh: Mesh, model: DecoderModel) -> None:
         self.restored: LoadReport | None = None  # of the last load
-        self._adapter: str | None = None  # the run's own, or there are none
+        self._adapter: str | None = None  # None for the run's own adapter, or without adapters
         self._config = config
         self._role = role
         self._mesh = mesh
@@ -97,7 +97,7 @@ class Checkpoints:
             )
 
     def of_adapter(self, name: str, rank: int, alpha: float) -> Checkpoints:
-        """Returns the checkpoints of another adapter, in a folder of its own; it does not save in the background."""
+        """Returns the checkpoints of another adapter, in a separate folder and never saved in the background."""
         made = copy(self)
         made.restored, made._background = None, None
         made._adapter = name
@@ -115,19 +115,19 @@ class Checkpoints:
         overwrite: bool = False,
         job: JobCheckpoint | None = None,
     ) -> Path:
-        """Collective: commits a checkpoint of `step`, whole or not at all; returns its folder.
+        """Collective: writes a checkpoint of `step`, completely or not at all; returns its folder.
 
         Args:
-            named: the parameters it holds.
-            facts: entries of the manifest that `check_info` demands: `reference_follows` says whether parameters of the
-                reference are among `named`, `kl_coefficient` is the next step's, `loop_state` the caller's.
-            name: keeps it apart from the numbered ones, under this name.
-            overwrite: in place of one that has the name already.
-            job: of which this is the checkpoint, or of a critic or a reference the part.
+            named: the parameters to save.
+            facts: entries of the manifest that `check_info` requires. `reference_follows` says whether parameters of
+                the reference are among `named`, `kl_coefficient` is for the next step, `loop_state` is the caller's.
+            name: saves a named checkpoint, apart from the numbered ones.
+            overwrite: replaces an existing checkpoint of this name.
+            job: the job whose checkpoint, or part of a checkpoint, this is.
 
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not;
-                or the name cannot be one, or is taken; or weights under a name would not be finite.
+            ConfigError: `run.dir` is not set. CheckpointError: this or the previous checkpoint cannot be written, the
+                name is invalid or taken, or the weights of a named checkpoint are not finite.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
         store = self._store(name, job)
@@ -157,14 +157,14 @@ class Checkpoints:
             parts=() if job is None or is_part else job.parts,
             keep_last=1 if name is not None else self._config.checkpoint.keep_last,
         )
-        background = None if is_part else self._background  # the save that takes a part in follows at once
+        background = None if is_part else self._background  # the actor's save needs the part
         run_together(lambda: self._check_save(store, step, info, background), self._mesh.group)
         optimizer = None if updater is None else updater.optimizer
         tensors = tensors_of(named, optimizer) if self._mesh.is_first_copy else {}
         if background is None:
             return write(tensors=tensors, info=info, group=self._mesh.group)
         copies = run_together(lambda: background.buffers_for(tensors), self._mesh.group)
-        info = json.loads(json_bytes(info, "info"))  # the caller may change its own
+        info = json.loads(json_bytes(info, "info"))  # the caller may change its objects during the save
 
         def copy_and_write() -> Path:
             run_together(lambda: background.copy(tensors, copies), background.group)
@@ -179,7 +179,7 @@ class Checkpoints:
         """Checks on one rank that a save can begin; rank 0 becomes the writer of the store.
 
         Raises:
-            CheckpointError: it cannot.
+            CheckpointError: the save cannot begin.
         """
         if type(step) is not int or not 0 <= step < 2**62:
             raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
@@ -195,19 +195,19 @@ class Checkpoints:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers of saves in the background."""
+        """Returns the bytes of the host buffers of saves in the background."""
         return 0 if self._background is None else self._background.host_bytes
 
     def wait_for_copy(self) -> None:
-        """Waits until the save in the background has copied the state, before it is changed, moved or freed."""
+        """Waits until the save in the background has copied the state, which may then be changed, moved or freed."""
         if self._background is not None:
             self._background.wait_for_copy()
 
     def finish(self) -> Path | None:
-        """Waits until the save in the background is on disk; returns its folder, None if there was none.
+        """Waits until the save in the background is on disk; returns its folder, or None if there was no such save.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks alike. PeerFailed: a rank was lost meanwhile.
+            CheckpointError: the checkpoint could not be written; raised on all ranks. PeerFailed: a rank was lost.
         """
         return None if self._background is None else self._background.finish()
 
@@ -223,18 +223,18 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
 
-        What the schedule is made of stays this run's, and random generators are restored on the same mesh alone; both
-        are said where they differ.
+        The schedule follows this run's settings, not the checkpoint's. Random generators are restored only on the same
+        mesh. `LoadReport.differences` names such differences.
 
         Args:
-            named_for: the parameters that a checkpoint with this info holds.
-            name: of the one that was saved under it.
-            weights_only: resets the optimiser: moments and the counters of updates are 0.
-            job: of which this is the checkpoint, or of a critic or a reference the part.
+            named_for: returns the parameters to load from a checkpoint with this info.
+            name: loads the checkpoint of this name.
+            weights_only: resets the optimiser: moments and counters of updates are 0.
+            job: the job whose checkpoint, or part of a checkpoint, this is.
 
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,
-                or the save before could not be written.
+            ConfigError: `run.dir` is not set. CheckpointError: there is no such checkpoint; it is incomplete, changed
+                or of another model; or the previous save could not be written.
         """
         store = self._store(name, job)
         run_together(self.finish, self._mesh.group)
@@ -317,22 +317,22 @@ def export_model(
 ) -> None:
     """Collective: writes the full weights as a Hugging Face folder; rank 0 writes, and holds a bucket at a time.
 
-    Adapters are added to what they change.
+    Adapters are merged into the weights.
 
     Args:
-        folder: the model's own, whose configuration and tokenizer it gets.
-        dtype: of the master weights, in which they travel to rank 0.
-        export_dtype: a name in `EXPORT_DTYPES`, of what is written; None: `dtype`.
+        folder: the model's folder, whose configuration and tokenizer are copied.
+        dtype: the dtype of the master weights, in which they are sent to rank 0.
+        export_dtype: the dtype of the written tensors, a name in `EXPORT_DTYPES`; None means `dtype`.
 
     Raises:
-        ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is not
-            finite, or not in `export_dtype`. ModelError: transformers has no class for such a folder.
+        ConfigError: the dtype is unknown. CheckpointError: the folder exists or cannot be written, or a value is not
+            finite or becomes infinite in `export_dtype`. ModelError: transformers has no class for such a folder.
     """
     if export_dtype is not None and export_dtype not in list(EXPORT_DTYPES):
         raise ConfigError(f"dtype={export_dtype!r} is unknown", field="dtype", hint=f"use {', '.join(EXPORT_DTYPES)}")
     folder = replace(folder, config=model.exported_config(folder.config))
     named = model.named_weights()
-    _require_finite([*named, *model.trained_weights()], mesh.group)  # adapters are among the second alone
+    _require_finite([*named, *model.trained_weights()], mesh.group)  # only the second list has the adapters
     specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
     computed = merged_rows(model)
     buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES, computed=computed)
@@ -347,13 +347,13 @@ def export_model(
 def export_adapters(
     model: DecoderModel, config: TrainerConfig, target: Path, mesh: Mesh, *, rank: int, alpha: float
 ) -> None:
-    """Collective: writes A and B of every adapter as a PEFT folder, in the dtype of the masters; rank 0 writes.
+    """Collective: writes all A and B of the adapter in the model as a PEFT folder, in the master dtype; rank 0 writes.
 
     Args:
-        rank, alpha: of the adapter in the model.
+        rank, alpha: rank and alpha of this adapter.
 
     Raises:
-        CheckpointError: the folder exists already, or cannot be written, or a value is not finite.
+        CheckpointError: the folder exists or cannot be written, or a value is not finite.
     """
     named, dtype = model.trained_weights(), master_dtype(config)
     _require_finite(named, mesh.group)
@@ -370,10 +370,10 @@ def export_adapters(
 
 
 def _require_reference_of_launch(info: dict[str, Any], file: Path) -> None:
-    """Refuses a checkpoint without the part of a reference group if its reference had been updated.
+    """Refuses a checkpoint without a reference group's part if the reference may have been updated.
 
     Raises:
-        CheckpointError: it had been; earlier versions of this program did not save such a reference.
+        CheckpointError: the reference may have been updated; earlier versions did not save such a reference.
     """
     saved = with_present_names(info.get("config", {})).get("reference", {})
     if saved.get("dp") is None or saved.get("update_interval_steps") is not None:
@@ -390,13 +390,13 @@ def _require_finite(named: Named, group: dist.ProcessGroup) -> None:
     """Collective: refuses weights that are not finite.
 
     Raises:
-        CheckpointError: naming the first parameter of a rank's shards that holds NaN or infinity.
+        CheckpointError: a weight has NaN or infinity; the message names the first such parameter.
     """
 
     def check() -> None:
         for name, parameter in named:
             values = local_shard(parameter.detach())
-            # minimum and maximum pass NaN on, and need no memory: isfinite would take as much as the values
+            # minimum and maximum propagate NaN without extra memory; isfinite would need a tensor of the same shape
             if values.numel() and not all(torch.isfinite(bound) for bound in values.aminmax()):
                 problem = f"{name} holds NaN or infinity, and is not written"
                 raise CheckpointError(problem, field="weights", hint="load an earlier checkpoint, lower optim.lr")
@@ -405,7 +405,7 @@ def _require_finite(named: Named, group: dist.ProcessGroup) -> None:
 
 
 def _one_by_one(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of all buckets; holds none when the next bucket is asked for."""
+    """Yields the tensors of all buckets, and keeps no tensor of a bucket when it takes the next bucket."""
     for bucket in buckets:
         while bucket:
             yield bucket.pop(0)

@@ -1,6 +1,6 @@
 """Describes what a checkpoint and a run that loads it must have in common, from settings and config.json alone.
 
-Every rank compares it when it loads, and the driver, which has no torch, before a launch.
+Every rank compares these values when it loads a checkpoint; the driver, which has no torch, does so before a launch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from slimefsdp.config.sections import AdamWSettings
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.rpc import Role
 
-# entry of an identity that describes the base weights of a role's adapters; only ranks can compute it
+# role -> the identity's entry for the base weights of the role's adapters, which only ranks can compute
 BASE_WEIGHTS = {"actor": "model.path", "critic": "critic.path"}
 
 
 def identity_of(config: TrainerConfig, role: Role, folder: ModelFolder) -> dict[str, Any]:
-    """Returns what a checkpoint of a role and a run that loads it must have in common; without `BASE_WEIGHTS`."""
+    """Returns the values that a checkpoint and a run that loads it must have in common, except for `BASE_WEIGHTS`."""
     identity: dict[str, Any] = {
         "model_type": folder.model_type,
         "vocab_size": folder.vocab_size,
@@ -28,8 +28,8 @@ def identity_of(config: TrainerConfig, role: Role, folder: ModelFolder) -> dict[
         "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
     }
     if isinstance(config.optim, AdamWSettings) and config.optim.state_dtype != "auto":
-        identity["optim.state_dtype"] = config.optim.state_dtype  # the first versions had auto alone
-    # other runs have no such entries, as the first versions had none
+        identity["optim.state_dtype"] = config.optim.state_dtype  # the first versions had only auto, and no such entry
+    # runs without adapters have no such entries, like checkpoints of the first versions
     if config.lora.rank is not None and role != "ref":
         identity |= {
             "lora.rank": config.lora.rank,

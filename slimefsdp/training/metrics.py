@@ -1,7 +1,7 @@
 """Merges the metrics of a step's updates, and measures throughput.
 
-Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and as the latter's share of
-the devices' peak (MFU).
+Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and as the share of these
+FLOPs in the devices' peak (MFU).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slimefsdp.models.lora import adapted_matrices
 
 
 def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the metrics of a step from those of its updates: means, and maxima for names that end in `_max`."""
+    """Returns a step's metrics: the means of its updates' metrics, or maxima for names that end in `_max`."""
     merged: dict[str, list[float]] = {}
     for metrics in updates:
         for name, value in metrics.items():
@@ -38,16 +38,16 @@ def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 class Throughput:
     """Computes tokens and FLOPs per second of a group's steps.
 
-    It counts one forward and backward pass over the samples of the updates, with shared prefixes once. Recomputed
-    activations, and log-probs computed before the updates, take time but are not counted.
+    The FLOPs are those of one forward and backward pass over the samples of the updates, with shared prefixes once.
+    Recomputed activations, and log-probs computed before the updates, take time but are not counted.
     """
 
     ranks: int
-    model_spec: ModelSpec | None  # None means the model's sizes are not known
+    model_spec: ModelSpec | None  # None if the sizes are not known
     trained_share: float = 1.0  # trained weights / all weights
-    adapter_parameters: int = 0  # parameters of adapters, which are not among the weights
+    adapter_parameters: int = 0  # parameters of adapters, which `trained_share` leaves out
     has_vocabulary_head: bool = True
-    peak_tflops: float | None = None  # of one rank's device; None means not known
+    peak_tflops: float | None = None  # of one rank's device; None if it is not known
 
     def metrics(self, plan: Plan, batch: RolloutBatch, seconds: float, updates: Sequence[int]) -> dict[str, float]:
         """Returns the metrics of a step that took these updates of its plan in `seconds`."""
@@ -66,7 +66,7 @@ class Throughput:
 
     def _flops(self, model_spec: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
         samples = plan.samples_of(update)
-        depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that each sample shares with the one before
+        depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that each sample shares with the sample before
         if plan.shared is not None:
             of_packs, sizes = plan.packs_of(update)
             ordered, shared = plan.shared.among_each(of_packs, sizes.ravel())
@@ -94,11 +94,12 @@ def throughput_for(
     compute_dtype: torch.dtype,
     stated_tflops: float | None,
 ) -> Throughput:
-    """Returns the throughput calculation for a model.
+    """Returns the `Throughput` of a model.
 
     Args:
-        model_spec: the model's sizes; None means not known.
-        stated_tflops: peak rate of a rank's device; None: the vendor's figure, known for half precision on some GPUs.
+        model_spec: the model's sizes; None if they are not known.
+        stated_tflops: peak rate of a rank's device. None means the vendor's figure, which is known only for half
+            precision on some GPUs.
     """
     peak = stated_tflops
     if peak is None and mesh.device.type == "cuda" and compute_dtype.itemsize == 2:

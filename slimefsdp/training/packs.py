@@ -1,6 +1,6 @@
 """Computes one rank's packs: a model's outputs for their tokens, and the gradients of one update's micro-batches.
 
-Only `StepLoss`, `objective_for` and `check_policy_loss` read settings; the other functions take values.
+Only `StepLoss`, `objective_for` and `check_policy_loss` read settings; the other functions get values as arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # a train step must be able to run without pydantic
     from slimefsdp.config import TrainerConfig
 
 TOKENS = "micro_batch_tokens"
-"""Attribute of an out-of-memory error: this rank's tokens of the micro-batch that raised it."""
+"""Attribute of an out-of-memory error with this rank's number of tokens in the micro-batch that raised the error."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,7 +61,7 @@ class PassOptions:
 
     temperature: float = 1.0  # divides the logits of a policy
     entropy_grad: bool = False  # gradients flow through the entropy of a policy
-    # adds the KL to this reference, over the whole vocabulary, to the policy's outputs. The reference is on the device
+    # if set, the policy's outputs include the KL to this model over the whole vocabulary. The model is on the device,
     # and has the policy's architecture; or it is the policy itself, evaluated with its adapters off
     reference: DecoderModel | None = None
     loss_scale: float = 1.0  # multiplies the gradients, for float16; metrics are not scaled
@@ -82,7 +82,7 @@ def micro_batches(packs: RankPacks, attention: Attention, mesh: Mesh, *, trained
 
     Args:
         attention: the attention of the model that computes the packs.
-        trained_only: predict only the tokens under the loss mask.
+        trained_only: compute outputs only for the tokens under the loss mask.
     """
     for samples in packs.samples:
         packed = pack(
@@ -146,11 +146,11 @@ def outputs_of_packs(
             result = values.new_zeros(len(values), packs.batch.num_response_tokens)
         result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
     assert result is not None
-    # FSDP leaves the root unsharded after a forward without a backward, which would be stale once the shards change
+    # after a forward without a backward FSDP keeps the root gathered; it would be stale once the shards change
     reshard(model)
     if mesh.cp_rank != 0:
-        result.zero_()  # cp ranks hold the same values: they are summed once
-    dist.all_reduce(result, group=mesh.group)  # adding zeros to one value changes no bit of it
+        result.zero_()  # cp ranks hold the same values, which must be summed once
+    dist.all_reduce(result, group=mesh.group)  # adding zeros to a value changes no bit of the value
     return result.cpu()
 
 
@@ -172,7 +172,7 @@ def accumulate_gradients(
         inputs: inputs of every response token of the batch, [R], on the CPU.
         objective: computes the loss of a pack from the model's outputs and the inputs of their tokens.
         outputs: zeros [2, R] in the dtype of the model's outputs, on the device. The first cp rank writes the log-probs
-            and entropies of the trained tokens of its packs there. None means that they are not kept.
+            and entropies of the trained tokens of its packs to it. None means that these values are not kept.
 
     Returns:
         The metrics of this rank, before the reduction over ranks.
@@ -232,12 +232,12 @@ def tokens_noted_on_out_of_memory(tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepLoss:
-    """Holds a loss, and what a step derives from the settings for it."""
+    """Holds a loss, and the values that a step derives from the settings for this loss."""
 
     name: LossName
     config: TrainerConfig
     objective: Objective | ValueObjective
-    temperature: float  # of the rollouts, also of passes without a loss
+    temperature: float  # temperature of the rollouts; passes without a loss use it too
     compares_pairs: bool
     has_kl_in_reward: bool
     kl_estimator: str
@@ -245,7 +245,7 @@ class StepLoss:
 
     @classmethod
     def of(cls, config: TrainerConfig, name: LossName) -> StepLoss:
-        """Returns a loss under these settings; raises ConfigError as `objective_for`."""
+        """Returns a loss under these settings; raises ConfigError like `objective_for`."""
         return cls(
             name,
             config,
@@ -263,7 +263,7 @@ def objective_for(config: TrainerConfig, loss: LossName, kl_coefficient: float) 
     """Returns the function that computes the loss of a micro-batch.
 
     Args:
-        kl_coefficient: the current value, which moves under loss.kl_target.
+        kl_coefficient: the current value, which changes under loss.kl_target.
 
     Raises:
         ConfigError: loss.policy names a function that cannot be imported.

@@ -1,6 +1,6 @@
 """Plans a training step from settings and a batch, and computes the metrics that need no rank.
 
-All of it is numpy, so that the driver can plan once without torch and send the plan to the ranks.
+The module uses only numpy, so that the driver can plan once without torch and send the plan to the ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def plan_training(
     Args:
         cost: the cost model that packs and ranks are balanced by; see `cost_model_of`.
         loss: the loss that the step trains; None means the actor's loss under this algorithm.
-        advantages: [R], the result of `checked_advantages`; None means computed here if needed.
+        advantages: [R], the result of `checked_advantages`; None means that they are computed here if needed.
     """
     loss = loss or config.loss_name
     counts = batch.any_token(batch.mask)
@@ -76,7 +76,7 @@ def plan_training(
 
 
 def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
-    """Returns the sizes of a model from the content of its config.json; None if they are not stated there."""
+    """Returns the sizes of a model from the content of its config.json; None if a size is missing or invalid."""
     try:
         return ModelSpec.from_config(model_config or {})
     except ModelError:
@@ -86,7 +86,7 @@ def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
 def cost_model_of(config: TrainerConfig, model_config: Mapping[str, Any] | None) -> CostModel:
     """Returns the cost model of a model under these settings; the default if its sizes are not known.
 
-    The estimate only affects the balance of work. But plans and layouts are computed from it, so it must be equal on
+    The cost model only affects the balance of work, but plans and layouts are computed from it, so it must be equal on
     all ranks.
 
     Args:
@@ -119,8 +119,8 @@ def plan_everything(
     """Plans one update of every sample, for log-probs and for the primitives of custom loops.
 
     Args:
-        data_ranks: data-parallel ranks of this group; a reference group may have a different number than the actor's.
-        loss: the loss that the packs are for; None means log-probs or values.
+        data_ranks: data-parallel ranks of this group; a reference group may have another number than its actor.
+        loss: the loss that the packs are for; None means a forward pass for log-probs or values.
     """
     return plan_batch(
         batch.lengths,
@@ -161,12 +161,12 @@ def loss_weights(
 ) -> np.ndarray:
     """Returns the loss weight of every response token in an update of `samples`; float64 [R], 0 for other samples.
 
-    This is the weight of `loss.reduction`, times the batch's `loss_weights` if it has any. The latter do not enter
-    denominators.
+    This is the weight of `loss.reduction`, times the batch's `loss_weights` if it has any. The batch's weights do not
+    affect denominators.
 
     Args:
         samples: all samples in the denominator of the update (`Plan.counted_of`), computed or not.
-        denominator: divides the loss in place of the update's own denominator.
+        denominator: replaces the update's own denominator.
     """
     if denominator is not None and not isinstance(denominator, int | float):
         raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
@@ -196,7 +196,8 @@ def batch_metrics(
     """Returns metrics that need no rank: updates, dropped samples, balance by `cost`, lengths, advantages.
 
     Args:
-        advantages: [R], adds their mean, standard deviation and maximum magnitude over the trained tokens.
+        advantages: [R]; if given, the metrics include mean, standard deviation and maximum magnitude over the trained
+            tokens.
     """
     trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
     metrics = {

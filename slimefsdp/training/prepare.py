@@ -1,6 +1,6 @@
 """Prepares a batch before any rank works: checks it, computes its advantages and plans it.
 
-The driver of a Ray group prepares a batch once, without torch, and sends the result to the ranks, which neither check
+The driver of a Ray group prepares a batch once, without torch, and sends the result to the ranks; these neither check
 nor plan again. Under torchrun every rank prepares the batch itself, and all ranks compare the results in one exchange.
 The check runs in the caller; the planning may run later, in another thread.
 """
@@ -41,16 +41,16 @@ class PreparedBatch:
     batch: RolloutBatch
     plan: Plan
     loss: LossName | None = None  # None means a forward pass only
-    # of a policy, float64 [R]; None for other losses, and if they depend on a KL that the ranks have yet to compute
+    # of a policy, float64 [R]; None for other losses, and if ranks must first compute a KL that advantages depend on
     advantages: np.ndarray | None = None
     gae_lambda: float | None = None  # for a critic's targets; None means advantage.gae_lambda
-    kl_coefficient: float | None = None  # of the KL in a critic's targets; None: the coefficient of the rank's state
+    kl_coefficient: float | None = None  # of the KL in a critic's targets; None means the rank state's coefficient
     denominator: float | None = None  # divides the loss; None means the denominator of each update's samples
-    loss_settings: dict[str, Any] | None = None  # arguments of `TrainerConfig.with_loss`; None: the settings' own loss
+    loss_settings: dict[str, Any] | None = None  # argument of `TrainerConfig.with_loss`; None for the settings' loss
 
 
 Planning = Callable[[], PreparedBatch]
-"""Plans a batch that has been checked; all errors of the batch were raised by the check."""
+"""Plans a batch that has been checked; the check has already raised all errors of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class BatchPlanner:
 
     Args:
         vocab_size: vocabulary size of the group's model.
-        max_sample_tokens: number of positions that the model learned; None means that it has no such limit.
+        max_sample_tokens: number of positions that the model learned; None means that there is no such limit.
         cost: the cost model that plans are balanced by; see `slimefsdp.training.plan.cost_model_of`.
     """
 
@@ -96,11 +96,11 @@ class BatchPlanner:
         denominator: float | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Planning:
-        """Prepares `forward_backward`: every sample in one update.
+        """Prepares `forward_backward`, with every sample in one update.
 
         Raises:
-            BatchError: the batch does not fit the settings. ConfigError: the role has no such loss, or `settings` are
-                not what `TrainerConfig.with_loss` takes.
+            BatchError: the batch does not fit the settings. ConfigError: the role has no such loss, or
+                `TrainerConfig.with_loss` refuses `settings`.
         """
         require_loss(loss, self.role)
         if settings is not None:
@@ -134,7 +134,7 @@ class BatchPlanner:
         """Prepares `train_step`: the updates of `plan_training`, or of the caller's plan.
 
         Raises:
-            BatchError: the batch does not fit the settings, or the plan not the batch.
+            BatchError: the batch does not fit the settings, or the plan does not fit the batch.
             ConfigError: a critic's options are given to another role, or are out of range.
         """
         config = self.config
@@ -190,7 +190,7 @@ def require_batch(batch: object) -> None:
     """Checks that an argument is a batch.
 
     Raises:
-        BatchError: it is something else.
+        BatchError: the argument is not a batch.
     """
     if not isinstance(batch, RolloutBatch):
         raise BatchError(
@@ -215,11 +215,11 @@ def checked_advantages(
 
     Args:
         vocab_size: vocabulary size of the model.
-        loss: also check what this loss reads (rewards, groups, log-probs, values); None means check only the tokens.
+        loss: its inputs are also checked (rewards, groups, log-probs, values). None checks only the tokens.
         max_sample_tokens: number of positions that the model learned; None means that it has no such limit.
 
     Returns:
-        The advantages; None for another loss, and if they depend on a KL in the reward, which needs log-probs first.
+        The advantages; None for other losses, and if they depend on a KL in the reward, which needs log-probs first.
 
     Raises:
         BatchError: the batch does not fit the settings or the model.

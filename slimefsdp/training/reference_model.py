@@ -82,7 +82,7 @@ class PolicyWithoutAdapters:
         return []
 
     def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
-        """Returns no weights. A checkpoint with a reference's weights is of a run without adapters, refused earlier."""
+        """Returns no weights. A checkpoint with a reference's weights, which has no adapters, was refused earlier."""
         assert not follows
         return []
 
@@ -101,7 +101,7 @@ class ColocatedReference:
 
     def __init__(self, load: Callable[[], PolicyModel], memory_manager: MemoryManager, *, sleeps: bool) -> None:
         self.model: PolicyModel | None = None
-        self.follows = False  # True after `follow`: the weights are not those of the folder, so checkpoints save them
+        self.follows = False  # True after `follow`: checkpoints save the weights, which are no longer the folder's
         self._next: PolicyModel | None = None  # replaces the model when the load of a checkpoint completes
         self._load = load
         self._memory_manager = memory_manager
@@ -123,7 +123,7 @@ class ColocatedReference:
         """Collective: loads the model if needed, and yields it on the device.
 
         Raises:
-            ConfigError, ModelError: as `load`.
+            ConfigError, ModelError: as in `load`.
         """
         self.load()
         assert self.model is not None
@@ -178,7 +178,7 @@ class ColocatedReference:
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
         """Collective: returns the weights that a checkpoint saves, on the device.
 
-        They are none while the reference still has the weights of its folder, which `follows` tells.
+        While `follows` is False, the reference has the weights of its folder, and the result is empty.
         """
         return self._awake_weights() if self.follows else []
 
@@ -188,7 +188,7 @@ class ColocatedReference:
         Until `loaded` is called, the load can still be abandoned.
 
         Args:
-            follows: `follows` when the checkpoint was written. If False, the folder's weights are loaded again.
+            follows: the value of `follows` in the checkpoint. If False, the folder's weights are loaded again.
 
         Raises:
             ConfigError, ModelError: as `load`.

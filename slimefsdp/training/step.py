@@ -54,10 +54,10 @@ class RankState:
     model: DecoderModel
     memory_manager: MemoryManager
     reference: Reference
-    kl_coefficient: float  # moves under loss.kl_target
-    loss: StepLoss = field(init=False)  # that `train_step` trains
+    kl_coefficient: float  # changes under loss.kl_target
+    loss: StepLoss = field(init=False)  # the loss that `train_step` trains
     checkpoints: Checkpoints = field(init=False)
-    updater: OptimizerStep = field(init=False)  # this and the following fields: only for roles that train
+    updater: OptimizerStep = field(init=False)  # this and the following fields exist only for roles that train
     throughput: Throughput = field(init=False)
     profiler: UpdateProfiler = field(init=False)
 
@@ -65,7 +65,7 @@ class RankState:
         self.use(self.config)
 
     def use(self, config: TrainerConfig) -> None:
-        """Trains under these settings from now on.
+        """Makes later calls use these settings.
 
         Raises:
             ConfigError: loss.policy names a function that cannot be imported.
@@ -75,7 +75,7 @@ class RankState:
 
     @contextmanager
     def exchanging(self, adapters: Adapters) -> Iterator[None]:
-        """Stores the state of the current adapter, and loads that of the adapter that the block makes current."""
+        """Stores the current adapter's state, and after the block loads that of the adapter that is then current."""
         adapters.current.kl_coefficient = self.kl_coefficient
         try:
             yield
@@ -93,7 +93,7 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
     If an error occurs or loss.max_kl ends the step early, the gradients of the unfinished update are dropped.
 
     Args:
-        began: value of `time.perf_counter` at the beginning of the step.
+        began: the value of `time.perf_counter` at the beginning of the step.
 
     Raises:
         StateError: too many gradient norms in a row were not finite; or the advantages depend on a KL, and ranks
@@ -136,9 +136,9 @@ def seed_generators(seed: int, update: int, data_rank: int) -> None:
 
 
 def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
-    """Returns the losses' inputs of each response token, [R], and computes those that the batch lacks.
+    """Returns the loss's inputs for each response token, [R], and computes the inputs that the batch lacks.
 
-    The weights are zeros, which each update replaces.
+    The weights are zeros; each update replaces them.
     """
     loss, batch = _loss_of(state, work), work.batch
     config = loss.config
@@ -241,7 +241,7 @@ def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, input
     tokens, dtype = work.batch.num_response_tokens, master_dtype(state.config)
     outputs = torch.zeros(2, tokens, dtype=dtype, device=state.mesh.device)
     metrics = forward_backward(state, work, 0, inputs, outputs)
-    dist.all_reduce(outputs, group=state.mesh.group)  # each value is on one rank, and 0 on the others
+    dist.all_reduce(outputs, group=state.mesh.group)  # each value is on one rank; the other ranks have 0
     log_probs, entropy = outputs.float().cpu().numpy()
     return ForwardBackward(metrics, LogProbs(log_probs, entropy))
 
@@ -254,8 +254,7 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
         settings: overrides for this update only.
 
     Raises:
-        StateError: there are no gradients, too many in a row were skipped, or an earlier
-            update failed halfway.
+        StateError: there are no gradients, too many updates in a row were skipped, or an earlier one failed halfway.
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
     state.checkpoints.wait_for_copy()
@@ -279,7 +278,7 @@ def step_metrics(
 
     Args:
         reports: the metrics of each completed update.
-        kl_old_stopped: the KL at which loss.max_kl ended the step; None means that it did not.
+        kl_old_stopped: the KL at which loss.max_kl ended the step; None if the step was not ended early.
     """
     cost = state.model.attention.cost
     advantages = None if inputs.advantages is None else inputs.advantages.numpy()
@@ -328,7 +327,7 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
 def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
     """Yields the reference model on the device. Under reference.offload=swap the policy is on the host in the block.
 
-    After an error the policy stays on the host, until the next call that needs it.
+    After an error the policy stays on the host until the next call that needs it.
     """
     swaps = state.config.reference.offload == "swap" and "parameters" not in state.memory_manager.asleep
     if swaps:
@@ -381,7 +380,7 @@ def prepared_together(
         ConfigError: a user's function cannot be imported.
         BatchError: raised by `prepare`.
     """
-    # an argument that is not a batch is compared too: a rank that refused it alone would leave the others waiting
+    # an argument that is not a batch is compared too: if one rank alone refused it, the others would wait for that rank
     content = batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
 
     def prepare_and_check() -> PreparedBatch:
@@ -435,7 +434,7 @@ def _digest(values: np.ndarray | None) -> str:
 def _kl_penalty(
     loss: StepLoss, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
 ) -> np.ndarray | None:
-    """Returns the KL that is subtracted from each token's reward, float64 [R]; None if it is not part of the reward."""
+    """Returns the KL that is subtracted from each token's reward, float64 [R]; None if rewards have no KL."""
     if not loss.has_kl_in_reward:
         return None
     assert old is not None and reference is not None
