@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Checks the installed packages: bash scripts/audit.sh [PYTHON]
 #
-#   1. Whether they fit each other (pip check), pyproject.toml and constraints.txt. Needs no network.
-#   2. Known vulnerabilities, if pip-audit is installed and its advisory service answers; otherwise it reports that this
-#      was not done. A pass of (1) only is never called an audit.
+#   1. Checks that they fit each other (pip check), pyproject.toml and constraints.txt. Needs no network.
+#   2. Looks for known vulnerabilities, if pip-audit is installed and its advisory service answers. Otherwise it reports
+#      that this was not done, and does not call the result an audit.
 #
-# PYTHON: of the project's environment, default .venv/bin/python. Exit status 1: something was found.
+# PYTHON is the interpreter of the project's environment, by default .venv/bin/python. Exit status 1 means a finding.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -48,7 +48,7 @@ fi
 report=$(mktemp)
 trap 'rm -f "$report"' EXIT
 "$python" -m pip_audit --progress-spinner off --timeout 15 --skip-editable --format json --output "$report" || true
-# its status is the same for a vulnerability and for a service that does not answer, but only the first leaves a report
+# pip-audit has the same exit status for a vulnerability and for no answer, but only with an answer it writes a report
 "$python" - "$report" <<'END' || status=1
 import json
 import sys

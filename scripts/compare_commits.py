@@ -1,4 +1,4 @@
-"""Compares whether two commits train to the same bits: runs the same jobs, and compares weights, metrics and plans.
+"""Checks whether two commits train to the same bits: runs the same jobs with both, and compares the results.
 
     python scripts/compare_commits.py OLD NEW [--quick]
 
@@ -39,7 +39,7 @@ MAX_PRINTED = 40  # differences to print; --json has all
 
 
 class Unusable(Exception):
-    """The comparison cannot be made; the message says what to do."""
+    """Says that the comparison cannot be made, and what to do."""
 
 
 # ---------------------------------------------------------------------- comparing
@@ -47,13 +47,13 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that differs between two records, or that only one of them has."""
+    """Describes a value that differs between two records, or that only one record has."""
 
     job: str
     what: str  # `kind name`, as compare_jobs.Record names it
-    old: str | None  # None: it is missing
+    old: str | None  # None means missing
     new: str | None
-    size: float | None = None  # largest difference relative to the largest value; None: not a number
+    size: float | None = None  # largest difference relative to the largest value; None if the values are no numbers
     is_expected: bool = False
 
     def __str__(self) -> str:
@@ -77,9 +77,9 @@ def compare(
     """Returns the differences between two commits, job by job.
 
     Args:
-        equals: records that must also equal another record of the other commit.
-        sizes: the difference of arrays relative to their largest value by (job, what), if known.
-        tolerance: metrics and arrays that differ by no more than this count as equal; 0: bits must be equal.
+        equals: name of a record -> name of another record of the other commit that it must equal, too.
+        sizes: (job, what) -> difference of two arrays, relative to their largest value, if known.
+        tolerance: metrics and arrays that differ by at most this count as equal; 0 means that bits must be equal.
         expected: patterns of `job: what`; differences that match one are expected.
     """
     pairs = [(name, name) for name in dict.fromkeys([*old, *new])]
@@ -144,7 +144,7 @@ def sizes_of_weights(jobs: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, 
 
 
 def git(*arguments: str, **environment: str) -> str:
-    """Returns what git prints. Raises Unusable with its error message if it fails."""
+    """Returns git's output; raises Unusable with git's error message if git fails."""
     done = subprocess.run(
         ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, env={**os.environ, **environment}
     )
@@ -154,7 +154,7 @@ def git(*arguments: str, **environment: str) -> str:
 
 
 def resolved(name: str, folder: Path) -> str:
-    """Returns the commit that a name stands for; `.` becomes a commit of the working tree that is on no branch."""
+    """Returns the commit with a name; for `.` makes a commit of the working tree that is on no branch."""
     if name != ".":
         return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}") if _is_known(name) else _unknown(name)
     index = {"GIT_INDEX_FILE": str(folder / "index")}
@@ -177,7 +177,7 @@ def _unknown(name: str) -> str:
 
 @contextlib.contextmanager
 def worktree(commit: str, path: Path) -> Iterator[Path]:
-    """Yields a checkout, which is removed afterwards together with git's record of it."""
+    """Yields a checkout; afterwards removes the checkout and git's record of it."""
     try:
         git("worktree", "add", "--quiet", "--detach", str(path), commit)
         yield path
@@ -191,7 +191,7 @@ def require_dependencies(checkout: Path, name: str) -> None:
     """Checks that the running interpreter has the packages that a commit needs.
 
     Raises:
-        Unusable: packages are missing or have another version; the message names each.
+        Unusable: packages are missing or have another version; the message names all of them.
     """
     from packaging.requirements import Requirement
 
@@ -215,14 +215,14 @@ def require_dependencies(checkout: Path, name: str) -> None:
 
 
 def install(checkout: Path, folder: Path) -> Path:
-    """Makes an environment with only the checkout, on top of the running interpreter's packages; returns its python."""
+    """Makes an environment with the checkout, which also uses this interpreter's packages; returns its python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     site = subprocess.run(
         [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True, capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
-    # a path file is read after the folder's own packages; checkouts on the interpreter's path are left out
+    # packages in a path file come after the environment's own; checkouts on this interpreter's path are left out
     shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (Path(site) / "shared.pth").write_text("\n".join(shared) + "\n")
     done = subprocess.run(
@@ -236,7 +236,7 @@ def install(checkout: Path, folder: Path) -> Path:
 
 
 def clean_environment() -> dict[str, str]:
-    """Returns the environment without variables that lead Python to another checkout; one thread per process."""
+    """Returns environment variables without paths of other checkouts, and with one thread per process."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -275,7 +275,7 @@ def run_both(
             time.sleep(1)
     finally:
         for process in processes.values():
-            with contextlib.suppress(ProcessLookupError):  # also kills the ranks that it has forked
+            with contextlib.suppress(ProcessLookupError):  # also kills the ranks that the process has forked
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = {side: _lines(folder / f"{side}.jsonl") for side in SIDES}

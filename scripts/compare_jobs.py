@@ -2,9 +2,9 @@
 
     python compare_jobs.py REQUEST.json
 
-This file belongs to the comparison, not to either commit. It uses only the names in NAMES of a commit, by documented
-import paths, and only documented methods of these objects. A path that moves gets its new place in NAMES next to the
-old one. Standard output gets a JSON line per finished job, and standard error everything that libraries print.
+Both commits run this same file. It imports only the names in NAMES from a commit, and uses only documented methods of
+these objects. When a name moves, its new import path is added to NAMES. Standard output gets a JSON line per finished
+job, and standard error all output of libraries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 
 # ---------------------------------------------------------------------- what is taken from a commit
 
-NAMES = {  # name -> possible places; the first existing one is used
+NAMES = {  # name -> possible import paths; the first that exists is used
     "Trainer": ("slimefsdp:Trainer",),
     "RolloutBatch": ("slimefsdp:RolloutBatch",),
     "load_config": ("slimefsdp:load_config",),
@@ -54,7 +54,7 @@ UNSTEADY = ("seconds", "per_second", "tflops", "mfu", "bytes", "memory", "time")
 
 
 def taken(name: str) -> Any:
-    """Imports a name from the commit. Raises LookupError with all places that were tried."""
+    """Imports a name from the commit; raises a LookupError with all tried paths."""
     for place in NAMES[name]:
         module, _, attribute = place.partition(":")
         try:
@@ -85,7 +85,7 @@ def float64_throughout() -> Any:
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if function is torch.Tensor.backward and args[0].ndim == 0:
-                # the mode is off inside of backward, but its recomputation must be cast as in the forward pass
+                # modes are off during backward, but recomputation in backward must cast like the forward pass
                 with KeepFloat64():
                     ones = (torch.ones_like(args[0]),)
                     return _engine_run_backward(
@@ -108,9 +108,9 @@ def float64_throughout() -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """A comparison job: settings, a kind of batches, and the calls to make.
+    """Describes a job: settings, a kind of batches, and the calls to make.
 
-    `calls` are names of `CALLS`, made one after another; `train` takes the next batch each time.
+    `calls` are names in `CALLS`, called one after another; each `train` uses the next batch.
     """
 
     name: str
@@ -124,12 +124,12 @@ class Job:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the names of its records."""
+        """Returns the names of the job's records."""
         return (UNDISTURBED, KILLED) if self.runs == "supervised" else (self.name,)
 
 
 UNDISTURBED, KILLED = "supervised/undisturbed", "supervised/a rank killed"
-EQUALS = {KILLED: UNDISTURBED}  # a record that must also equal another record of the other commit
+EQUALS = {KILLED: UNDISTURBED}  # record -> another record that it must equal in the other commit
 
 BASE: dict[str, Any] = {
     "mesh": {"device": "cpu"},
@@ -336,7 +336,7 @@ def supervised(name: str, *trees: dict[str, Any], **fields: Any) -> Job:
 
 
 def state_jobs() -> Iterator[Job]:
-    """Yields jobs for what must not change a number: recomputation, offloading, sleep, checkpoints, split updates."""
+    """Yields jobs of features that must not change numbers: recomputation, offloading, sleep, checkpoints, others."""
     for choice in ("full", "selective"):
         tree = {"model": {"activation_checkpointing": choice}, "loss": KL}
         yield job(f"recomputed/{choice}", tree, is_quick=choice == "full")
@@ -509,12 +509,12 @@ def write_models(folder: Path) -> None:
 
 
 def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
-    """Returns 16 ragged samples with gaps in their masks for `RolloutBatch.from_samples`; always the same ones.
+    """Returns 16 ragged samples with gaps in their masks, for `RolloutBatch.from_samples`; equal in every call.
 
     Args:
         kind: the purpose: "groups" are groups of four with different rewards, "level groups" include groups with equal
-            rewards, "pairs" are groups of two; "callers" have advantages and log-probs; the samples of a group of
-            "prompts" share a prompt, and those of "turns" each continue the one before.
+            rewards, "pairs" are groups of two; "callers" have advantages and log-probs; the samples of a "prompts"
+            group share a prompt; each sample of a "turns" group continues the previous sample.
         number: the number of the batch in its job.
     """
     rng = np.random.default_rng([zlib.crc32(kind.encode()), number])
@@ -542,7 +542,7 @@ def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
             # rewards in a group have two values, which estimators that count successes need
             level = kind == "level groups" and index // group_size in (1, 2)
             sample |= {"reward": 1.0 if level else float(position % 2), "group_id": index // group_size}
-        if kind == "callers":  # fields that a caller may pass instead of having them computed
+        if kind == "callers":  # fields that are usually computed, but that a caller may pass
             sample |= {name: -3 * rng.random(response) for name in ("old_log_probs", "ref_log_probs")}
             sample |= {"advantages": rng.normal(0, 1, response)}
         if kind == "all fields":
@@ -564,12 +564,12 @@ def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Record:
-    """The results of a job as texts that are equal if the bits are: `kind name` -> hex, sha256 or a number."""
+    """Holds the results of a job: `kind name` -> hex, sha256 or number; equal texts mean equal bits."""
 
     values: dict[str, str] = field(default_factory=dict)
 
     def metrics(self, step: str, values: dict[str, float]) -> None:
-        """Records every metric that is not measured by the clock."""
+        """Records every metric except measured times, rates and bytes."""
         for name, value in values.items():
             if not any(word in name for word in UNSTEADY):
                 self.values[f"{step}: metric {name}"] = float(value).hex()
@@ -609,7 +609,7 @@ def exported_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 class TrainerJob:
-    """One rank of a job: its Trainers, and the calls under the names that jobs use."""
+    """Runs a job on one rank; has the Trainers, and a method for each call."""
 
     def __init__(self, job: Job, config: Any, folder: Path) -> None:
         import torch
@@ -636,7 +636,7 @@ class TrainerJob:
         return self.record.values
 
     def next_batch(self) -> Any:
-        """Makes the next batch of the job's kind; an engine's log-probs are the policy's own with some noise."""
+        """Returns the next batch of the job's kind; log-probs of an engine are those of the policy plus noise."""
         kind, self.number = self.job.batches, self.number + 1
         batch = taken("RolloutBatch").from_samples(samples_of(kind, self.number))
         if kind.startswith("engine"):
@@ -723,7 +723,7 @@ class RankPool:
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, job: Job, config_file: Path, folder: Path, timeout_s: float) -> dict[str, str]:
-        """Returns rank 0's record. Raises RuntimeError with the traceback of a rank that failed."""
+        """Returns rank 0's record; raises a RuntimeError with the traceback of a rank that failed."""
         while len(self._ranks) < job.ranks:
             own_end, rank_end = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(rank_end,), daemon=True)
@@ -748,7 +748,7 @@ class RankPool:
                     values, error = {}, f"rank {rank} ended"
                 result = values if rank == 0 else result
                 problem = problem or error
-            if problem:  # the other ranks may wait for it in a collective
+            if problem:  # the other ranks may wait for the failed rank in a collective
                 self.close()
                 raise RuntimeError(problem)
         return result
@@ -784,7 +784,7 @@ def _serve(connection: Connection) -> None:
         dist.destroy_process_group()
         _forget_meshes()
         connection.send((values, ""))
-        gc.collect()  # frees cycles of models and process groups, whose threads would wake up all the time
+        gc.collect()  # frees reference cycles with process groups, whose threads would use CPU time
         if not is_frozen:
             gc.freeze()
             is_frozen = True
@@ -803,7 +803,7 @@ def _record_of(job: Job, config_file: Path, folder: Path) -> dict[str, str]:
             config = taken("load_config")(config_file)
             trained = TrainerJob(job, config, folder)
             return trained.run()
-    except taken("SlimeError") as error:  # raised by all ranks alike, before the first or after the last collective
+    except taken("SlimeError") as error:  # all ranks raise this, before the first or after the last collective
         if not job.name.startswith("mixed/"):
             raise
         before = {} if trained is None else trained.record.values
@@ -855,7 +855,7 @@ def _output(arguments: Sequence[str], folder: Path) -> str:
 
 
 def supervised_records(job: Job, config_file: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """Runs the same steps on supervised ranks twice, the second time with a rank killed inside of a step."""
+    """Runs the same steps on supervised ranks twice; the second time, a rank is killed during a step."""
     group = taken("SupervisedGroup").launch(taken("load_config")(config_file))
     try:
         group.save(0, {"cursor": 0})
@@ -895,12 +895,12 @@ def _supervised_steps(job: Job, group: Any, folder: Path, is_killed: bool) -> di
 
 @dataclass(frozen=True)
 class Request:
-    """A request of compare_commits.py, as JSON.
+    """Holds a request of compare_commits.py, read from JSON.
 
     Args:
         checkout: the folder that all imports must come from.
         shared: the folder of models and data, the same for both commits.
-        folder: the folder for what this commit's jobs write.
+        folder: the folder into which this commit's jobs write.
         jobs: the names of the jobs.
         settings: `section.name=value` (JSON values) to set in every job that accepts it.
     """
@@ -962,7 +962,7 @@ def _require_checkout(checkout: Path) -> None:
 
 
 def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[str]]:
-    """Writes the settings of a job to a file; returns it, and the settings of the request that it does not use."""
+    """Writes the settings of a job to a file; returns the file, and the request's settings that the job refuses."""
     shared = Path(request.shared)
     model = shared / job.model / ("model" if job.model == SORT_DIGITS else "")
     tree = merged(job.settings, {"model": {"path": str(model)}})
@@ -984,7 +984,7 @@ def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[
             return True
         return False
 
-    if is_refused(tree):  # also without the request's settings, so it uses none of them
+    if is_refused(tree):  # the job itself is refused, so it cannot use the request's settings
         unread = list(request.settings)
     for setting in request.settings if not unread else ():
         name, _, value = setting.partition("=")
@@ -1000,7 +1000,7 @@ def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[
 
 
 def _in_names_of_the_commit(tree: dict[str, Any]) -> dict[str, Any]:
-    """Jobs have the names of the earlier commit; a commit that has renamed settings has a table of them."""
+    """Returns settings with this commit's names: jobs use old names, and a commit has a table of renamed ones."""
     try:
         renamed: dict[str, Any] = taken("with_present_names")(tree)
     except LookupError:

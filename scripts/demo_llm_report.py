@@ -1,4 +1,4 @@
-"""Reports what a run of scripts/demo_llm.sh has learned: held-out accuracy of each family before and after.
+"""Reports what a run of scripts/demo_llm.sh has learned: held-out accuracy of each family, before and after training.
 
     python scripts/demo_llm_report.py FOLDER [--json]
 
@@ -25,7 +25,7 @@ from slimefsdp.monitoring.metrics_log import read_metrics
 
 
 def report(folder: Path) -> dict[str, Any]:
-    """Returns the figures of a run: `families` by name, each with `before` and `after`, and metrics of the whole run.
+    """Returns the figures of a run: `families` (name -> figures `before` and `after`), and metrics of the whole run.
 
     Raises:
         ConfigError: the folder does not have two evaluations.
@@ -87,7 +87,7 @@ def _accuracy(file: Path) -> dict[str, Any]:
 
 
 def _is_solved(row: dict[str, Any]) -> float:
-    """Returns 1 if the problem is solved; the control run has that as a separate score besides its reward."""
+    """Returns 1 if the problem is solved, else 0; in the control run this is the score `solved`, not the reward."""
     scores = row["scores"]
     return float(scores.get("solved", scores["reward"]) >= 1)
 
@@ -130,7 +130,7 @@ def last_line(folder: Path, figures: dict[str, Any]) -> str:
 
 
 def _model_of(run: Path) -> str:
-    """Returns the name of the model; the demo's own folder stands for SmolLM2."""
+    """Returns the name of the model; the folder that the demo writes has SmolLM2."""
     folder = Path(yaml.safe_load((run / "settings.yaml").read_text())["model"]["path"]).name
     return "SmolLM2-135M-Instruct" if folder == "smollm2" else folder
 

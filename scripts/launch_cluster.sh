@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Starts this machine's part of a Ray cluster that only holders of one token can use, and stays until interrupted.
+# Starts this machine's part of a Ray cluster, which requires a token, and runs until it is interrupted.
 #
 #   first machine:   bash scripts/launch_cluster.sh head IP[:PORT] [OPTION..]
 #   every other:     bash scripts/launch_cluster.sh worker HEAD_IP[:PORT] [OPTION..]
 #   then, on one:    RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=auto
 #
 # IP is the address at which the other machines reach the first one. The token is in ~/.ray/auth_token (or
-# RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes a missing one, and the other machines need a copy of it. Ray does
-# not encrypt: use a private network. An OPTION is one of `ray start`, e.g. --min-worker-port 20000.
+# RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes a token if there is none, and the other machines need a copy of the
+# token. Ray does not encrypt, so use a private network. An OPTION is an option of `ray start`, e.g. --min-worker-port 20000.
 set -euo pipefail
 
 usage() { sed -n '4,6s/^# *//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
@@ -20,7 +20,7 @@ ray=$here/.venv/bin/ray
 [ -x "$ray" ] || ray=ray
 umask 077  # ray itself writes the token readable to everybody
 export RAY_AUTH_MODE=token
-# as actors/cluster/connect.py has it where it starts Ray: ranks get their share of cores, and objects are freed at once
+# as in actors/cluster/connect.py: ranks get their share of cores, and objects are freed at once
 export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 export RAY_free_objects_period_milliseconds="${RAY_free_objects_period_milliseconds:-0}"
 # --block: ray's processes end with this one, so a scheduler's kill leaves nothing behind

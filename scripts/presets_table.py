@@ -23,7 +23,7 @@ _ROW = re.compile(r"^(\| \[([\w.]+)\]\(\2\) \| [^|\n]+ \|) [^|\n]+ \| [^|\n]+ (\
 
 
 def figures(preset: Path) -> tuple[str, str]:
-    """Returns the memory of a GPU, and the time of the updates of one step.
+    """Returns texts with the estimated memory of a GPU, and the estimated time of the updates of one step.
 
     Raises:
         SystemExit: `plan` refuses the preset, or the estimate exceeds the GPU.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Shows that a run is not tied to its processes or its mesh: GRPO on the demo's warm-up model with two data ranks is
-# killed in the middle, and goes on with two context-parallel ranks, first on the batches that it had recorded. The model
-# is left in runs/resume_elsewhere/model. Run scripts/demo.sh before; takes a minute or two.
+# killed in the middle, and resumes with two context-parallel ranks, first on the batches that it had recorded. The
+# trained model is in runs/resume_elsewhere/model. Run scripts/demo.sh first. This takes a minute or two.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

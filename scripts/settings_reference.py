@@ -1,4 +1,4 @@
-"""Prints the reference of all settings as Markdown, made from the settings tree itself.
+"""Prints the reference of all settings as Markdown, generated from the classes in slimefsdp/config.
 
 python scripts/settings_reference.py            # to the terminal
 python scripts/settings_reference.py --write    # to docs/settings.md
@@ -84,7 +84,7 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def settings_reference() -> str:
-    """Returns the whole document: a section with a table for the top level and for each settings class."""
+    """Returns the whole document: a section with a table for the top level, and one for each section of settings."""
     sections = {name: kinds_of(info.annotation) for name, info in RunConfig.model_fields.items()}
     sections = {name: kinds for name, kinds in sections.items() if kinds}
     parts = [INTRODUCTION, _section("Top level", {"": RunConfig}, skip=sections)]
@@ -93,11 +93,11 @@ def settings_reference() -> str:
 
 
 def type_text(annotation: Any, constraints: list[Any]) -> str:
-    """Describes a type and its bounds in YAML terms, safe inside of a Markdown table.
+    """Returns the description of a type and its bounds in YAML's terms, escaped for a Markdown table.
 
     Args:
-        annotation: a field's annotation as pydantic has it, or a part of it.
-        constraints: objects with some of the attributes gt, ge, lt, le (pydantic's field metadata).
+        annotation: the annotation of a pydantic field, or a part of it.
+        constraints: pydantic's metadata of the field: objects with some of the attributes gt, ge, lt, le.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -129,7 +129,7 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
 
 
 def _section(title: str, kinds: Mapping[str, type[BaseModel]], skip: Any = ()) -> str:
-    """A heading, what the section is, and its table: the settings of all kinds, then those that some kinds have."""
+    """Returns heading, description and table: first the settings of all kinds, then the settings of some kinds."""
     owners: dict[str, list[str]] = {}
     for kind, model in kinds.items():
         for name in model.model_fields.keys() - set(skip):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs slimefsdp into it with the versions of constraints.txt; --dev adds what the tests need,
 # --demo-llm what scripts/demo_llm.sh needs.
-# Does nothing if that was done before in this folder for the same pyproject.toml and constraints.txt.
+# Does nothing if this was done before in this folder, for the same pyproject.toml and constraints.txt.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,7 +29,7 @@ find_python() {
 stamp=.venv/slimefsdp-setup
 inputs=$({ pwd; cat pyproject.toml constraints.txt; } | cksum)
 if is_new_enough .venv/bin/python; then
-  # an installation with the dev extra serves the demos too
+  # the dev extra includes what the demos need
   for done_before in "$inputs$extra" "${inputs}[dev]"; do
     if [ "$(cat "$stamp" 2>/dev/null)" = "$done_before" ]; then exit 0; fi
   done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes an environment of its own for the recipes of tinker-cookbook, which tests/service/test_cookbook.py runs against
-# the service; FOLDER is .venv-cookbook unless it is given. Nothing happens when that was done before in the folder, for
-# the same versions. TORCH names another build of torch.
+# Makes an environment for the recipes of tinker-cookbook, which tests/service/test_cookbook.py runs against the service.
+# FOLDER is .venv-cookbook by default. Does nothing if this was done before in the folder, for the same versions. TORCH
+# names another build of torch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -11,7 +11,7 @@ case "${1:-}" in
   *) folder=$1 ;;
 esac
 
-# torch goes first, so that nothing replaces the build chosen for this machine
+# torch is installed first, so that the chosen build is kept
 torch=${TORCH:-torch==2.13.0}
 # the requirements of tinker-cookbook with its extra math-rl; other versions come from constraints.txt
 requirements=(
@@ -19,7 +19,7 @@ requirements=(
   termcolor==3.3.0 tiktoken==0.14.0 pylatexenc==2.11 math-verify==0.9.0 sympy anyio datasets huggingface_hub numpy pillow
   pydantic rich safetensors tqdm transformers
 )
-# it asks for tml-renderers>=0.4.1, which is not published: the one above is enough for its recipes
+# tinker-cookbook asks for tml-renderers>=0.4.1, which is not published; the version above is enough for its recipes
 cookbook=tinker-cookbook==0.6.1
 
 python=

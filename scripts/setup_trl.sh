@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment of its own for TRL, which benchmarks/rl_step.py measures; FOLDER is .venv-trl unless it is given.
-# Nothing happens when that was done before in the folder, for the same versions. TORCH names another build of torch.
+# Makes an environment for TRL, which benchmarks/rl_step.py measures. FOLDER is .venv-trl by default. Does nothing if this
+# was done before in the folder, for the same versions. TORCH names another build of torch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -10,7 +10,7 @@ case "${1:-}" in
   *) folder=$1 ;;
 esac
 
-# torch first, so that nothing replaces the build for this machine; transformers has the version of constraints.txt
+# torch is installed first, so that the chosen build is kept; transformers has the version in constraints.txt
 torch=${TORCH:-torch==2.13.0}
 requirements=(trl==1.16.0 transformers==5.23.0 accelerate==1.15.0)
 

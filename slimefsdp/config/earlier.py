@@ -17,7 +17,7 @@ STORED = "# Every setting of this run."
 
 @dataclass(frozen=True)
 class Always:
-    """The value that every run has now for a setting that decided numbers."""
+    """Holds the constant that replaced a setting on which results depended."""
 
     value: Any
 

@@ -348,7 +348,6 @@ class RunConfig(TrainerConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Returns the number of optimiser updates per full rollout batch."""
         per_update = self.batch.samples_per_update or self.samples_per_step
         return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
 

@@ -183,7 +183,6 @@ class PlacedSettings(Settings):
 
     @property
     def is_colocated(self) -> bool:
-        """Returns whether the model is in the actor's processes."""
         return self.dp is None
 
 

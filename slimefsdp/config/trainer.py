@@ -216,7 +216,6 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def data_ranks(self) -> int:
-        """Returns dp_replicate x dp of the actor group, the number of shares of a batch."""
         dp_replicate, dp = self.actor_mesh
         return dp_replicate * dp
 
@@ -252,7 +251,6 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def max_pack_tokens(self) -> int:
-        """Returns the largest number of tokens of a pack, which the cp ranks share."""
         return self.batch.max_tokens_per_rank * self.mesh.cp
 
     def mesh_of(self, role: Role) -> tuple[int, int]:

@@ -458,7 +458,6 @@ def _read_fields(path: str) -> dict[str, Any]:
 
 
 def _digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """Returns the sha256 of the tensors' names, dtypes, shapes and bytes."""
     names = sorted(tensors)
     described = [[name, _STORED_DTYPES[tensors[name].dtype.name], list(tensors[name].shape)] for name in names]
     digest = hashlib.sha256(json.dumps(described).encode())

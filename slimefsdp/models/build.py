@@ -165,7 +165,6 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model with parameters on the meta device."""
     attention = register_attention()
     with _parameters_on_meta():
         hf: PreTrainedModel = AutoModelForCausalLM.from_config(

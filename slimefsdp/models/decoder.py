@@ -177,7 +177,6 @@ class DecoderModel(nn.Module):
         return dict(config)
 
     def trained_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters of `all_parameters` that have gradients."""
         return [(name, parameter) for name, parameter in self.all_parameters() if parameter.requires_grad]
 
 

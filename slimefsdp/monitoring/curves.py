@@ -63,8 +63,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Describes one panel of the picture."""
-
     heading: str
     unit: str
     lines: Mapping[str, Series]  # by their names in the legend

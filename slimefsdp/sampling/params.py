@@ -49,7 +49,6 @@ class SamplingParams:
 
     @property
     def is_limited(self) -> bool:
-        """Returns whether some tokens cannot be drawn."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def __post_init__(self) -> None:

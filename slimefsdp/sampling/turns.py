@@ -137,7 +137,6 @@ class VersionedSampler:
 
     @property
     def versions(self) -> list[str]:
-        """Returns the names of the versions in the order in which they were added."""
         return list(self._lanes)
 
     # ------------------------------------------------------------------ requests

@@ -40,7 +40,6 @@ class UpdateProgress:
             self._frozen_source = None
 
     def require_begun(self, call: str) -> None:
-        """Raises a StateError if there is no update in progress."""
         if self.incoming is None:
             raise StateError(
                 f"{call}() before begin()", field="update_weights", hint="call begin(version, manifest) first"

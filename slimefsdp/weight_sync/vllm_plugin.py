@@ -115,7 +115,6 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     _buffers = OpenedBuffers()  # shared by all instances, since a process has one engine
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Leaves the previous group, and joins the new one."""
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
