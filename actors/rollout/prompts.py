@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from actors.rollout.records import Record
 from slimefsdp.errors import CheckpointError, short_repr
 
 
 def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the sha256 of records in their order; the order of keys does not matter."""
+    """Returns the sha256 of records, without `Record.outside_digest`; the order of their keys does not matter."""
     digest = hashlib.sha256()
     for record in records:
-        digest.update(json.dumps(record, sort_keys=True).encode() + b"\n")
+        left_out = record.outside_digest if isinstance(record, Record) else ()
+        fields = {key: value for key, value in record.items() if key not in left_out}
+        digest.update(json.dumps(fields, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -43,11 +43,17 @@ _PAIR_FORMS = (
 
 
 class Record(dict[str, Any]):
-    """The JSON object of a line or the row of a data set, with its `place`: `file:line` or `id[split] row n`."""
+    """The JSON object of a line or the row of a data set.
 
-    def __init__(self, fields: Mapping[str, Any], place: str) -> None:
+    Args:
+        place: `file:line` or `id[split] row n`.
+        outside_digest: keys that `actors.rollout.prompts.digest_of` leaves out.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], place: str, outside_digest: Collection[str] = ()) -> None:
         super().__init__(fields)
         self.place = place
+        self.outside_digest = frozenset(outside_digest)
 
 
 def place_of(record: Mapping[str, Any]) -> str:
@@ -95,13 +101,13 @@ def _read(
     data: DataSettings,
     name: str,
     chats: Collection[str],
-    form: Callable[[dict[str, Any], DataSettings, str, str], dict[str, Any]],
+    form: Callable[[dict[str, Any], DataSettings, str, str], Record],
 ) -> list[Record]:
     rows = read_rows(data, name, chats=chats)
-    return [Record(form(row, data, place, f"data.{name}"), place) for row, place in rows]
+    return [form(row, data, place, f"data.{name}") for row, place in rows]
 
 
-def _with_prompt(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
+def _with_prompt(row: dict[str, Any], data: DataSettings, place: str, field: str) -> Record:
     record = _with_columns(row, data, place, field)
     if "prompt" not in record:
         raise ConfigError(
@@ -115,7 +121,8 @@ def _with_prompt(row: dict[str, Any], data: DataSettings, place: str, field: str
             field=field,
             hint="make it a text, or a list of chat messages with 'role' and 'content'",
         )
-    return record
+    # Rewards may read a column by its own name, too. In the digest its values are those of `prompt` or `answer`.
+    return Record({**row, **record}, place, outside_digest=row.keys() - record.keys())
 
 
 def _with_columns(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
@@ -214,7 +221,7 @@ def form_of(record: Mapping[str, Any]) -> str | None:
     return next((key for key in ("messages", "text") if key in record), None)
 
 
-def _demonstration_of(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
+def _demonstration_of(row: dict[str, Any], data: DataSettings, place: str, field: str) -> Record:
     record = _with_columns(row, data, place, field)
     if form_of(record) is None and isinstance(record.get("conversations"), list):
         record = {**record, "messages": [_chat_message(turn, place, field) for turn in record["conversations"]]}
@@ -225,7 +232,7 @@ def _demonstration_of(row: dict[str, Any], data: DataSettings, place: str, field
     for key, fault in _faults(record, form):
         if fault is not None:
             raise ConfigError(f"{place}: {key!r} {fault}", field=field, hint=_FORMS)
-    return record
+    return Record(record, place)
 
 
 def _chat_message(turn: Any, place: str, field: str) -> dict[str, Any]:
@@ -281,7 +288,7 @@ def demonstrations(pairs: Sequence[Record]) -> list[Record]:
     return records
 
 
-def _pair_of(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
+def _pair_of(row: dict[str, Any], data: DataSettings, place: str, field: str) -> Record:
     responses = {name: row.get(name) for name in RESPONSES}
     prompt = row.get(data.prompt_key)
     if data.prompt_template is not None:
@@ -292,7 +299,8 @@ def _pair_of(row: dict[str, Any], data: DataSettings, place: str, field: str) ->
     fault = fault or _pair_fault(prompt, responses, data.prompt_key)
     if fault is not None:
         raise ConfigError(f"{place}: {fault}", field=field, hint=_PAIR_FORMS)
-    return {**{key: value for key, value in row.items() if key != data.prompt_key}, "prompt": prompt, **responses}
+    others = {key: value for key, value in row.items() if key != data.prompt_key}
+    return Record({**others, "prompt": prompt, **responses}, place)
 
 
 def _response_fault(row: Mapping[str, Any], responses: Mapping[str, Any]) -> str | None:

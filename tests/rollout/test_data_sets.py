@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ ROWS = [
     {"question": "2 + 2", "answer": "4", "level": None, "tags": [], "meta": {"of": None, "by": "x"}},
 ]
 TEST = [{**ROWS[0], "question": "3 + 3", "answer": "6"}]
-RECORDS = [{"prompt": row["question"], **{key: row[key] for key in row if key != "question"}} for row in ROWS]
+RECORDS = [{"prompt": row["question"], **row} for row in ROWS]
 NAME = "owner/sums"
 COMMIT = COMMITS[0]
 README = """---
@@ -114,7 +115,8 @@ def test_however_they_are_kept_the_records_are_the_same_and_know_their_places(tm
     assert found == RECORDS
     assert [place_of(record) for record in found] == [f"{path}{split} row {row}" for row in range(2)]
     lines = tmp_path / "records.jsonl"
-    lines.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    without_column = [{key: record[key] for key in record if key != "question"} for record in RECORDS]
+    lines.write_text("".join(json.dumps(record) + "\n" for record in without_column))
     assert digest_of(found) == digest_of(records(lines, prompt_column="prompt"))
     PromptStream(found, 1).restore(PromptStream(records(lines, prompt_column="prompt"), 1).state())
 
@@ -203,13 +205,16 @@ def test_a_resumed_run_has_the_commit_of_a_data_set_that_it_began_with(cache: Pa
             with_data_commits(config)
 
 
-def test_columns_are_mapped_by_name_and_take_the_place_of_others(tmp_path: Path) -> None:
+def test_columns_are_mapped_by_name_and_keep_their_own_outside_the_digest(tmp_path: Path) -> None:
     rows = [{"prompt": "raw", "question": "q", "answer": "long", "solution": "s", "level": 1}]
     path = write_parquet(tmp_path / "x.parquet", rows)
-    assert records(path, answer_column="solution") == [{"prompt": "q", "answer": "s", "level": 1}]
+    expected = {"prompt": "q", "answer": "s", "level": 1}  # what the digests of earlier checkpoints are of
+    found = records(path, answer_column="solution")
+    assert found == [{**expected, "question": "q", "solution": "s"}]
+    assert digest_of(found) == digest_of([expected]) == digest_of(pickle.loads(pickle.dumps(found)))
     assert records(path, prompt_column="prompt") == rows
     (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]))
-    assert records(tmp_path / "x.jsonl", answer_column="solution") == [{"prompt": "q", "answer": "s", "level": 1}]
+    assert records(tmp_path / "x.jsonl", answer_column="solution") == found
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
@@ -240,7 +245,7 @@ def test_chat_messages_have_the_keys_that_they_were_written_with(tmp_path: Path)
         {"role": "tool", "content": "", "name": "f"},
     ]
     path = write_parquet(tmp_path / "x.parquet", [{"question": chat}])
-    assert records(path) == [{"prompt": chat}]
+    assert records(path) == [{"prompt": chat, "question": chat}]
 
 
 @pytest.mark.parametrize("read", [read_demonstrations, read_pairs])
