@@ -67,8 +67,7 @@ from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.optim.optimizer import undecayed_names
 from slimefsdp.optim.optimizer_step import OptimizerStep
-from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients
-from slimefsdp.training.step import reduced
+from slimefsdp.training.packs import PassOptions, RankPacks, accumulate_gradients, reduced
 from tests.support.optimizers import optimizer_of
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}

@@ -212,6 +212,25 @@ def accumulate_gradients(
     return sums
 
 
+def reduced(sums: MetricSums, group: dist.ProcessGroup) -> dict[str, float]:
+    """Collective: returns an update's metrics, equal on every rank; a mean over no values is left out."""
+    if not sums.sums and not sums.maxima:
+        return {}
+    vector = torch.stack([*sums.sums.values(), *sums.counts.values()]) if sums.sums else torch.zeros(0)
+    dist.all_reduce(vector, group=group)
+    values = vector.tolist()
+    counts = dict(zip(sums.counts, values[len(sums.sums) :], strict=True))
+    result: dict[str, float] = {}
+    for name, total in zip(sums.sums, values, strict=False):
+        if counts.get(name, 1.0) > 0:
+            result[name] = total / counts[name] if name in counts else total
+    if sums.maxima:
+        maxima = torch.stack(list(sums.maxima.values()))
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        result |= dict(zip(sums.maxima, maxima.tolist(), strict=True))
+    return result
+
+
 @contextmanager
 def tokens_noted_on_out_of_memory(tokens: int) -> Iterator[None]:
     """Sets the attribute `TOKENS` of an out-of-memory error that leaves the block.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import heartbeat
-from slimefsdp.algorithms.objective import MetricSums, Objective, TokenInputs
+from slimefsdp.algorithms.objective import Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import kl_estimate, next_coefficient
 from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import TrainerConfig
@@ -37,7 +37,7 @@ from slimefsdp.training.advantages import check_functions, response_advantages, 
 from slimefsdp.training.build import master_dtype
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import Throughput, mean_over_updates
-from slimefsdp.training.packs import PassOptions, RankPacks, StepLoss, accumulate_gradients, outputs_of_packs
+from slimefsdp.training.packs import PassOptions, RankPacks, StepLoss, accumulate_gradients, outputs_of_packs, reduced
 from slimefsdp.training.plan import batch_metrics, loss_weights
 from slimefsdp.training.prepare import PreparedBatch, batch_digest
 from slimefsdp.training.reference_model import Reference
@@ -215,25 +215,6 @@ def forward_backward(
     )
     metrics = reduced(sums, state.mesh.group)
     return value_metrics(metrics) if loss.name == "value" else metrics
-
-
-def reduced(sums: MetricSums, group: dist.ProcessGroup) -> dict[str, float]:
-    """Collective: returns an update's metrics, equal on every rank; a mean over no values is left out."""
-    if not sums.sums and not sums.maxima:
-        return {}
-    vector = torch.stack([*sums.sums.values(), *sums.counts.values()]) if sums.sums else torch.zeros(0)
-    dist.all_reduce(vector, group=group)
-    values = vector.tolist()
-    counts = dict(zip(sums.counts, values[len(sums.sums) :], strict=True))
-    result: dict[str, float] = {}
-    for name, total in zip(sums.sums, values, strict=False):
-        if counts.get(name, 1.0) > 0:
-            result[name] = total / counts[name] if name in counts else total
-    if sums.maxima:
-        maxima = torch.stack(list(sums.maxima.values()))
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        result |= dict(zip(sums.maxima, maxima.tolist(), strict=True))
-    return result
 
 
 def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, inputs: TokenInputs) -> ForwardBackward:

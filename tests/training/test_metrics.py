@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp.algorithms.objective import MetricSums
-from slimefsdp.training import step
+from slimefsdp.training import packs
 from slimefsdp.training.metrics import mean_over_updates
 from tests.support.rank_pool import RankPool
 
@@ -36,8 +36,8 @@ def reduced(rank: int) -> dict[str, Any]:
         only_maxima.add_max("largest", values)
     group = dist.group.WORLD
     assert group is not None
-    return {"sums": step.reduced(sums, group), "empty": step.reduced(MetricSums(torch.device("cpu")), group),
-            "maxima": step.reduced(only_maxima, group)}  # fmt: skip
+    return {"sums": packs.reduced(sums, group), "empty": packs.reduced(MetricSums(torch.device("cpu")), group),
+            "maxima": packs.reduced(only_maxima, group)}  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

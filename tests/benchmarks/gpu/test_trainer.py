@@ -9,7 +9,7 @@ from tests.support.gpu_scripts import run_gpu_script
 NAMES = (
     *("train_step", "first_ratio", "reference_kl", "host_syncs", "weights_out", "determinism", "sleep"),
     *("modes/recompute_full", "modes/recompute_selective", "modes/recompute_offload", "modes/cpu_offload"),
-    *("modes/prefetch", "modes/optimizer", "modes/replicate", "compile"),
+    *("modes/optimizer", "modes/replicate", "compile"),
     *("updates/adamw", "updates/muon", "updates/bfloat16_moments", "updates/8bit_moments", "updates/lora"),
 )
 
