@@ -7,8 +7,8 @@ Two numbers come from a run of one step of `slimefsdp train` (left out with --st
 - files until the first optimiser step: files of `slimefsdp/` and `actors/` in which a function ran, over all processes.
   Code that runs while a module is imported does not count.
 - files, stays and returns in a rank: the functions that one rank calls between the start of `train_step` and the
-optimiser step, in the order of their first calls. A stay is a sequence of successive functions in the same file. A
-return is a stay in a file that had an earlier stay.
+  optimiser step, in the order of their first calls. A stay is a sequence of successive functions in the same file. A
+  return is a stay in a file that had an earlier stay.
 
 All other numbers are counted in the source: lines, files, classes and functions beyond the limits of
 docs/contributing.md, settings, commands, words of the documents, and cycles of imports.

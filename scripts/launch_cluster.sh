@@ -7,7 +7,8 @@
 #
 # IP is the address at which the other machines reach the first one. The token is in ~/.ray/auth_token (or
 # RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes a token if there is none, and the other machines need a copy of the
-# token. Ray does not encrypt, so use a private network. An OPTION is an option of `ray start`, e.g. --min-worker-port 20000.
+# token. Ray does not encrypt, so use a private network. An OPTION is an option of `ray start`, e.g. --min-worker-port
+# 20000.
 set -euo pipefail
 
 usage() { sed -n '4,6s/^# *//p' "${BASH_SOURCE[0]}" >&2; exit 2; }

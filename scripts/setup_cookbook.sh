@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes an environment for the recipes of tinker-cookbook, which tests/service/test_cookbook.py runs against the service.
-# FOLDER is .venv-cookbook by default. Does nothing if this was done before in the folder, for the same versions. TORCH
-# names another build of torch.
+# Makes an environment for the recipes of tinker-cookbook, which tests/service/test_cookbook.py runs against the
+# service. FOLDER is .venv-cookbook by default. Does nothing if this was done before in the folder, for the same
+# versions. TORCH names another build of torch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

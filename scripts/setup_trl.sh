@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes an environment for TRL, which benchmarks/rl_step.py measures. FOLDER is .venv-trl by default. Does nothing if this
-# was done before in the folder, for the same versions. TORCH names another build of torch.
+# Makes an environment for TRL, which benchmarks/rl_step.py measures. FOLDER is .venv-trl by default. Does nothing if
+# this was done before in the folder, for the same versions. TORCH names another build of torch.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

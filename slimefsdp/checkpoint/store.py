@@ -2,12 +2,14 @@
 
 Layout under the store's root (one writing run per root, one save at a time):
 
-    step_00000012/ a committed checkpoint: its files, its parts and manifest.json step_00000012/critic/ a part, written
-    by another group of ranks: its files and a manifest.json of its own named/NAME/ a store with the single checkpoint
-    that the user saved as NAME .part_critic_step_00000012/ a part until the save of its step moves it into the
-    checkpoint; never read .tmp_step_00000012/ a checkpoint that is being written, or was left by a writer that died;
-    never read .replaced_step_00000012/ a replaced save, until the new save of the step is in place; read if there is no
-    such step latest the name of the folder that was committed last .lock locked by the run that writes here
+    step_00000012/            a committed checkpoint: its files, its parts and manifest.json
+    step_00000012/critic/     a part, written by another group of ranks: its files and a manifest.json of its own
+    named/NAME/               a store with the single checkpoint that the user saved as NAME
+    .part_critic_step_00000012/  a part until the save of its step moves it into the checkpoint; never read
+    .tmp_step_00000012/       a checkpoint that is being written, or was left by a writer that died; never read
+    .replaced_step_00000012/  the replaced save of a step; read only if there is no folder of the step
+    latest                    the name of the folder that was committed last
+    .lock                     locked by the run that writes here
 
 `commit` lists all files with their checksums in manifest.json. The manifest of a checkpoint also lists the manifests of
 its parts: a checkpoint is whole if and only if this one manifest holds.
@@ -330,7 +332,7 @@ class PartStore(CheckpointStore):
     final_path = temporary_path
 
     def manifests(self) -> Iterator[Manifest]:
-        """Yields the part's manifest for each whole checkpoint that has one, or the one in `before`."""
+        """Yields each manifest of the part; if a checkpoint lacks the part, that of its step in `before`."""
         for whole in super().manifests():
             with suppress(CheckpointError):
                 if self.part in whole.parts:

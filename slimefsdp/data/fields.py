@@ -40,7 +40,7 @@ def refuse(field: str, message: str, hint: str) -> NoReturn:
 
 
 def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str = "") -> NoReturn:
-    """Raises a BatchError: `name` is not `what`. The hint is the most similar name in `known`."""
+    """Raises a BatchError that says that `name` is not `what`; the hint is the most similar name in `known`."""
     nearest = difflib.get_close_matches(str(name)[:60], list(known), n=1, cutoff=0.0)[0]
     refuse(str(name)[:60], f"{short_repr(name)} is not {what}", f"write {nearest!r} if that is meant{otherwise}")
 

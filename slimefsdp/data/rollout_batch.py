@@ -219,7 +219,7 @@ class RolloutBatch:
 
     @property
     def response_offsets(self) -> Int64:
-        """Returns [B + 1] offsets; a field [R] has sample i at response_offsets[i] : response_offsets[i + 1]."""
+        """Returns [B + 1] offsets; sample i of an [R] field is response_offsets[i] : response_offsets[i + 1]."""
         return _offsets(self.response_lengths)
 
     @property

@@ -346,7 +346,7 @@ class _Words:
         return buffer[: count * self._size].view(count, self._size)
 
     def write_logits(self, hidden: Tensor, rows: slice, out: Tensor, tanh: Tensor | None = None) -> None:
-        """Writes the soft-capped logits of some rows, divided by the temperature, to `out`; products have out's dtype.
+        """Writes the soft-capped logits of some rows, divided by the temperature, to `out`.
 
         Args:
             hidden: [all rows, hidden_dim].

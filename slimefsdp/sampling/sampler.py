@@ -335,7 +335,7 @@ class Sampler:
                 self._read_prompts.append((request.number, log_probs, top))
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
-        """Returns [prompt tokens] from the prompt's [prompt tokens, hidden_dim]; bit-equal to the trainer's."""
+        """Returns log-probs [prompt tokens], bit-equal to the trainer's; hidden: [prompt tokens, hidden_dim]."""
         inputs = self._policy.head_inputs_of(hidden[:-1])
         targets = torch.tensor(request.context[1:], dtype=torch.int64, device=hidden.device)
         log_probs, _ = token_log_probs(inputs, targets)

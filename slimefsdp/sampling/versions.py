@@ -124,10 +124,8 @@ class AdapterVersions:
 class ModelVersions:
     """Lets several versions of whole weights take turns in one model.
 
-    A version is a list of tensors in the model's order.
-
-    A version that is read from an exported folder computes the same bits as the trainer that exported it. The weights
-    of the base model stay in memory.
+    A version is a list of tensors in the model's order. A version that is read from an exported folder computes the
+    same bits as the trainer that exported it. The weights of the base model stay in memory.
 
     Args:
         policy: a model without adapters, with the unsharded weights of the base model.
