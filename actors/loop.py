@@ -43,8 +43,8 @@ from slimefsdp.monitoring.progress import GRPO_COLUMNS, Column, Progress, with_h
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup | TorchrunGroup
-_CLOSE_S = 10.0  # for a batch that is being collected to end without its engines
-_CHECKED_PROMPTS = 4  # whose samples are looked at before a run with engines of another code
+_CLOSE_S = 10.0  # limit on the wait for the collecting thread, which ends when its engines have ended
+_CHECKED_PROMPTS = 4  # number of prompts for checking the log-probs of engines that do not run the trainer's code
 
 
 def train(
@@ -59,8 +59,8 @@ def train(
 
     Args:
         interrupts: tells whether the run shall end before the last step.
-        prompts: the records, with their lengths checked; None: they are read and checked here.
-        launch: starts the ranks; None: Ray does.
+        prompts: the records, with their lengths checked; None means that this function reads and checks them.
+        launch: starts the ranks; None means that they are started by Ray.
 
     Raises:
         Interrupted: the run was asked to end; `run.dir` has a checkpoint of the last completed step.
@@ -84,11 +84,11 @@ def train(
 
 
 class Run:
-    """Holds what a run has open: its folder, groups of ranks, engines and logs.
+    """Holds the open resources of a run: its folder, groups of ranks, engines and logs.
 
     Args:
         launch: starts the ranks.
-        stack: closes all of it; processes end before the files that they write.
+        stack: closes all resources; processes end before the files that they write are closed.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class RolloutLoop:
         self._are_colocated = config.rollout.placement == "colocated"
         self._version = -1  # of the engines' weights; where they are colocated, of the policy's
         self._engines_are_outdated = True
-        self._has_warned = False  # that a step had nothing to learn from
-        self._ahead: AheadCollector | None = None  # once the first step has begun
+        self._has_warned = False  # whether a warning was given that a step had nothing to learn from
+        self._ahead: AheadCollector | None = None  # with rollout.max_staleness, from the first step on
         self._trained_prompts: dict[str, Any] | None = None  # state of the prompts after the batch trained on last
 
     @property

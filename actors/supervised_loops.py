@@ -46,7 +46,7 @@ class SftLoop:
         return (*SFT_COLUMNS[:1], *held_out, *SFT_COLUMNS[1:])
 
     def prompts_state(self) -> dict[str, Any]:
-        """Returns the position in the demonstrations after those that were trained on."""
+        """Returns the position in the demonstrations after the last one that was trained on."""
         return self.prompts.state()
 
     def settle(self) -> None:
@@ -160,7 +160,7 @@ def _change(what: str, rows: Sequence[Mapping[str, Any]], metric: str) -> str:
 
 
 def batch_of_pairs(samples: Sequence[Demonstration]) -> RolloutBatch:
-    """Makes a batch whose groups are pairs, in their order; a positive advantage marks the chosen sample.
+    """Returns a batch in which each pair is a group, in order; a positive advantage marks the chosen sample.
 
     Args:
         samples: the chosen and the rejected sample of each pair in turn.

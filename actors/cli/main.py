@@ -40,7 +40,7 @@ def run_typer(commands: typer.Typer, name: str, arguments: Sequence[str] | None 
 
     Args:
         name: of the program, in its help.
-        arguments: the words of the command line; None: those of this process.
+        arguments: the words of the command line; None means the words with which this process was started.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     shows_tracebacks = "--debug" in words
@@ -98,7 +98,7 @@ def _one_line(text: str) -> str:
 
 
 def _as_config_error(error: Exception) -> ConfigError:
-    """Returns what the parser refuses as a typed error that names the argument or option."""
+    """Turns an error of the parser into a typed error that names the argument or option."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     field = getattr(error, "option_name", None)
     if parameter is not None:

@@ -96,7 +96,7 @@ def setup_of_folders(
     """Returns the setup of settings whose mesh.dp is a number, with the models that their other roles name.
 
     Args:
-        memory_bytes: of a rank's device, which fsdp.sharding=auto depends on; None: more than enough.
+        memory_bytes: memory of a rank's device, for fsdp.sharding=auto; None means more than enough.
     """
     assert config.mesh.dp != "auto"
     mesh = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
@@ -143,7 +143,7 @@ def _refuse_flags_without_effect(flags: Flags) -> None:
 
 
 def _device(flags: Flags, config: RunConfig) -> Device:
-    """Returns what is known of a rank's device, or guessed."""
+    """Returns the known or guessed properties of a rank's device."""
     for flag, value in (("--memory-gb", flags.memory_gb), ("--gbps", flags.gbps)):
         if value is not None and not LEAST_RATE <= value <= MOST_RATE:
             problem = f"{flag}={value:g} is not a positive number from {LEAST_RATE:g} to {MOST_RATE:g}"
@@ -202,7 +202,7 @@ def _plan(
     """Returns the plan as a record and as lines.
 
     Args:
-        lengths: `--lengths`; None: a guess from the settings.
+        lengths: the value of `--lengths`; None means a guess from the settings.
     """
     spec = _guessed_lengths(config) if lengths is None else lengths
     samples, cost = (
@@ -306,7 +306,7 @@ def _load_lines(
 
     Args:
         source: where the samples come from.
-        batch: the batch that is planned; None: only lengths are known.
+        batch: the planned batch; None if only lengths are known.
     """
     model, mesh, updates, imbalance = setup.model, setup.mesh, schedule.updates, schedule.imbalance
     fewest, mean, most = schedule.tokens_per_rank
@@ -474,7 +474,7 @@ def _terms(memory: Memory) -> list[str]:
 
 
 def _rows(*rows: list[str]) -> list[str]:
-    """Aligns columns, the first to the left and the others to the right."""
+    """Returns lines with aligned columns: the first column to the left, all other columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

@@ -64,8 +64,8 @@ class Checked:
 
     Args:
         prompts: the records that are short enough; where data is absent, those of data.train as they are, if any.
-        sets: of these records.
-        absent: what a run needs that is not on this machine yet; nothing where a run starts.
+        sets: a description of each set of records.
+        absent: models and data that are not on this machine yet; empty when a run starts.
     """
 
     config: RunConfig
@@ -84,7 +84,7 @@ def _kept(errors: list[SlimeError]) -> Iterator[None]:
 
 
 def _raise(errors: list[SlimeError]) -> None:
-    """Raises the first error with the texts of the others in its `others`; returns if there is none."""
+    """Raises the first error, with the texts of all further errors in its `others`; does nothing without errors."""
     if errors:
         first, *rest = errors
         first.others = (*first.others, *(text for error in rest for text in str(error).split("\n  also ")))
@@ -157,7 +157,7 @@ def check_start(config: RunConfig, *, engines: int | None) -> RunConfig:
     """Checks what every command needs that starts ranks: models, packages, servers, cores and GPUs of this machine.
 
     Args:
-        engines: GPUs that engines need for themselves; None: no engines are started.
+        engines: number of GPUs that only engines use; None means that no engines are started.
 
     Returns:
         The settings, with folders of this machine for models of the hub.
@@ -293,7 +293,7 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     """Checks that the model folders of all roles can be loaded, that adapters fit, and that attention can be shared.
 
     Args:
-        absent: models whose weights are not looked at.
+        absent: models that are not on this machine yet, and whose weights are not checked.
 
     Raises:
         ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh, or attention.kernel

@@ -41,7 +41,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayMessages:
-    """Receives what Ray would print in this process, until `close`; make it before `ray.init`.
+    """Receives the messages that Ray would print in this process, until `close`; construct it before `ray.init`.
 
     Output of the job's processes is included if Ray is started with log_to_driver=True.
 
@@ -82,7 +82,7 @@ class RayMessages:
 
 
 def _require_safe(address: str, *, allow_without_token: bool) -> None:
-    """Refuses a cluster that others can reach without a token, since Ray runs any code that it is sent."""
+    """Refuses a cluster that other machines or users can reach without a token, since Ray runs any code it is sent."""
     named = f"cluster.address={address}"
     if address == "auto" and (address := os.environ.get("RAY_ADDRESS") or address) != "auto":  # as Ray does
         named += f" with RAY_ADDRESS={address}"

@@ -117,7 +117,7 @@ def fetch(reference: Any, field: str) -> Any:
 
 
 def explained(error: RayError, rank: int, call: str) -> Exception:
-    """Returns a typed error for what Ray raised instead of a rank's answer; other errors unchanged."""
+    """Returns a typed error for an error that Ray raised instead of a rank's answer; other errors stay unchanged."""
     reason = next(iter(str(error).splitlines()), "")
     ended = f"the process of rank {rank} ended during {call}: "
     if cluster_is_gone():

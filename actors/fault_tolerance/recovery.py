@@ -18,16 +18,16 @@ from slimefsdp.io.user_files import refuse_unless_plain
 
 Started = TypeVar("Started")
 LOST = (WorkerDied, WorkerHung, PeerFailed)
-"""Errors after which processes are of no more use, and new ones may succeed."""
-MAX_WITHOUT_PROGRESS = 3  # a fault that comes back each time is none that a restart helps against
+"""Errors after which processes cannot be used any more, but new processes may succeed."""
+MAX_WITHOUT_PROGRESS = 3  # limit on restarts in a row, since restarts do not help against a fault that returns
 
 
 class Restarts:
     """Counts the restarts of one kind of processes against their budget.
 
     Args:
-        most: of all, as in cluster.max_restarts.
-        kind: what is lost, in what is printed.
+        most: limit on all restarts, as in cluster.max_restarts.
+        kind: the word for the processes in messages.
     """
 
     def __init__(self, most: int, kind: str) -> None:

@@ -263,8 +263,8 @@ class Supervisor:
         if self._is_shut_down:  # meanwhile, by another thread
             self._end()
             raise _shut_down()
-        self._config = self._actor.config  # a job keeps its number of ranks
-        self._sharding = self._actor.sharding  # and its levels, whatever memory is free when it is launched again
+        self._config = self._actor.config  # a relaunch keeps the number of ranks
+        self._sharding = self._actor.sharding  # a relaunch keeps the levels, however much memory is free then
 
     def _start_on_ranks(self, call: Call) -> None:
         group, request = self.group(call.role), call.request
@@ -274,7 +274,7 @@ class Supervisor:
         if isinstance(batch, SpilledBatch):
             request = request.having(batch=store(batch.read(), "batch"))
         if call.has_batch:
-            group.await_weights()  # where an update_ref is made again before it
+            group.await_weights()  # a repeated update_ref may precede this call
         call.running, call.launch = group.begin(request), self._launches
         if call.name == "load":
             call.restored = group.begin(RankRequest("restored", adapter=call.adapter))
@@ -287,29 +287,30 @@ class Supervisor:
             raise StateError(problem, field="receivers", hint="call update_ref instead")
 
     def _recovered_from(self, call: Call, error: Exception, launch: int) -> bool:
-        """Handles an error of a call; returns whether it was a loss of ranks that the job has recovered from."""
+        """Handles an error of a call; returns True if ranks were lost and the job has recovered."""
         with self._lock:
             loss = self._loss_behind(call.name, error)
             if loss is not None:
-                if call not in self._call_log:  # a read before a checkpoint: there is no way back to its state
+                if call not in self._call_log:  # a read before a checkpoint, whose state cannot be restored
                     return False
                 self._recover(loss, launch)
                 return True
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
-            # a training step that stopped on the way is part of the state; what ended ranks must not be made again
+            # A training call that all ranks refused stays in the log, since it may have changed the state before. A
+            # call that ends ranks must not be repeated.
             if not is_of_all_ranks and call.name == "forward_backward":
-                # made again, those before it would gather what its error has dropped
+                # drops the gradients of earlier calls in a repetition, as the error has dropped them
                 zero_grad = RankRequest("zero_grad", adapter=call.adapter)
                 self._call_log.replace(call, Call(call.role, zero_grad, is_done=True))
             elif not (is_of_all_ranks and call.name in TRAINING):
                 self._call_log.remove(call)
             if not is_of_all_ranks and launch == self._launches:
-                why = f"ranks end after an error of their own: {type(error).__name__}: {error}"
-                self._doomed = launch, WorkerDied(why.partition("\n")[0], call=call.name)
+                cause = f"ranks end after an error of their own: {type(error).__name__}: {error}"
+                self._doomed = launch, WorkerDied(cause.partition("\n")[0], call=call.name)
             return False
 
     def _loss_behind(self, name: str, error: Exception) -> SlimeError | None:
-        """Returns the loss of ranks behind an error; None where ranks were not lost."""
+        """Returns the loss of ranks that caused an error, or None if no ranks were lost."""
         if isinstance(error, LOST):
             return error
         reference = None if self._actor is None else self._actor.reference_group
@@ -320,7 +321,7 @@ class Supervisor:
     # ------------------------------------------------------------------ recovery
 
     def _recover(self, cause: SlimeError, launch: int) -> None:
-        """Replaces all ranks of a launch after a loss; does nothing where another thread has done that."""
+        """Replaces all ranks of a launch after a loss; does nothing if another thread has replaced them."""
         with self._lock:
             if self._final is not None or launch != self._launches:
                 return
@@ -340,9 +341,9 @@ class Supervisor:
                     except LOST as another:
                         error = another
             except BaseException as final:
-                # what is there now is not the state that the caller knows
+                # the new ranks do not have the state of the lost ones
                 self._end()
-                if self._is_shut_down:  # which has given back the places that there were by then
+                if self._is_shut_down:  # `shutdown` has released only the places that were reserved at that time
                     self._places.release()
                 interrupted = StateError("a recovery was interrupted", field="cluster", hint="launch a new group")
                 self._final = final if isinstance(final, Exception) else interrupted
@@ -362,10 +363,10 @@ class Supervisor:
             self._actor.end()
 
     def _catch_up(self) -> tuple[int | None, int, tuple[str, ...]]:
-        """Brings a new group to the lost one's state.
+        """Brings a new group to the state of the lost group.
 
         Returns:
-            The step that was loaded, the number of calls that were repeated, and what came out differently.
+            The loaded step, the number of repeated calls, and the metrics of these calls that differ.
         """
         beginnings: dict[str | None, Call] = {}
         for adapter in (None, *self._call_log.created):
@@ -383,13 +384,14 @@ class Supervisor:
         return beginnings[None].step if None in beginnings else None, repeated, tuple(differences)
 
     def _restored_beginning(self, adapter: str | None) -> Call | None:
-        """Loads the newest checkpoint, of the job or of an adapter, that verifies and whose save is in the call log.
+        """Loads the newest valid checkpoint, of the job or of an adapter, whose save is in the call log.
 
         Returns:
-            Its save. Without one, the call that created the adapter; or None for the job, which is as launched.
+            The save of the checkpoint. If there is none: the call that created the adapter, or None for the job, which
+            has the state of its launch.
 
         Raises:
-            CheckpointError: there is none, and the log does not reach back to the beginning.
+            CheckpointError: there is no valid checkpoint, and the log does not begin at the launch or creation.
         """
         group, created = self.group("actor"), None if adapter is None else self._call_log.created[adapter]
         if created is not None:
@@ -411,7 +413,7 @@ class Supervisor:
             )
         if problem is None:
             return created
-        # a load that failed may have changed a part of the state
+        # a failed load may have changed a part of the state, so begin again
         if created is None:
             self._end()
             self._launch()
@@ -421,7 +423,7 @@ class Supervisor:
         return created
 
     def _replayed_result(self, name: str, running: Any) -> Any:
-        """Waits for a repeated call; a SyncError that lost ranks caused is raised as that loss."""
+        """Waits for a repeated call; if lost ranks caused a SyncError, raises the loss instead."""
         try:
             return running.result()
         except SyncError as error:

@@ -33,7 +33,7 @@ class Saved:
         owner: the id of the user whose run saved it.
         rank: the rank of the adapter; 0 for all weights of the model.
         time: when saving began, in seconds since 1970.
-        expires: when it may be deleted, in seconds since 1970; None: never.
+        expires: when it may be deleted, in seconds since 1970; None means never.
         request: the number of the run's request that saved it.
         is_of_start: whether a start of the service saved it to continue the run, and not a client.
     """
@@ -101,7 +101,7 @@ class SamplerRecord:
     """A sampling client whose session has not ended, for the next start of the service.
 
     Args:
-        path: the path of the saved weights; None: the base model.
+        path: the path of the saved weights; None for the base model.
         version: the name of the weights in the engine; other weights may have been saved under the path since.
     """
 
@@ -142,8 +142,8 @@ class Checkpoint:
     """A checkpoint that a run wrote.
 
     Args:
-        name: the name that the client or the service gave it; None: it is only numbered by its step.
-        step: its step in the group.
+        name: the name that the client or the service gave the checkpoint; None if it only has a step.
+        step: the step of the save in the group.
     """
 
     progress: Progress
@@ -157,7 +157,7 @@ def adapter_of(run: str) -> str:
 
 
 def is_copy(name: str) -> bool:
-    """Returns whether a checkpoint is the copy of a loaded one; names that clients may give are shorter."""
+    """Returns whether a checkpoint is the copy of a loaded checkpoint; clients cannot give such long names."""
     return name.startswith(COPY) and len(name) == len(COPY) + 64
 
 
@@ -174,7 +174,7 @@ class Records(Generic[RecordT]):
         self._type: TypeAdapter[RecordT] = TypeAdapter(kind)
 
     def keep(self, record: RecordT) -> None:
-        """Writes a record; replaces the one of the same name.
+        """Writes a record; replaces a record of the same name.
 
         Raises:
             ResourceError: the disk is full or fails; the previous file stays.
@@ -212,7 +212,7 @@ class Records(Generic[RecordT]):
 class Catalogue:
     """Knows what was saved in a run.dir, by this and earlier starts of the service, and what the next start continues.
 
-    `runs` and `samplers` are the records of those that had not ended when the service ended, for whatever reason.
+    `runs` and `samplers` have the records of runs and sampling clients that have not ended.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -227,9 +227,9 @@ class Catalogue:
                 self._saved[saved.path] = saved
 
     def remove_unknown(self) -> None:
-        """Removes weights to sample from that no client can name; it is called once at a start.
+        """Removes weights to sample from that no client can name; called once at a start.
 
-        They had no name, or the service ended before it recorded them.
+        Such weights were saved without a name, or the service ended before it recorded them.
         """
         known = {self.folder(saved) for saved in self._saved.values()}
         for folder in (self._run_dir / _FOLDER / "sampler_weights").glob("*/*@*"):
@@ -294,17 +294,17 @@ class Catalogue:
         shutil.rmtree(self.folder(saved), ignore_errors=True)
 
     def remove_made_at_starts(self, run: str, but: str | None = None) -> None:
-        """Removes the checkpoints that starts of the service saved for a run, since no client is told of them any more.
+        """Removes the checkpoints that starts of the service saved for a run, once no error names them to clients any more.
 
         Args:
-            but: the path of the one to keep.
+            but: the path of the checkpoint to keep.
         """
         for saved in list(self._saved.values()):
             if saved.run == run and saved.is_of_start and saved.path != but:
                 self._remove(saved)
 
     def remove_expired(self) -> None:
-        """Removes expired saves; it is to be called every few seconds."""
+        """Removes expired saves; must be called every few seconds."""
         for saved in list(self._saved.values()):
             if saved.is_expired:
                 self._remove(saved)
@@ -312,7 +312,7 @@ class Catalogue:
     def checkpoints_of(self, run: str, rank: int) -> list[Checkpoint]:
         """Returns the run's checkpoints whose files exist, the newest first, without verifying them.
 
-        Of two equal ones, the one without a name comes first, since a client cannot delete it.
+        Of two checkpoints with equal progress, one without a name comes first, since a client cannot delete it.
         """
         store, prefix = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)), ""
         if rank == 0:

@@ -79,9 +79,9 @@ def work_of(
     """Converts a ForwardBackwardRequest.
 
     Args:
-        stable_reinforce: the loss to use for the one of this name, whose formula is not published; None: refuse it.
+        stable_reinforce: the loss to use for `stable_reinforce`, whose formula is not published; None refuses it.
         max_tokens: limit on the tokens of a datum, including its last target.
-        max_targets: limit on the targets of all datums together; sparse ones take next to no bytes on the wire.
+        max_targets: limit on the targets of all datums together, as sparse targets need few bytes in the request.
 
     Raises:
         BatchError: an input cannot be used; the message names the datum and the input.
@@ -163,7 +163,7 @@ def _as_work(
 
 
 def _config_of(message: Any, name: str) -> dict[str, float]:
-    """Returns the numbers of a loss; those in version 2 of the field take precedence."""
+    """Returns the numbers of a loss; numbers in loss_fn_config_v2 take precedence."""
     if name not in LOSSES:
         hint = f"use {', '.join(LOSSES)}"
         if name == "stable_reinforce":
@@ -365,9 +365,9 @@ def _not_a_request() -> BatchError:
 
 
 def _nested(descriptor: Any) -> dict[int, Any]:
-    """Maps the number of each field of a message to a dict like this one, for messages, or None, for numbers.
+    """Returns number of each field of a message -> None if it holds numbers, or such a dictionary if it is a message.
 
-    Numbers that have a length on the wire are packed; texts and bytes have no entry.
+    Texts and bytes have no entry, so a field of numbers that has a length on the wire must be packed.
     """
     return {
         field.number: None if field.message_type is None else _nested(field.message_type)

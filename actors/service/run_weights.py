@@ -31,7 +31,7 @@ _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "
 
 
 class _RunWeights(ABC):
-    """Base of both managers: checks of what clients ask for, and the loading of checkpoints.
+    """The base class of both managers, with checks of clients' requests and the loading of checkpoints.
 
     Args:
         group: the group as it was launched.
@@ -45,10 +45,10 @@ class _RunWeights(ABC):
         self._group, self._catalogue = group, catalogue
 
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
-        """Returns the rank that a client asks for.
+        """Returns the rank that a client requests.
 
         Raises:
-            ConfigError: this server trains no such rank, or other parts of the model.
+            ConfigError: this server does not train this rank, or these parts of the model.
         """
         rank = 0 if lora is None else lora.rank
         self.check_rank(rank)
@@ -90,7 +90,8 @@ class _RunWeights(ABC):
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
         """Loads a checkpoint, also one of another run, into a run.
 
-        It loads a copy made of hard links: a recovery may load it again after a client has deleted the checkpoint.
+        The loaded files are a copy by hard links, since a recovery may load them after a client has deleted the
+        checkpoint.
 
         Raises:
             CheckpointError: its files are missing or damaged.
@@ -132,7 +133,7 @@ class AdapterPerRun(_RunWeights):
         return self._group.adapter(adapter_of(run))
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
-        """Gives a new run an adapter that is drawn from `seed`; None: from a random one."""
+        """Gives a new run an adapter with weights drawn from `seed`, or from a random seed if it is None."""
         drawn_from = secrets.randbits(31) if seed is None else seed
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._alpha, seed=drawn_from)
 
@@ -177,9 +178,9 @@ class AdapterPerRun(_RunWeights):
 class ModelByTurns(_RunWeights):
     """Gives all weights of the model to one run at a time, from its beginning to its end.
 
-    The initial weights of the group are saved once, and every run begins with them. The numbered checkpoints of all
-    runs form one sequence; each names its run in its loop state. Every run begins with a checkpoint that belongs to no
-    run, so that a recovery of ranks never goes back to an earlier run.
+    The initial weights of the group are saved once, and every new run begins with them. The numbered checkpoints of all
+    runs form one sequence, and each has the id of its run in its loop state. At the beginning of each run a checkpoint
+    without a run is written, so that a recovery of ranks never loads the state of an earlier run.
     """
 
     trained = "all weights of its model"

@@ -1,4 +1,4 @@
-"""Sampling clients: their requests, the weights that each samples from, and the loading of these into the engine."""
+"""Sampling clients: their requests, their weights, and the loading of these weights into the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from actors.service.users import NotFound, Session, User
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, StateError
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingParams
 
-_REMEMBERED = 4096  # requests of a sampler that get the same answer when they are repeated
+_REMEMBERED = 4096  # limit on the requests of a sampler that get the same answer when they are repeated
 _BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
 _NO_LOG_PROB = -99999.0  # with token 0, it marks a position without top tokens
 
@@ -36,9 +36,9 @@ class Version:
     """Weights to sample from.
 
     Args:
-        name: the name in the engine.
-        folder: a PEFT folder, or one of a whole model.
-        is_ephemeral: whether it is deleted with its client's session.
+        name: the name of the weights in the engine.
+        folder: a PEFT folder, or the folder of a whole model.
+        is_ephemeral: whether the folder is deleted at the end of the client's session.
     """
 
     name: str
@@ -51,8 +51,8 @@ class SamplerSession:
     """A sampling client.
 
     Args:
-        owner: the id of the user whose client made it.
-        version: the weights; None: the base model.
+        owner: the id of the user whose client created it.
+        version: the weights; None for the base model.
         path: the path of the saved weights in the clients' API.
     """
 
@@ -66,7 +66,7 @@ class SamplerSession:
 
     @property
     def weights(self) -> str:
-        """Describes the weights that it was made for."""
+        """Returns a description of the client's weights."""
         if self.path is None:
             return "sampler of the base" if self.version is None else "sampler of weights without a name"
         return f"sampler of {self.path}"
@@ -78,19 +78,20 @@ class Samplers:
     def __init__(self, state: ServiceState, engine: SupervisedEngine, weights: RunWeights) -> None:
         self.sessions: dict[str, SamplerSession] = {}
         self._state, self._engine, self._weights = state, engine, weights
-        self._running: Counter[str] = Counter()  # requests by version that are in the engine
+        self._running: Counter[str] = Counter()  # version -> number of its requests in the engine
         self._loading = asyncio.Lock()
-        self._needs_room = False  # whether a version waits for room to be loaded
+        self._needs_room = False  # whether a version waits until the engine has room to load it
         self._idle = asyncio.Event()  # is set when a request has left the engine
 
     # ------------------------------------------------------------------ calls of clients
 
     async def create_sampling_session(self, body: wire.CreateSamplingSession, user: User) -> Answer:
-        """Makes a sampling client of saved weights, or of the base model; a repeated request returns the same one.
+        """Creates a sampling client of saved weights or the base model; a repeated request returns the same client.
 
         Raises:
-            CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
-            StateError: its number was used for other weights. ResourceError: the disk is full.
+            CheckpointError: there are no such weights. ConfigError: the request names another base model, or a
+                checkpoint to train from.
+            StateError: the number was used for other weights. ResourceError: the disk is full.
         """
         session = self._state.session(body.session_id, user)
         version = None
@@ -135,7 +136,7 @@ class Samplers:
         return {"sampler_id": id, "base_model": self._state.model_name, "model_path": sampler.path}
 
     async def asample(self, body: wire.Sample, user: User) -> Result:
-        """Starts a sampling request; a repeated one returns the same result.
+        """Starts a sampling request; a repeated request returns the same result.
 
         Raises:
             BatchError: a value cannot be served; the message names it. NotFound: as in `get`.
@@ -179,10 +180,10 @@ class Samplers:
     # ------------------------------------------------------------------ sampling
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
-        """Draws samples from the sampler's weights; if an engine is lost, draws them once more on the next one.
+        """Draws samples from the sampler's weights; if an engine is lost, draws them once more on the next engine.
 
         Raises:
-            StateError: the weights were deleted. ResourceError: the engine has no room for them, even alone.
+            StateError: the weights were deleted. ResourceError: the weights do not fit into an empty engine.
             BatchError: the request cannot be served. CancelledError: the sampler was removed.
             WorkerDied, WorkerHung: two engines were lost during this request, or the engine cannot be replaced.
         """
@@ -221,9 +222,9 @@ class Samplers:
             self._idle.set()
 
     async def _have(self, version: Version) -> None:
-        """Loads a version that is not in the engine; the one that was unused for longest makes room for it.
+        """Loads a version if the engine does not have it; for room, drops the version that was unused for longest.
 
-        If all are in use, it waits until one is idle; other requests wait behind it, since they hold `_loading`.
+        If all versions are in use, this waits until one is idle. Requests for further versions wait for `_loading`.
         """
         if version.name not in self._engine.versions:
             if not version.folder.is_dir():
@@ -235,10 +236,10 @@ class Samplers:
             self._engine.versions[version.name] = time.monotonic()
 
     async def _loaded(self, version: Version) -> bool:
-        """Loads a version; returns False if the engine has no room for it besides the others.
+        """Loads a version; returns False if the engine has no room besides its other versions.
 
-        The engine completes a load even if the caller is cancelled. So the caller waits until the version is known, and
-        no other version is loaded in the meantime.
+        The engine completes a load even if this task is cancelled. So a cancelled task still waits for the end of the
+        load, and records the version before another version is loaded.
         """
         loading = asyncio.create_task(self._load(version))
         try:
@@ -253,13 +254,13 @@ class Samplers:
         return True
 
     async def _load(self, version: Version) -> None:
-        versions = self._engine.versions  # those of this engine, which may be lost before it answers
+        versions = self._engine.versions  # read before the call: the engine may be lost and replaced during it
         await self._engine.load(version.name, str(version.folder))
         versions[version.name] = time.monotonic()
 
     async def _make_room(self) -> None:
-        """Drops the version that was unused for longest, once it is idle; drops none if the engine is lost."""
-        self._needs_room = True  # holds back new requests for loaded versions, or none might ever become idle
+        """Waits for an idle version and drops the one that was unused for longest; drops none if the engine is lost."""
+        self._needs_room = True  # makes new requests for loaded versions wait, as otherwise none might become idle
         try:
             while not (idle := [name for name in self._engine.versions if not self._running[name]]):
                 if not self._engine.versions:  # a new engine, which has room
@@ -279,7 +280,7 @@ class Samplers:
     # ------------------------------------------------------------------ removal, and starts of the server
 
     async def forget_oldest(self) -> None:
-        """Removes the samplers that were unused for longest; it is to be called every few seconds."""
+        """Removes the oldest surplus samplers with unnamed weights; must be called every few seconds."""
         unnamed: dict[str, list[SamplerSession]] = {}
         for sampler in list(self.sessions.values()):
             if sampler.version is not None and sampler.version.is_ephemeral:
@@ -290,7 +291,7 @@ class Samplers:
                 await self._forget(sampler)
 
     def forget_answers(self) -> None:
-        """Removes requests whose answers have expired; it is to be called every few seconds."""
+        """Removes requests whose answers have expired; must be called every few seconds."""
         for sampler in list(self.sessions.values()):  # a copy, since threads of runs add samplers
             for number, _ in list(takewhile(lambda item: item[1].is_forgotten, sampler.answers.items())):
                 del sampler.answers[number]
@@ -381,7 +382,7 @@ def _response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
     """Returns the serialised SampleResponse of an answer.
 
     Args:
-        last_n: number of last prompt tokens whose log-probs are wanted; None: all.
+        last_n: number of tokens at the end of the prompt whose log-probs are returned; None means all.
     """
     response = tinker_pb2.SampleResponse()
     if answer.prompt_log_probs is not None:
@@ -390,7 +391,7 @@ def _response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
             values[: max(0, values.size - last_n)] = np.nan
         response.prompt_logprobs = values.tobytes()
     if (top := answer.prompt_top_tokens) is not None:
-        # the first token has no log-probs, and neither have tokens that were not asked for
+        # the first token has no log-probs, and those of tokens before the last `last_n` are not returned
         nothing = max(1, 0 if last_n is None else len(top.tokens) + 1 - last_n)
         k = top.tokens.shape[1]
         tokens = np.concatenate([np.zeros((nothing, k)), top.tokens[nothing - 1 :]]).astype("<i4")

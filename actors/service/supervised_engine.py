@@ -1,7 +1,7 @@
 """The service's sampling engine, which is replaced when its process or its server ends or hangs.
 
-A lost engine loses its versions and its requests. Those who wait for a request get `EngineReplaced` and send it to the
-next engine, which draws the same samples from the same seeds.
+The versions and requests of a lost engine are lost with it. A task that waits for a request gets `EngineReplaced` and
+sends the request to the next engine, which draws the same samples from the same seeds.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats
 
-_ANSWER_S = 2.0  # how long `stats` waits for an engine; after that it returns the last known values
+_ANSWER_S = 2.0  # how long `stats` waits for an engine; after this time it returns the last known values
 _SLOW_S = 10.0  # an engine that does not answer for longer is reported as a problem
 _NOTHING = SamplingStats(0, 0, 0, 0, 0, {}, 0)
 
 
 class EngineReplaced(Exception):
-    """The engine was lost before it answered. Another one has taken its place, and has no versions yet.
+    """The engine was lost before it answered, and was replaced by an engine without versions.
 
     Args:
-        loss: why it was lost; None: it was lost before this call, and never got the request.
+        loss: the error of the loss; None if the engine was lost before this call, and never got the request.
     """
 
     def __init__(self, loss: SlimeError | None) -> None:
@@ -56,10 +56,10 @@ class SupervisedEngine:
     def __init__(self, config: RunConfig, start: Callable[[], Any]) -> None:
         self._start, self._limits = start, Limits.of(config)
         self._restarts = Restarts(config.cluster.max_restarts, "sampling engines")
-        self._loss: SlimeError | None = None  # why an engine is being replaced, or could not be
-        self._replacing: asyncio.Task[None] | None = None  # stays set if it failed: there is no engine any more
+        self._loss: SlimeError | None = None  # the error because of which an engine is being, or could not be, replaced
+        self._replacing: asyncio.Task[None] | None = None  # stays set if the replacement failed and there is no engine
         self._query: asyncio.Task[None] | None = None  # a pending request for the stats of the engine
-        self._query_began = 0.0  # when that began, by time.monotonic
+        self._query_began = 0.0  # the time.monotonic() at which `_query` began
         self._is_ended = False
         self.replacements = 0
         self._use(start())
@@ -72,7 +72,7 @@ class SupervisedEngine:
 
     @property
     def problem(self) -> str | None:
-        """Returns what is wrong with the engine; None if no problem is known."""
+        """Returns the problem of the engine as text; None if no problem is known."""
         if self._loss is not None:
             return self._loss.message
         silent_s = time.monotonic() - self._query_began if self._query is not None and not self._query.done() else 0.0
@@ -116,7 +116,7 @@ class SupervisedEngine:
         return self._last_stats
 
     async def watch(self) -> None:
-        """Checks whether the engine hangs or has ended; it is to be called about once a second."""
+        """Checks whether the engine hangs or has ended; must be called about once a second."""
         if self._replacing is not None:
             return
         self._question()
@@ -158,7 +158,7 @@ class SupervisedEngine:
                     loss = WorkerDied(f"the sampling engine ended during {method}: {reason}", hint=hint)
                 self._lost(engine, loss)
         if self._replacing is not None:
-            await asyncio.shield(self._replacing)  # shielded, since others may still wait when this caller gives up
+            await asyncio.shield(self._replacing)  # shielded, since other tasks may wait when this one is cancelled
         raise EngineReplaced(loss)
 
     def _question(self) -> asyncio.Task[None]:
