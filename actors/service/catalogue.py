@@ -294,7 +294,7 @@ class Catalogue:
         shutil.rmtree(self.folder(saved), ignore_errors=True)
 
     def remove_made_at_starts(self, run: str, but: str | None = None) -> None:
-        """Removes the checkpoints that starts of the service saved for a run, once no error names them to clients any more.
+        """Removes the checkpoints that starts of the service saved for a run, once no error names them any more.
 
         Args:
             but: the path of the checkpoint to keep.

@@ -39,7 +39,7 @@ _ENDS_S = 30  # limit on tasks whose connections were cut
 def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]) -> None:
     """Serves until SIGTERM or SIGINT; then finishes the requests in progress, saves the runs and ends all processes.
 
-    Ray must be connected, and the settings must have passed `check_ready_to_serve`.
+    Ray must be connected, and the settings must have passed `actors.cli.serve.checked_to_serve`.
 
     Args:
         on_start: is called with the address and a function that ends the serving, before requests are answered.
