@@ -164,7 +164,7 @@ class ModelSpec:
         """Returns the sizes of the adapters of `lora.targets`, assuming the usual names of matrices.
 
         Fused projections count as if they were separate. Adapters of experts save nothing per token, because they are
-        added to the weights; nor do adapters of the head, which is computed in chunks.
+        added to the weights. Adapters of the head save nothing either, because the head is computed in chunks.
 
         Args:
             targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; a pattern
@@ -289,13 +289,13 @@ def _has_head(targets: Sequence[str]) -> bool:
 
 
 def has_attention_softcap(config: Mapping[str, Any]) -> bool:
-    """Returns whether attention scores are soft-capped; config.json may lack transformers' defaults."""
+    """Returns whether attention scores are soft-capped; missing entries of `config` have transformers' defaults."""
     # other architectures ignore this setting
     return config.get("model_type") == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Returns how many layers have a sliding window; config.json may lack transformers' defaults."""
+    """Returns how many layers have a sliding window; missing entries of `config` have transformers' defaults."""
     model_type = str(config.get("model_type"))
     if model_type not in _WINDOWS:  # other architectures ignore these settings
         return 0

@@ -67,7 +67,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds the bytes of one rank by tag."""
+    """Holds the bytes in use on one rank, by tag (`TAGS`)."""
 
     parameters: int  # with buffers and gradients; this and the next two fields are 0 while asleep
     optimizer: int

@@ -32,7 +32,7 @@ class Call:
     """Describes a call; made by `@call`.
 
     Args:
-        method: the body, which a rank runs.
+        method: the body of the call, which each rank runs.
         roles: the roles whose groups support the call.
         changes_state: later calls depend on this one. It is repeated after a loss of ranks, and on a named group only
             the writer may make it.
@@ -44,7 +44,7 @@ class Call:
         needs_whole_weights: the call is refused after an update that failed halfway, until a `load`.
         prepare: the method of `BatchPlanner` that checks and plans the call's `batch`. Each of its parameters gets the
             call's argument of the same name.
-        check: checks arguments without a model; the body checks what needs one.
+        check: checks the arguments that need no model; the body checks the others.
     """
 
     method: Callable[..., Any]
@@ -102,7 +102,7 @@ CALLS: dict[str, Call] = {}
 
 
 def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
-    """Turns a method into a call, which passes its arguments to the object's `_make`; that decides where the body runs.
+    """Turns a method into a call. The call passes its arguments to the object's `_make`, which decides where it runs.
 
     Args:
         roles: the roles whose groups support the call.
@@ -136,7 +136,7 @@ class JobCheckpoint:
         save_id: recorded in the manifests of a save; a load accepts only the checkpoint of this save. None accepts any.
         parts: in an actor's save, the folders of the parts that the other groups have written.
         is_part: whether the group writes or reads its part of the job's checkpoint. A critic that is saved by itself
-            has checkpoints of its own.
+            has separate checkpoints.
     """
 
     save_id: str | None = None

@@ -121,7 +121,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
 
     @property
     def updater(self) -> OptimizerStep:
-        """Returns the optimiser step; only for roles that train."""
+        """Returns the optimiser step, which only roles that train have."""
         return self._state.updater
 
     @property

@@ -322,7 +322,7 @@ def whitened(values: Floats, mask: npt.NDArray[np.bool_], epsilon: float = 1e-8)
 def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
     """Returns a critic's targets, [R]: GAE advantages (not whitened) plus values; 0.0 at masked tokens.
 
-    This is the lambda-return. With lambda 1 it is the discounted rewards to go, whatever the values (arXiv 1506.02438,
+    This is the lambda-return. With lambda 1 it equals the discounted rewards to go, for any values (arXiv 1506.02438,
     section 5).
     """
     assert inputs.values is not None

@@ -262,7 +262,7 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
     | rollout_rho              | rho; its mean is 1 if the engine samples from the probabilities that it reports    |
     | rollout_chi2             | rho^2 - 1; its mean is the chi-square divergence                                   |
     | rollout_log_ppl_diff     | (s) the sequence's mean of -log rho: log perplexity of the trainer - of the engine |
-    | rollout_log_ppl_diff_max | (s) its absolute value                                                             |
+    | rollout_log_ppl_diff_max | (s) absolute value of rollout_log_ppl_diff                                         |
 
     The effective sample size, as a share of the tokens, is rollout_rho^2 / (rollout_chi2 + 1) of the reduced values.
     """
@@ -286,7 +286,7 @@ def correction_statistics(correction: Correction, sequences: Sequences) -> Stati
     | correction_weight            | the weight                                                                 |
     | correction_below             | 1 where dropped because rho, or the sequence's, is below `low`             |
     | correction_above             | 1 where truncated or dropped because rho is above `high`                   |
-    | correction_dropped           | 1 where the weight is 0, for whatever reason                               |
+    | correction_dropped           | 1 where the weight is 0, for any reason                                    |
     | correction_dropped_sequences | (s) 1 where no token has a weight                                          |
     """
     dropped = correction.weights == 0

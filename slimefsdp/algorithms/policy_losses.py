@@ -28,13 +28,13 @@ class Sequences:
     count: int  # may exceed the number of sequences in the pack, e.g. the samples of the whole batch
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the differentiable sum of `values` [tokens] over each sequence, [count]; 0 without tokens."""
+        """Returns the differentiable sum of `values` [tokens] over each sequence, [count]; an empty sequence has 0."""
         # float64, because atomics add in any order on a GPU and ranks with the same pack must get the same result
         totals = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         return totals.index_add(0, self.index, values.double()).to(values.dtype)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the differentiable mean of `values` [tokens] over each sequence, [count]; 0 without tokens."""
+        """Returns the differentiable mean of `values` [tokens] over each sequence, [count]; an empty sequence has 0."""
         return self.sum(values) / self.lengths().clamp(min=1)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def ulysses_attention(
 
 
 class _ToHeads(torch.autograd.Function):
-    """Exchanges [local_tokens, ranks, heads, head_dim] for its own heads, [tokens, heads, head_dim]."""
+    """Exchanges [local_tokens, ranks, heads, head_dim] for [tokens, heads, head_dim] of this rank's heads."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:

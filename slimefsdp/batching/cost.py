@@ -73,7 +73,7 @@ class CostModel:
         flops_per_byte: float = FLOPS_PER_BYTE,
         attention_slowdown: float = 1.0,
     ) -> CostModel:
-        """Returns the cost model of a transformer, counting all matrices that a token passes through and the head.
+        """Returns the cost model of a transformer, with the head and all other matrices that a token passes through.
 
         Args:
             strategy: how cp ranks exchange keys and values.

@@ -1,8 +1,8 @@
 """Decides which context-parallel rank owns which tokens of a pack.
 
 A sequence is either kept whole on one rank or cut zig-zag: each rank gets one chunk counted from the start and one of
-the same size counted from the end. A rank's share of the causal attention then equals its share of the tokens, whatever
-the sizes of its chunks, so sequences of any length need no padding. Keys and values of whole sequences are not sent.
+the same size counted from the end. A rank's share of the causal attention then equals its share of the tokens, for all
+sizes of its chunks, so sequences of any length need no padding. Keys and values of whole sequences are not sent.
 
 If samples share prefixes, the sequences of a pack are the nodes of a forest. A token attends to its own node and to
 all ancestors of this node, so a node must be sent if a descendant is on another rank. Therefore a tree is kept whole on

@@ -39,7 +39,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LocalShare:
-    """Holds one cp rank's part of a pack: its tokens, and the pairs whose row it owns."""
+    """Holds one cp rank's part of a pack: its tokens, and the (row, target) pairs whose row is one of these tokens."""
 
     tokens: torch.Tensor  # [local_tokens] int64
     positions: torch.Tensor  # [local_tokens] int64

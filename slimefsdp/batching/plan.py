@@ -95,7 +95,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PackLimits:
-    dp: int  # data-parallel ranks, each of which gets packs of its own
+    dp: int  # data-parallel ranks; each rank gets different packs
     max_pack_tokens: int  # hard cap on the tokens of a pack: batch.max_tokens_per_rank x mesh.cp
     cp: int = 1  # context-parallel ranks that share each pack; a sample's cost is its time on all of them
     cost_model: CostModel = DEFAULT_COST_MODEL  # estimates the work that packs and ranks are balanced by

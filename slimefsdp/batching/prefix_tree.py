@@ -124,7 +124,8 @@ def forest_of(lengths: np.ndarray, shared: np.ndarray) -> tuple[Forest, np.ndarr
     """Builds the forest of a pack's samples.
 
     Args:
-        lengths, shared: int64 [n], of the pack's samples in the order of `SharedPrefixes.among`.
+        lengths, shared: int64 [n], tokens of each sample, and tokens that it shares with the sample before. Samples are
+            in the order of `SharedPrefixes.among`.
 
     Returns:
         The forest; for every node the sample (0 to n - 1) to read its tokens from; the length of every node; and for

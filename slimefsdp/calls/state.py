@@ -138,7 +138,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
     @call("actor", "critic", is_exclusive=False)
     def gradient_health(self) -> GradientHealth:
-        """Returns the norms of the last update's gradients by layer, and the first parameter that was not finite.
+        """Returns the norms of the last update's gradients by layer, and the first non-finite gradient.
 
         Raises:
             StateError: there has been no update since the start or the last load.
@@ -222,8 +222,9 @@ class StateCalls(Calls):
         """Writes a checkpoint of everything that is needed to continue training, completely or not at all.
 
         On a driver the checkpoint of an actor group also holds its critic and its reference group. With
-        `checkpoint.async_save` the call returns at once, and the checkpoint still gets the state as of the call;
-        `finish_save` waits for it. An actor's critic and reference group are written before the call returns.
+        `checkpoint.async_save` the call returns before the checkpoint is written, and `finish_save` waits for it; the
+        checkpoint has the state at the time of the call. An actor's critic and reference group are written before
+        the call returns.
 
         Args:
             loop_state: the caller's own JSON, which `load` returns.

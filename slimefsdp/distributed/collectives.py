@@ -3,7 +3,7 @@
 No rank may enter a collective that another rank will never join, so `run_together` raises the same error on all ranks.
 gloo's calls wait in Python, and raise when a peer's connections close. NCCL's calls return at once; the host waits for
 the device later, and a kernel whose peer is lost spins until the group's timeout. Ranks therefore report how many
-collectives they have begun, which distinguishes a hanging rank from those that wait for it. When a peer is lost, the
+collectives they have begun, which distinguishes a hanging rank from ranks that wait for it. When a peer is lost, the
 communicators are aborted. Not yet run on a GPU.
 """
 
@@ -89,7 +89,7 @@ def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 
 def sendable(error: Exception | None) -> Exception | None:
-    """Returns an error that can be pickled; any other would leave the peers waiting in the collective."""
+    """Returns a picklable form of an error; an error that cannot be pickled would leave peers waiting."""
     return None if error is None else portable(error)
 
 

@@ -114,7 +114,7 @@ def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]
 def abandon_update(policy: nn.Module) -> None:
     """Drops all gradients after an error in a forward or backward pass, and resets FSDP for the next update.
 
-    Otherwise FSDP would consider itself inside the failed backward, and would not reduce the gradients of the next.
+    Otherwise FSDP would consider itself inside the failed backward, and would not reduce the next gradients.
     """
     assert isinstance(policy, FSDPModule)
     if hasattr(policy, "reset_iter_state"):  # from torch 2.13 on

@@ -65,7 +65,7 @@ class Parked:
         """Moves the copies to the host; idempotent.
 
         Raises:
-            ResourceError: as `StorageOffloader.sleep`.
+            ResourceError: as in `StorageOffloader.sleep`.
         """
         self._offloader.sleep(self._all())
 
@@ -73,7 +73,7 @@ class Parked:
         """Moves the copies to the device; idempotent.
 
         Raises:
-            ResourceError: as `StorageOffloader.wake_up`.
+            ResourceError: as in `StorageOffloader.wake_up`.
         """
         self._offloader.wake_up()
 

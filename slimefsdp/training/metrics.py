@@ -1,7 +1,7 @@
 """Merges the metrics of a step's updates, and measures throughput.
 
-Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and as the share of these
-FLOPs in the devices' peak (MFU).
+Throughput is measured in prompt and response tokens per second, in model FLOPs per second, and as the ratio of model
+FLOPs per second to the devices' peak (MFU).
 """
 
 from __future__ import annotations

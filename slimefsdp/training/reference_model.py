@@ -191,7 +191,7 @@ class ColocatedReference:
             follows: the value of `follows` in the checkpoint. If False, the folder's weights are loaded again.
 
         Raises:
-            ConfigError, ModelError: as `load`.
+            ConfigError, ModelError: as in `load`.
         """
         self._next = None
         if follows:
