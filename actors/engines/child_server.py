@@ -74,7 +74,6 @@ class ChildServer:
         return self._status is not None
 
     def last_lines(self, count: int) -> list[str]:
-        """Returns the last lines of the server's log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))

@@ -45,8 +45,6 @@ _LINES = 15  # number of lines of a log in an error
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """Holds the properties of a server that the run can use."""
-
     version: str
     dtype: str
     vocab_size: int
@@ -55,11 +53,7 @@ class ServerFacts:
 
 
 class ServerDialect(ABC):
-    """Translates a run's requests and weight updates into the HTTP requests of one kind of server.
-
-    Args:
-        folder: the folder of the model that the server serves.
-    """
+    """Translates a run's requests and weight updates into the HTTP requests of one kind of server."""
 
     NAME: ClassVar[str]
     ALIVE: ClassVar[str] = "/health"  # a cheap route that the server answers at any time
@@ -103,7 +97,6 @@ class ServerDialect(ABC):
         return EngineError(f"the server at {client.url} {problem}", field=field, hint=hint)
 
     def other_release(self, client: ServerClient, found: str, supported: str, package: str) -> EngineError:
-        """Returns the error of a server whose release is not supported."""
         field = "rollout.engine_python" if self.config.rollout.engine_urls is None else "rollout.engine_urls"
         return self.unusable(client, f"is {found}; {supported} is supported", f"install {package} for it", field)
 

@@ -37,8 +37,6 @@ _LOOK_S = 1.0  # interval of checks while a call waits
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of `generate` in progress."""
-
     left: int  # number of samples that were not yielded yet
     ended: SimpleQueue[tuple[int, int, SampledTokens] | Exception] = field(default_factory=SimpleQueue)
     """(index of the request, number, sample) of each sample that has ended."""

@@ -31,8 +31,6 @@ _MOST_IN_VAIN = 3  # limit on rounds without a sample; requests that arrive just
 
 @dataclass(frozen=True, slots=True)
 class SampledResponse:
-    """Holds a response to a prompt."""
-
     prompt: int  # index of the prompt in the call
     number: int  # index of this response among the samples of the prompt
     tokens: list[int]  # prompt and response
@@ -106,7 +104,6 @@ class EnginePool(EngineUpdates, EndsWithBlock):
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Returns the tokens that end a response."""
         return self._processes.end_token_ids
 
     def shutdown(self) -> None:

@@ -61,7 +61,6 @@ class ColocatedRanks:
         self.group.sleep(("optimizer", "reference"))
 
     def free_parameters(self) -> None:
-        """Frees the memory of the parameters; idempotent."""
         self.group.sleep(("parameters",))
 
     def wake_up(self) -> None:
@@ -295,11 +294,7 @@ def _require_matching_group(config: RunConfig, group: Any) -> None:
 
 
 def _require_usable(config: RunConfig, index: int, info: EngineInfo, vocab_size: int) -> None:
-    """Raises an EngineError if a run cannot use an engine with these properties.
-
-    Args:
-        vocab_size: of the trainer's model.
-    """
+    """Raises an EngineError if a run cannot use an engine with these properties; `vocab_size` is the trainer's."""
 
     def refuse(problem: str, field: str, hint: str) -> EngineError:
         return EngineError(f"engine {index} {problem}", field=field, hint=hint, rank=index)

@@ -61,8 +61,6 @@ class Sample:
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a bucket."""
-
     name: str  # as in the Hugging Face folder
     dtype: str  # such as "float32"
     shape: tuple[int, ...]
@@ -87,10 +85,7 @@ class Engine(Watched):
     `begin`, calls of `receive` (or of another method of the transport) for each bucket, and a call of `commit`.
     Samples that are running at `begin`, or are requested before `commit`, continue after `commit`; the engine then
     computes their prompt and earlier tokens again with the new weights. Without committed weights nothing is sampled.
-
-    Args:
-        config: the settings of the run.
-        index: the index of this engine, below `rollout.engines`.
+    `index` is that of this engine, below `rollout.engines`.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2, "generate": 16}
@@ -144,10 +139,7 @@ class Engine(Watched):
         """Runs `generate`; `end_stream` can end it.
 
         `ray.cancel` is not used: if it cancels a call that has not left the caller's process, all later calls are
-        delayed for 30 s or more, and then lost (Ray 2.60).
-
-        Args:
-            name: a unique name of the stream.
+        delayed for 30 s or more, and then lost (Ray 2.60). `name` must be unique.
         """
         if name in self._ended_streams:
             return
@@ -253,9 +245,6 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
     """Raises an EngineError if an engine's answer cannot be a sample of these requests.
 
     An aborted sample may have any number of tokens up to the request's limit.
-
-    Args:
-        engine: the index of the engine, for the error.
     """
     if not isinstance(sample, Sample) or not (is_whole(sample.request) and is_whole(sample.number)):
         raise _wrong(engine, f"{short_repr(sample)}, which is not a Sample")

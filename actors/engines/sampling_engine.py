@@ -209,8 +209,6 @@ class SamplingEngine(Watched):
 
 
 class _Answer(NamedTuple):
-    """The answer to a request that is still sampled."""
-
     future: Future[SampleAnswer]
     key: str | None
 

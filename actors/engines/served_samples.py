@@ -17,8 +17,6 @@ _ROUNDING = 1e-5  # a log-prob may be above 0 by this much
 
 @dataclass(slots=True)
 class PartialSample:
-    """Holds the tokens of a sample so far."""
-
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
@@ -182,14 +180,12 @@ def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, 
 
 
 def wrong(what: str) -> EngineError:
-    """Returns the error of an answer that contradicts its request."""
     return EngineError(
         f"the server returned {what}", field="engine", hint="use a supported release, as docs/engines.md says"
     )
 
 
 def not_finite() -> StateError:
-    """Returns the error of logits that are not finite."""
     return StateError(
         "the logits of the committed weights are not finite", field="update_weights", hint="look at the weights"
     )

@@ -157,11 +157,7 @@ class ServedSampling:
     def generate(
         self, requests: Sequence[Request], decode: Callable[[list[list[int]]], list[str]]
     ) -> Iterator[list[Sample]]:
-        """Yields samples as `Engine.generate` does.
-
-        Args:
-            decode: returns the texts of responses.
-        """
+        """Yields samples as `Engine.generate` does; `decode` returns the texts of responses."""
         call = _Call(decode)
         left = sum(request.samples for request in requests)
         with self._during(call):

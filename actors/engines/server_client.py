@@ -116,7 +116,6 @@ class ServerClient:
             raise
 
     async def is_alive(self, timeout_s: float) -> bool:
-        """Returns whether the server is running and ready."""
         try:
             await self._ask("GET", self._alive, None, timeout_s)
         except (Refusal, SlimeError):
@@ -168,7 +167,6 @@ class ServerClient:
         )  # fmt: skip
 
     async def _has_ended(self) -> bool:
-        """Returns whether the server has ended, or is about to."""
         return not await self.is_alive(_ENDING_S) if self.child is None else await self._ends_within(_ENDING_S)
 
     async def _ends_within(self, seconds: float) -> bool:

@@ -178,11 +178,7 @@ class EngineUpdates(EngineRequests):
             self._processes.are_asleep = True
 
     def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
-        """Puts colocated engines to sleep, and may wake the trainer; raises as `sleep`, and as the group's `wake_up`.
-
-        Args:
-            seconds: the time is added to the entry `turn`.
-        """
+        """Puts colocated engines to sleep, and may wake the trainer; adds the time to `seconds["turn"]`."""
         ranks = self._colocated_ranks("end_turn")
         began = time.perf_counter()
         self.sleep()

@@ -30,8 +30,6 @@ _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
 
 @dataclass(frozen=True, slots=True)
 class SamplingFacts(ServerFacts):
-    """Holds the properties of a server that the service can use."""
-
     adapters: int  # limit on the loaded adapters
     prompt_top_k: int  # limit on the number of most likely tokens that are returned for a position of a prompt
     reads_prompts: bool  # whether the server has log-probs of prompts: vLLM fails if the head may have adapters

@@ -280,7 +280,6 @@ class Collector:
         return batch_of(self._config, kept, baselines, version), metrics
 
     def _show(self, step: int, drawn: Sequence[Group], kept: Sequence[Group]) -> None:
-        """Writes the texts of the first groups of a step into run.dir."""
         run_dir = self._config.run.dir
         if run_dir is None:
             return

@@ -52,7 +52,6 @@ class Demonstration:
 
     @property
     def prompt_length(self) -> int:
-        """Returns the number of tokens before the first trained token."""
         return len(self.tokens) - self.response_length
 
     def truncated(self, length: int) -> Demonstration | None:

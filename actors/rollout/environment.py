@@ -149,7 +149,6 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
 
 
 def is_async(environment: type[Environment]) -> bool:
-    """Returns whether this class has coroutine functions."""
     return any(inspect.iscoroutinefunction(getattr(environment, name)) for name in ("reset", "step"))
 
 

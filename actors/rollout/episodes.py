@@ -53,7 +53,6 @@ class _Episode:
 
     @property
     def goes_on(self) -> bool:
-        """Returns whether the policy will draw another response."""
         return self.end is None and self.error is None
 
     def call(self, responses: Sequence[tuple[str, bool]], max_turns: int) -> EpisodeCall:
@@ -105,11 +104,7 @@ class Progress:
 
 
 class EpisodeRunner:
-    """Runs the episodes of a run's steps and evaluations.
-
-    Args:
-        workers: the processes that run the reward function or the environments.
-    """
+    """Runs the episodes of a run's steps and evaluations; `workers` run the reward function or the environments."""
 
     def __init__(self, config: RunConfig, engines: EnginePool, workers: UserCodeWorkers) -> None:
         self._engines, self._workers, self._code = engines, workers, workers.code
@@ -374,7 +369,6 @@ class EpisodeRunner:
 
 
 def _text_of(observation: Any) -> str:
-    """Returns an observation as text for the transcript."""
     if isinstance(observation, str):
         return observation
     if is_token_ids(observation):

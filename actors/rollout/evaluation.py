@@ -28,11 +28,7 @@ def metric_prefix(heldout_set: str) -> str:
 
 
 class Evaluator:
-    """Runs the evaluations of a run.
-
-    Args:
-        collector: draws and scores the responses, and has the held-out sets.
-    """
+    """Runs the evaluations of a run; `collector` draws and scores the responses, and has the held-out sets."""
 
     def __init__(self, config: RunConfig, collector: Collector) -> None:
         self._config = config

@@ -44,8 +44,6 @@ Filter = Callable[[Record, Sequence[ScoredSample]], bool]
 
 @dataclass(slots=True)
 class Group:
-    """The responses to one prompt."""
-
     record: Record
     samples: list[ScoredSample]
     environment_seed: int

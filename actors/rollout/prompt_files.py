@@ -319,7 +319,6 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 
 
 def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Sequence[Record]) -> _Counts:
-    """Returns the counts of records whose responses are sampled."""
     records = [*train, *evaluated]
     with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
         timeout_s = config.cluster.call_timeout_s

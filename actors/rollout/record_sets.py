@@ -65,7 +65,6 @@ def record_sets(
 
 
 def warn_of_shared_prompts(sets: Iterable[RecordSet]) -> None:
-    """Prints to stderr which sets share prompts."""
     for record_set in sets:
         for shared in record_set.shared:
             print(

@@ -74,7 +74,6 @@ def _shortened(text: str, most: int) -> str:
 
 
 def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: str = "") -> str:
-    """Returns a prompt, and its responses with their rewards."""
     by_reward = sorted(samples, key=lambda scored: scored.reward)
     half = _SHOWN_RESPONSES // 2
     shown = by_reward if len(samples) <= _SHOWN_RESPONSES else [*by_reward[:half], *by_reward[-half:]]

@@ -92,7 +92,6 @@ class UserCode:
 
     @classmethod
     def of(cls, config: RunConfig) -> UserCode:
-        """Returns the code that the settings name."""
         rollout, environment = config.rollout, config.environment
         if rollout.environment is not None:
             return cls(
@@ -112,7 +111,6 @@ class UserCode:
 
     @property
     def correct_it(self) -> str:
-        """Returns the hint for an error of the code itself."""
         return "correct the function" if self.is_reward else "correct the environment"
 
     def load(self) -> type[Environment]:

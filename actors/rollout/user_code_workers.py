@@ -148,7 +148,6 @@ class UserCodeWorkers:
                 worker.actor.forget.remote(number)
 
     def shutdown(self) -> None:
-        """Ends the processes; idempotent."""
         end_processes([worker.actor for worker in self._workers])
         self._workers = []
 
@@ -327,7 +326,6 @@ class PendingCalls:
 
 
 def _reason_of(error: RayError) -> str:
-    """Returns the line of an error that describes the cause."""
     # an exception of the process is the last line, below its traceback
     if getattr(error, "actor_init_failed", False) or isinstance(error, RayTaskError):
         return str(error).strip().splitlines()[-1]

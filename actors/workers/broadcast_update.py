@@ -89,7 +89,6 @@ class BroadcastUpdate(WeightUpdate):
             self.close()
 
     def close(self) -> None:
-        """Leaves the group; idempotent."""
         if self._group is not None:
             self._group.close()
         self._group = None

@@ -140,7 +140,6 @@ class JobGroup(EndsWithBlock, GroupCalls):
         return self._job.receivers(self.role)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
-        """Returns the answer or the error of each rank."""
         return self._job.health(self.role, timeout_s)
 
     def _start(self, request: RankRequest) -> Future[Any]:

@@ -49,7 +49,6 @@ class Client:
 
     @classmethod
     def here(cls, writes: bool) -> Client:
-        """Returns a new client of this process."""
         return cls(uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}", writes)
 
 
@@ -117,7 +116,6 @@ class NamedGroup(JobGroup):
 
     @property
     def name(self) -> str:
-        """Returns the name by which programs attach."""
         return self._job.name
 
     def status(self) -> GroupStatus:
@@ -216,7 +214,6 @@ def host_of(name: str) -> Any:
 
 
 def named_groups() -> list[str]:
-    """Returns the names of all groups of the cluster, sorted."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
 

@@ -143,7 +143,6 @@ class TrainWorker(Watched):
         self.trainers["ref"].receiver.begin(version, manifest)
 
     def receive(self, bucket: Any) -> None:
-        """Receives a bucket from the object store."""
         from actors.workers.weight_update import unpack_bucket
 
         self.trainers["ref"].receiver.receive(unpack_bucket(bucket))

@@ -122,15 +122,12 @@ class Limits:
 
     @classmethod
     def of(cls, config: RunConfig) -> Limits:
-        """Returns the limits that the settings give."""
         ping_s = config.cluster.ping_timeout_s
         return cls(ping_s, _HANG * ping_s, config.cluster.sync_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A call that some processes have not answered."""
-
     call: str
     ranks: Sequence[int]  # the processes without an answer
     began: float  # by `time.monotonic`
@@ -180,11 +177,7 @@ class Watchdog:
                 raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.ping_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
-        """Has processes write their stacks, and returns the error of a call that has taken longer than its timeout.
-
-        Args:
-            setting: the setting that has the timeout.
-        """
+        """Has processes write their stacks, and returns the error of a call that exceeded its timeout, `setting`."""
         with self._lock:
             now = time.monotonic()
             self._take_answers(now)
@@ -367,7 +360,6 @@ def _signalled(process: Pulse) -> str | None:
 
 
 def _size(file: str | None) -> int:
-    """Returns a file's bytes; 0 if there is no such file."""
     try:
         return 0 if file is None else Path(file).stat().st_size
     except OSError:

@@ -236,7 +236,6 @@ class ObjectStoreUpdate(WeightUpdate):
     call = "receive"
 
     def _prepared(self, bucket: Bucket) -> Any:
-        """Stores the bucket once, for every actor to read."""
         try:
             return (store(pack_bucket(bucket, with_digests=self._checksums), "weights"),)
         except ResourceError as error:  # all ranks raise a SyncError; other errors would be raised on rank 0 alone

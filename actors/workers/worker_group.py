@@ -354,7 +354,6 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
 
 def _failed(futures: Sequence[CallFuture]) -> CallFuture | None:
-    """Waits for calls; returns the first call that failed, or None."""
     failed = None
     for future in futures:
         try:
