@@ -380,7 +380,7 @@ class RolloutLoop:
         return metrics | {f"critic/{name}": value for name, value in of_critic.items()}
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Adds the log-probs of policy and reference before the step, from which both roles take the KL."""
+        """Adds the log-probs of policy and reference before the step, from which both roles compute the KL."""
         group, old = self._group, batch.rollout_log_probs
         if self._config.loss.old_log_probs != "rollout":
             old = group.compute_log_probs(batch).log_probs

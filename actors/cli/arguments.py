@@ -21,7 +21,7 @@ def path(text: str) -> Path:
 
 
 def path_as_written(text: str) -> str:
-    """Returns the word itself after `path` has accepted it: an id on the hub must not become a path."""
+    """Checks a word as `path` does but returns it unchanged, since an id on the hub must not become a path."""
     path(text)
     return text
 

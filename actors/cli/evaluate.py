@@ -141,10 +141,10 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
 
 
 def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
-    """Returns the metrics of the model, whose weights a group of ranks reads and sends to the engines.
+    """Returns the metrics of the model; a group of ranks reads its weights and sends them to the engines.
 
     Raises:
-        SlimeError: any typed error; all processes are ended before it travels on.
+        SlimeError: any typed error; all processes are ended before it is raised.
     """
     from actors.engines.pool import EnginePool
     from actors.rollout.collect import Collector

@@ -1,6 +1,6 @@
-"""Finds all that can be known to fail without starting anything; `train`, its `--dry-run`, `check` and others share it.
+"""The checks that find failures before any process is started; `train`, its `--dry-run`, `check` and others share them.
 
-`check_before_launch` is the one ordered list of checks of a training run. The commands that start other things use
+`check_before_launch` makes all checks of a training run in one order. Commands that start other processes use
 `check_start`, which has the checks of models, packages and machine.
 """
 
@@ -394,7 +394,7 @@ def check_functions(config: RunConfig) -> None:
     """Imports every function and class that the settings name as `module:function`.
 
     Raises:
-        ConfigError: one of them cannot be imported, or is not there, or its import hangs or ends the process.
+        ConfigError: a function cannot be imported or does not exist, or its import hangs or ends the process.
     """
     fields = ("advantage.estimator", "loss.policy", "rollout.reward", "rollout.environment", "rollout.filter")
     names = {field: config.value_of(field) for field in fields}

@@ -168,11 +168,11 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
     """Starts or joins the Ray cluster, unless this process is connected already.
 
     A local cluster declares as many logical CPUs as the run needs, since there may be more ranks than cores. It ends
-    with this process, in whatever way that ends. SIGINT and SIGTERM to this process's group or job do not reach it.
+    with this process, however this process ends. SIGINT and SIGTERM to this process's group or job do not reach it.
 
     Args:
-        messages: a file for the messages of Ray and the output of the job's processes, until `disconnect`; None: Ray's
-            warnings are printed, and output of processes stays in the logs of Ray's session.
+        messages: a file for the messages of Ray and the output of the job's processes, until `disconnect`. None means
+            that Ray's warnings are printed, and output of processes stays in the logs of Ray's session.
 
     Raises:
         ResourceError: this machine has too few cores; there is no cluster at `cluster.address`, or joining it is not
@@ -216,7 +216,7 @@ def join(address: str = "auto", *, allow_without_token: bool = False) -> None:
 
 
 def require_answer(address: str) -> None:
-    """Checks that something answers at `address`, if that has a host and a port; Ray itself would try for minutes.
+    """Checks that a cluster's machine answers at an `address` of host and port, since Ray would try for minutes.
 
     Raises:
         ResourceError: nothing answers within a few seconds.
@@ -235,10 +235,10 @@ def require_answer(address: str) -> None:
 
 
 def require_lasting_cluster() -> None:
-    """Requires a cluster that outlives this process.
+    """Checks that the connected cluster outlives this process.
 
     Raises:
-        ResourceError: the cluster that this process is connected to was started by it, and ends with it.
+        ResourceError: this process has started the cluster, which ends with this process.
     """
     if _ray_processes():
         raise ResourceError(
@@ -323,7 +323,7 @@ def start_progress() -> str:
 
 
 def _start_local(num_cpus: int, timeout_s: float) -> None:
-    """Starts Ray, repeatedly if it fails; nothing of a failed attempt keeps running.
+    """Starts Ray, and repeats a failed attempt; no process of a failed attempt keeps running.
 
     A busy machine can miss Ray's own deadline of 30 s, which no setting changes, several times in a row. Attempts that
     end by it are repeated until `timeout_s` has passed; other failures are repeated a few times.

@@ -79,7 +79,7 @@ def require_cluster() -> None:
 
 
 def end_processes(actors: Sequence[Any]) -> None:
-    """Ends Ray actors at once, unless the cluster is gone, which has ended them."""
+    """Ends Ray actors at once; does nothing if the cluster is gone, and the actors with it."""
     if not cluster_is_gone():
         for actor in actors:
             ray.kill(actor)

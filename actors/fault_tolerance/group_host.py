@@ -113,7 +113,7 @@ class GroupHost:
         self._config = self._job.config_of("actor")
 
     def begin(self, client: str, role: Role, request: RankRequest) -> int:
-        """Queues a call behind earlier ones; returns the ticket that `result` takes.
+        """Queues a call after all earlier calls; returns the ticket for `result`.
 
         Raises:
             StateError: the call would change the group, and the client is not the writer; or the group is being ended.

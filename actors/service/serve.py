@@ -166,7 +166,7 @@ def _started_engine(config: RunConfig) -> Any:
     """Starts a sampling engine and waits until it answers; returns its handle.
 
     Raises:
-        SlimeError: it did not start; its process has ended.
+        SlimeError: the engine did not start, and its process was ended.
     """
     engine = start_sampling_engine(config, memory_bytes=config.service.max_version_bytes)
     limit_s = config.cluster.launch_timeout_s

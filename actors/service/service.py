@@ -79,7 +79,7 @@ class Service(ServiceState):
         return {"type": "session_heartbeat"}
 
     async def finish(self, user: User, id: str) -> Answer:
-        """Ends a session of the user; one that is unknown has ended, or belongs to another user and stays hidden."""
+        """Ends a session of the user; does nothing if it is unknown, has ended, or belongs to another user."""
         with suppress(NotFound):
             await self.end_session(self.session(id, user).id)
         return {}
