@@ -296,7 +296,7 @@ class BackgroundSave:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def start(self, write: Callable[[], Path]) -> None:
-        """Runs `write` in the thread;
+        """Runs `write` in the thread.
 
         `write` must call `copy` first. `finish` returns its result or raises its error.
         """

@@ -88,7 +88,7 @@ class CheckpointStore:
         return type(self)(self.root / NAMED / name)
 
     def require_empty(self, name: str, save_id: str | None = None) -> None:
-        """Raises a CheckpointError if a save under this name would replace a checkpoint with another `save_id`."""
+        """Raises a CheckpointError if this store, named `name`, has a checkpoint of another save than `save_id`."""
         steps = self.steps()
         written_by = [manifest.info.get("save_id") for manifest in self.manifests()]
         if steps and (save_id is None or written_by != [save_id] * len(steps)):
@@ -152,9 +152,8 @@ class CheckpointStore:
     def commit(self, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> Path:
         """Makes the files of `begin(step)` the newest checkpoint.
 
-        Must be called after every rank has written its files.
-
-        An earlier save of the same step stays loadable until the new one is in place.
+        Must be called after every rank has written its files. An earlier save of the same step stays loadable until the
+        new one is in place.
 
         Raises:
             CheckpointError: the folder does not hold these files, `info` is not plain JSON, or the disk fails.

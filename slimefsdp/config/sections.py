@@ -344,7 +344,7 @@ class AdamWSettings(_AdamMoments):
 
 
 class MuonSettings(_AdamMoments):
-    """Muon for the layers' matrices, including experts and adapters, and AdamW for all other parameters."""
+    """Muon for the layers' matrices, including experts and adapters; AdamW for the rest (docs/optimizers.md)."""
 
     name: Literal["muon"] = Field("muon", description="the optimiser")
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum; AdamW's is betas[0]")

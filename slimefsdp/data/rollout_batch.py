@@ -57,9 +57,8 @@ _DIGEST = "sha256"
 class Sample:
     """Holds one sampled sequence, for `RolloutBatch.from_samples`.
 
-    A field that is None is absent; it must then be None in all samples.
-
-    Fields of response tokens have one entry for each of the last `response_length` tokens.
+    A field that is None is absent; it must then be None in all samples. Fields of response tokens have one entry for
+    each of the last `response_length` tokens.
     """
 
     tokens: npt.ArrayLike  # prompt + response

@@ -45,9 +45,9 @@ class UpdateSchedule:
 
 @dataclass(frozen=True, slots=True)
 class CpImbalance:
-    """Holds ratios of the busiest cp rank's load to the mean load;
+    """Holds ratios of the busiest cp rank's load to the mean load.
 
-    1 is ideal. Both are summed over packs, because ranks wait for each other in every pack.
+    The ideal is 1. Both loads are summed over packs, because ranks wait for each other in every pack.
     """
 
     tokens: float

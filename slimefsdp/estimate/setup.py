@@ -164,9 +164,9 @@ class TrainingSetup:
 
     @property
     def reference_setup(self) -> TrainingSetup | None:
-        """Returns the setup of the colocated reference model, in which nothing is trained;
+        """Returns the setup of the colocated reference model, in which nothing is trained.
 
-        None without such a model.
+        Returns None without such a model.
         """
         model = self.colocated.reference
         return None if model is None else replace(self, model=model, trained_share=0.0, lora_rank=None)

@@ -378,9 +378,9 @@ class _Words:
         logits.scatter_add_(1, columns, (values if is_inside is None else values.masked_fill(~is_inside, 0.0))[:, None])
 
     def _places(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the clamped column of each target, [rows, 1], and whether the target is in this part;
+        """Returns the clamped column of each target, [rows, 1], and whether the target is in this part.
 
-        None means all are.
+        The second result is None if this part is the whole vocabulary.
         """
         if self._is_all:
             return targets[:, None], None

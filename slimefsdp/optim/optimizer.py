@@ -28,9 +28,9 @@ _MOMENTS: dict[Rule, torch.dtype | None] = {
 
 
 class Muon(torch.optim.Optimizer):
-    """Holds the state of Muon, for the first group of parameters, and of AdamW, for the others;
+    """Holds the state of Muon, for the first group of parameters, and of AdamW, for the others.
 
-    `update_shards` takes steps.
+    Its steps are taken by `update_shards`.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:

@@ -174,10 +174,8 @@ class OptimizerStep:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores the counters that `progress` returned, and removes gradients.
 
-        Weights and moments must be restored before.
-
-        If `state` has no loss scale, because it is from a run without float16 or an older version, the current scale
-        stays.
+        Weights and moments must be restored before. If `state` has no loss scale, because it is from a run without
+        float16 or an older version, the current scale stays.
         """
         self._forget_gradients()  # the gradients belong to the weights before the restore
         self.health, self._is_half_taken = None, False

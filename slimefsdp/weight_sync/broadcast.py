@@ -24,14 +24,14 @@ _JOIN_POLL_S = 0.05  # interval of checks whether all members have joined
 _ALIVE_POLL_S = 1.0  # interval of checks whether rank 0 has left
 _LEFT = "rank 0 has left"  # a key of the store
 # Abandoned broadcasts as (group, work, tensor). gloo cannot cancel them before their timeout, and destroying a group
-# would wait for its broadcasts, so these objects are kept until the process ends.
+# would wait for its broadcasts, so these objects are kept until the broadcast has ended.
 _abandoned: list[tuple[Any, Any, torch.Tensor]] = []
 GROUP = "the broadcast group"  # part of the text of every BroadcastError, by which errors can be recognised
 _NCCL_EXTRA_S = 60.0  # NCCL kills the process at its own timeout, which must therefore be later than timeout_s
 
 
 class BroadcastError(RuntimeError):
-    """Says that a member of the group left, or did not join in time;
+    """Says that a member of the group left, or did not join in time.
 
     `missing` are the ranks known not to have joined.
     """

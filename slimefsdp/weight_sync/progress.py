@@ -24,7 +24,7 @@ class UpdateProgress:
         self._asked_source: str | None = None
 
     def has_frozen(self, source: str | None) -> bool:
-        """Returns whether the frozen weights of the trainer `source` are present; it must send the next update."""
+        """Returns whether the frozen weights of trainer `source` are present; the next update must come from there."""
         self._asked_source = source
         return self._frozen_source is not None and self._frozen_source == source
 
