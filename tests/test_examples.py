@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +63,16 @@ def test_the_readme_shows_the_example_as_it_is() -> None:
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_the_code_of_a_document_imports_exists(document: Path) -> None:
+    for block in blocks(document.read_text(), "python"):
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("slimefsdp", "actors"):
+                module = importlib.import_module(str(node.module))
+                missing = [name.name for name in node.names if not hasattr(module, name.name)]
+                assert not missing, f"{node.module} has no {missing}"
 
 
 def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
