@@ -21,10 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-LAUNCH = "launch"
-"""The activity of a process that is starting."""
-IDLE = "idle"
-"""The activity of a process without a call."""
+LAUNCH = "launch"  # activity of a process that is starting
+IDLE = "idle"  # activity of a process without a call
 _frames_lock = threading.Lock()  # serialises switching the garbage collector off and on
 _REMEMBERED = 9  # durations kept per activity; their median ignores a few delayed ones
 _SKIPPED = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames are uninformative

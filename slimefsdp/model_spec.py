@@ -113,10 +113,7 @@ class ModelSpec:
         return self.layers * self.layer_parameters / self.parameters
 
     def newton_schulz_flops(self, steps: int) -> float:
-        """Returns the FLOPs of Muon's iterations on the matrices X of the layers.
-
-        An iteration computes X X^T, its square, and the product of both with X.
-        """
+        """Returns the FLOPs of Muon's iterations on each layer matrix X: X X^T, its square, and the product with X."""
         flops = 0
         for matrix in self._layer_matrices().values():
             short, long = sorted((matrix.features_in, matrix.features_out))

@@ -36,7 +36,6 @@ def json_text(metrics: dict[str, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one rank of a torchrun launch, or a single rank."""
     parser = argparse.ArgumentParser(prog="python -m slimefsdp.replay", description=__doc__)
     add_arguments(parser)
     options = parser.parse_intermixed_args(arguments)  # settings may follow --batch

@@ -17,14 +17,11 @@ from slimefsdp.errors import ConfigError, StateError, short_repr
 
 Role = Literal["actor", "ref", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
-LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
-"""Role -> the losses that `forward_backward` takes."""
-DEFAULT_ADAPTER = "default"
-"""Name of the run's own adapter, to which calls that name no adapter apply."""
+LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}  # role -> the losses that `forward_backward` takes
+DEFAULT_ADAPTER = "default"  # name of the run's own adapter, to which calls that name no adapter apply
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Arguments = dict[str, Any]
-"""The value of each parameter of a call by name, defaults included."""
+Arguments = dict[str, Any]  # the value of each parameter of a call by name, defaults included
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -97,8 +94,7 @@ class Call:
         return getattr(planner, self.prepare.__name__)(**{name: arguments[name] for name in names})
 
 
-CALLS: dict[str, Call] = {}
-"""Name -> call, in the order of definition."""
+CALLS: dict[str, Call] = {}  # name -> call, in the order of definition
 
 
 def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:

@@ -210,13 +210,13 @@ class TrainingCalls(Calls):
         """
         from slimefsdp.training import step
 
-        state, work = self._state, cast(PreparedBatch, batch)
+        state, prepared = self._state, cast(PreparedBatch, batch)
         state.memory_manager.wake_up(("parameters",))
-        inputs = step.token_inputs(state, work)
-        with step.reference_on_device(state, work):
+        inputs = step.token_inputs(state, prepared)
+        with step.reference_on_device(state, prepared):
             if not with_log_probs:
-                return step.forward_backward(state, work, 0, inputs)
-            return step.forward_backward_with_log_probs(state, work, inputs)
+                return step.forward_backward(state, prepared, 0, inputs)
+            return step.forward_backward_with_log_probs(state, prepared, inputs)
 
     @call("actor", "critic", changes_state=True, check=_check_update_settings)
     def optimizer_step(self, settings: UpdateSettings | None = None) -> dict[str, float]:
