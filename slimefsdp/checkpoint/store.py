@@ -331,7 +331,7 @@ class PartStore(CheckpointStore):
     final_path = temporary_path
 
     def manifests(self) -> Iterator[Manifest]:
-        """Yields each manifest of the part; if a checkpoint lacks the part, that of its step in `before`."""
+        """Yields the part's manifest of each checkpoint; for checkpoints without the part, the manifest in `before`."""
         for whole in super().manifests():
             with suppress(CheckpointError):
                 if self.part in whole.parts:

@@ -102,7 +102,7 @@ class Candidate:
         return schedule.tokens / len(schedule.updates) / self.seconds.total
 
     def mfu(self, schedule: Schedule, rates: Rates) -> float:
-        """Returns the FLOPs that the update needs / the FLOPs of matrix products that fit into its time."""
+        """Returns the model FLOPs utilisation of a rank, relative to `rates.matrix_tflops`."""
         needed = schedule.needed_flops.total / self.setup.mesh.ranks
         return needed / (self.seconds.total * rates.matrix_tflops * 1e12)
 

@@ -76,7 +76,7 @@ class UpdateProgress:
 
 
 def other_model(name: str, sent: object, own: object) -> SyncError:
-    """Returns the error for a tensor with different shapes at sender and receiver; a None shape: no such tensor."""
+    """Returns the error for a tensor whose shapes differ between sender and receiver; None for a missing tensor."""
     return SyncError(
         f"tensor {name!r} is {sent} at the sender and {own} here",
         field="update_weights",
