@@ -335,6 +335,7 @@ WAITS_WITHOUT = {
     "actors/service/samplers.py: self._idle.wait()": "for a sample in the engine, which ends at max_tokens",
     "actors/service/training_run.py: self._changed.wait()": "of a thread that has nothing else to do",
     "actors/service/training_run.py: self._thread.join()": "it is at a call of the group, which has a deadline",
+    "actors/side_process.py: process.wait()": "it was killed",
     "slimefsdp/weight_sync/send.py: copy.result()": "for the device's own copy of a bucket",
     "slimefsdp/weight_sync/broadcast.py: work.wait()": "gloo's group has a timeout; NCCL's work is complete",
     "slimefsdp/attention/all_gather.py: comm.exchange(outgoing, arriving).wait()": "as comm.py",
