@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import PromptStream, digest_of
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch, Sample
+from slimefsdp.monitoring.curves import CURVES
 from slimefsdp.monitoring.progress import DPO_COLUMNS, SFT_COLUMNS, Column, with_held_out
 
 _OF_OLD_POLICY = ("ratio", "clip_", "kl_", "advantage")
@@ -102,7 +104,8 @@ class SftLoop:
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         return (
             f"{self._config.algorithm_title} on {ranks} FSDP2 rank{'s' * (ranks != 1)}: {self._changes(rows)} "
-            f"in {run.steps} updates, {seconds:.0f} s" + (f"; model in {run.export_dir}" if run.export_dir else "")
+            f"in {run.steps} updates, {seconds:.0f} s; curves in {Path(str(run.dir)) / CURVES}"
+            + (f"; model in {run.export_dir}" if run.export_dir else "")
         )
 
     def _changes(self, rows: Sequence[Mapping[str, Any]]) -> str:

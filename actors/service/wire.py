@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, StrictInt
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _LONGEST_S = 10**9  # limit of about 30 years, since much later dates cannot be formatted
@@ -135,7 +135,7 @@ class CreateSamplingSession(Body):
 
 class PromptChunk(Body):
     type: str
-    tokens: list[int] = []
+    tokens: list[StrictInt] = []
 
 
 class Prompt(Body):
@@ -147,7 +147,7 @@ class AskedParams(Body):
 
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[StrictInt] | None = None
     temperature: float = Field(1.0, ge=0)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -41,7 +41,7 @@ def check_ready_to_train(config: RunConfig) -> None:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt in packs of "
             f"{config.max_pack_tokens} tokens",
             field="rollout.max_new_tokens",
-            hint="raise batch.max_tokens_per_rank, or lower it",
+            hint="raise batch.max_tokens_per_rank, or lower rollout.max_new_tokens",
         )
     _check_estimator(config)
     _check_effects(config)

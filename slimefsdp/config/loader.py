@@ -201,7 +201,10 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read {name}: {reason}", hint="give the path of a YAML file") from None
+        preset = Path("configs", path.name.removesuffix(".yaml") + ".yaml")
+        is_preset = path != preset and preset in Path("configs").glob("*.yaml")
+        hint = f"did you mean {preset}?" if is_preset else "give the path of a YAML file"
+        raise ConfigError(f"cannot read {name}: {reason}", hint=hint) from None
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{name} is larger than {MAX_BYTES} bytes", hint="give a settings file: a few kilobytes")
     try:

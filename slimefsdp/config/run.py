@@ -302,9 +302,8 @@ class RunConfig(TrainerConfig):
             per_update, steps = self.batch.samples_per_update, f"run.steps={self.run.steps}"
             ways = f"set optim.total_updates={needed}"
             if self.updates_per_step > 1 and per_update is not None and self.algorithm != "sft":
-                ways += (
-                    f", or raise batch.samples_per_update={per_update}, of {self.samples_per_step} samples in a step"
-                )
+                of_step = f"a step has {self.samples_per_step} samples"
+                ways += f", or raise batch.samples_per_update (now {per_update}; {of_step})"
             raise BrokenRule(
                 "optim.total_updates",
                 f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates ({steps} x "

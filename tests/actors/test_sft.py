@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -250,9 +249,6 @@ def test_all_ranks_of_torchrun_end_when_rank_0_raises_between_calls(
     config = preset(example, tmp_path, "checkpoint.interval_steps=4")
     prompts = without_overlong(config, read_prompts(config))
     assert ranks.run(2, command_as_rank, config, prompts) == ["Interrupted", 0]
-    resumed = preset(example, tmp_path, "checkpoint.interval_steps=4", "checkpoint.resume=true")
-    others = replace(prompts, train=prompts.train[::-1])
-    assert ranks.run(2, command_as_rank, resumed, others) == ["CheckpointError", 0]
 
 
 def test_the_command_under_torchrun_leaves_what_the_ranks_of_ray_leave(
@@ -271,7 +267,7 @@ def test_the_command_under_torchrun_leaves_what_the_ranks_of_ray_leave(
     command += ["evaluation.interval_steps=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "SFT on 2 FSDP2 ranks" in done.stdout and "Ray" not in done.stderr
+    assert "SFT on 2 FSDP2 ranks" in done.stdout and "curves.png" in done.stdout and "Ray" not in done.stderr
     assert [bits(row) for row in rows_of(under)] == [bits(row) for row in rows_of(of_ray)]
     exported = [config.run.export_dir for config in (of_ray, under)]
     first, second = (

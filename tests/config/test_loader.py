@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -186,6 +188,15 @@ def test_a_path_that_is_no_file_is_refused(tmp_path):
         with refused(ConfigError, None, *values) as caught:
             read_yaml_mapping(path)
         assert len(str(caught.value)) < 400
+
+
+def test_a_path_that_is_no_file_may_be_the_name_of_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "small_0.6b.yaml").touch()
+    for written in ("small_0.6b", "small_0.6b.yaml"):
+        with pytest.raises(ConfigError, match=re.escape("did you mean configs/small_0.6b.yaml?")):
+            read_yaml_mapping(Path(written))
 
 
 def test_byte_order_mark_line_ends_and_the_full_size_are_accepted(tmp_path):

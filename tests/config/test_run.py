@@ -342,7 +342,7 @@ def test_names_that_other_trainers_have_lead_to_those_of_this_one():
         ("seed=1", ["did you mean run.seed?"]),
         ("rollout-batch-size=1", ["rollout.prompts_per_step"]),
         ("optim={total_updates: 9, lr: 10}", ["optim.lr=10", "optim.name=adamw"]),
-        ("batch.samples_per_update=7", ["optim.total_updates=3700", "batch.samples_per_update=7", "256"]),
+        ("batch.samples_per_update=7", ["optim.total_updates=3700", "per_update (now 7; a step has 256 samples)"]),
     ],
 )  # fmt: skip
 def test_what_others_would_have_written_is_answered_with_what_to_write(least_file, override, named):
@@ -702,7 +702,8 @@ READY_DPO = {
 NOT_READY = {
     "no prompts to evaluate": (READY_GRPO, {"evaluation__interval_steps": 1}, "data.heldout", []),
     "no room for a prompt": (
-        READY_GRPO, {"batch__max_tokens_per_rank": 256}, "rollout.max_new_tokens", ["rollout.max_new_tokens=256"],
+        READY_GRPO, {"batch__max_tokens_per_rank": 256}, "rollout.max_new_tokens",
+        ["rollout.max_new_tokens=256", "or lower rollout.max_new_tokens"],
     ),
     "no critic": (
         READY_GRPO, {"advantage__estimator": "gae"}, "advantage.estimator", ["algorithm=grpo", "algorithm=ppo"],

@@ -157,6 +157,7 @@ def test_what_comes_over_the_wire_and_cannot_be_is_answered_at_once_and_moves_no
         ("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1, "model_path": "x"}, {}, 404),
         ("asample", sample, {}, 404),
         ("asample", {**sample, "num_samples": 0}, {}, 422),
+        ("asample", {**sample, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [True]}]}}, {}, 422),
         ("asample", {**sample, "topk_sample_logprobs": 3}, {}, 422),
         ("retrieve_future", {"request_id": "nobody's"}, {}, 410),
         ("nothing/of/this/name", {}, {}, 404),
