@@ -240,7 +240,7 @@ class RolloutLoop:
         return self.prompts.state() if self._trained_prompts is None else self._trained_prompts
 
     def settle(self) -> None:
-        """Records the batch that was drawn during the last step, for a run that resumes this one."""
+        """Waits until a batch that is being collected ahead is recorded, so that a resumed run can use it."""
         if self._ahead is not None:
             self._ahead.settle(_CLOSE_S)
 

@@ -57,8 +57,9 @@ class Interrupts:
     def listening(self, grace_s: float) -> Iterator[Self]:
         """Handles SIGTERM and SIGINT, unless this process ignores them; call it in the main thread.
 
-        The first signal is a request, or ends this process at once if no step has begun. A second one ends it with
-        status 128 + its number; the end of the grace period ends it with the status of `Interrupted`. An immediate end
+        The first signal asks the run to end after its step and checkpoint; before the first step it ends this process
+        at once. A second signal ends the process with status 128 + its number. If the grace period passes first, the
+        process ends with the status of `Interrupted`. An immediate end
         runs no `finally`: what was committed to disk is valid, and the cleanup process ends the cluster.
 
         Args:

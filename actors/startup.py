@@ -134,7 +134,7 @@ def waited_for() -> str:
 
 
 def is_reporting() -> bool:
-    """Returns whether stages are reported."""
+    """Returns whether this process reports the stages of a start (inside of `reporting`)."""
     return _reporter is not None
 
 

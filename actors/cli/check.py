@@ -128,7 +128,7 @@ def _verdict_lines(checked: Checked, refusal: str | None) -> list[str]:
 
 
 def _chosen_functions(config: RunConfig) -> _Choices:
-    """Returns setting -> the function it chooses, with its line of `REGISTRY` or the position of a user's own."""
+    """Returns setting -> {name of the chosen function: its line in `REGISTRY`, or file and line of a user's}."""
     names = {"loss.reduction": config.loss.reduction, "loss.policy": config.loss.policy}
     if config.algorithm == "sft":
         del names["loss.policy"]

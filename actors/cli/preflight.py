@@ -188,7 +188,7 @@ def absent_from_machine(config: RunConfig) -> list[NotHere]:
 
 
 def _is_absent(absent: Iterable[NotHere], field: str) -> bool:
-    """Returns whether a setting, or with a dot at the end one of a section, names something that is absent."""
+    """Returns whether `absent` has this setting; `data.`, with a dot at the end, means any setting of that section."""
     return any(item.field == field or (field.endswith(".") and item.field.startswith(field)) for item in absent)
 
 

@@ -129,7 +129,7 @@ class EngineUpdates(EngineRequests):
         self._restarts.start_another(error, lambda: self._processes.restart(indices), tuple(indices))
 
     def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
-        """Sends weights to these engines, which may be asleep; the report's failures name engines of the pool."""
+        """Sends weights to these engines, which may be asleep; failures have the engine's index in the pool."""
         if self._processes.colocated is None:
             return self._sent(group, indices)
         return self._sent_to_sleepers(self._processes.colocated, group, indices)

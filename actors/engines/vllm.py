@@ -99,7 +99,11 @@ class VllmDialect(ServerDialect):
         return [*arguments, "--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns an environment in which PYTHONPATH has only the package slimefsdp, by a link in `logs`."""
+        """Returns the server's environment.
+
+        PYTHONPATH is a folder in `logs` with only a link to the package slimefsdp, so that the server imports nothing
+        else from this environment.
+        """
         folder = logs / "importable"
         folder.mkdir(exist_ok=True)
         link, package = folder / "slimefsdp", Path(slimefsdp.__file__).resolve().parent

@@ -175,7 +175,7 @@ def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, Top
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Holds the properties of the base model, which a trainer of the same settings freezes.
+    """Describes the frozen base model of the adapters, as a trainer with the same settings has it.
 
     Args:
         path: the model's folder.

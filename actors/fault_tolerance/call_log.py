@@ -60,7 +60,10 @@ class Call:
 
     @property
     def changes_state(self) -> bool:
-        """Returns whether later calls depend on this call; a recovery repeats other calls only without a result."""
+        """Returns whether later calls depend on this call.
+
+        A recovery repeats a call on which none depends only if it has no result yet.
+        """
         return self.request.call.changes_state
 
     @property

@@ -1,6 +1,7 @@
 """A worker group that survives the loss of ranks: it logs calls, replaces lost ranks, and repeats the calls on them.
 
-The call log has every call since a checkpoint that changes the state of a rank, with the arguments that the ranks got.
+Since the last checkpoints, the log keeps every call that changes the state of a rank, with the arguments that the ranks
+got. It keeps other calls until they have their result.
 When ranks are lost, all processes of the job are ended and started again in the same places. The newest valid
 checkpoint is loaded, and the calls since that checkpoint are repeated. Then the caller gets the result of its call.
 """

@@ -14,7 +14,7 @@ from slimefsdp.errors import CheckpointError, short_repr
 
 
 def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the sha256 of records, without `Record.outside_digest`; the order of their keys does not matter."""
+    """Returns the sha256 of records without the keys in `Record.outside_digest`; the order of keys does not matter."""
     digest = hashlib.sha256()
     for record in records:
         left_out = record.outside_digest if isinstance(record, Record) else ()

@@ -164,7 +164,7 @@ class UserCodeWorkers:
         return queued
 
     def advance(self, wait_s: float) -> None:
-        """Starts waiting calls of any thread, and collects their outcomes; waits up to `wait_s` for the first."""
+        """Starts queued calls, of any thread, and collects outcomes; waits up to `wait_s` for the first."""
         self._require_running()
         if self._host is not None:
             with self._lock:

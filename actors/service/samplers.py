@@ -321,7 +321,7 @@ class Samplers:
                 shutil.rmtree(sampler.version.folder, ignore_errors=True)
 
     def continue_kept(self) -> None:
-        """Continues the sampling clients of the last start in the same run.dir whose weights are still there."""
+        """Restores the sampling clients that earlier starts with this run.dir recorded, if their weights exist."""
         for record in self._state.catalogue.samplers.all():
             saved = None if record.path is None else self._state.catalogue.find(record.path)
             version = None if saved is None else self._version_of(saved)

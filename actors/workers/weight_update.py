@@ -79,7 +79,7 @@ class WeightUpdate:
             trainer: the Trainer of rank 0.
             config: the settings of the run.
             before: the previous update by this transport, or None; its group or buffers may be used again.
-            options: `drops` and `checksums`.
+            options: `drops` (go on without failed receivers) and `checksums`, as in the constructor.
         """
         return cls(actors, config.cluster.sync_timeout_s, **options)
 

@@ -155,8 +155,9 @@ def _head_dim_problem(name: str, head_dim: int) -> str:
 
 
 def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns how many key/value heads there are once they are repeated to divide evenly over ranks with their queries.
+    """Returns to how many key/value heads Ulysses repeats them.
 
+    Every rank then gets equally many, with the query heads that read them.
     The result is at most the number of query heads.
     """
     repeated = math.lcm(kv_heads, cp)

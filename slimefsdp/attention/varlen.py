@@ -402,7 +402,10 @@ class _Ring:
     def accumulator(
         self, returning: Transfer | None, source: int, *, like: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Returns the gradient sums of a source's keys and values from the previous rank; zeros on the first rank."""
+        """Returns the gradient sums of a source's keys and values so far.
+
+        They come from the previous rank; on the rank where the sums begin they are zeros.
+        """
         if returning is not None:
             return returning.wait()[0]
         return like.new_zeros(2, self._plan.sent_counts[source], *like.shape[1:], dtype=dtype)

@@ -25,7 +25,10 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Holds several concatenated samples; without shared prefixes each sample is one node with its own pairs."""
+    """Holds several concatenated samples. A pair is a row and the token that it predicts.
+
+    Without shared prefixes each sample is one node with its own pairs.
+    """
 
     tokens: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64, position of each token in its sample

@@ -114,7 +114,10 @@ def _planned_files(
 
 
 def _in_hub_names(tensors: Named, model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of a Hugging Face folder; the experts of a layer, one parameter in memory, are split."""
+    """Yields the tensors under the names of a Hugging Face folder.
+
+    A layer's experts, which are one parameter in memory, are split.
+    """
     for name, tensor in tensors:
         for part in hub_parts(model_type, name, tensor.shape):
             yield part.name, tensor if part.expert is None else tensor[part.expert, part.start : part.end]

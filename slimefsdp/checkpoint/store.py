@@ -312,12 +312,12 @@ class CheckpointStore:
 
 
 class PartStore(CheckpointStore):
-    """Reads and writes a part of each checkpoint; another group of ranks writes the part than the checkpoint.
+    """Reads and writes a part of each checkpoint: the state that a critic or reference group of other ranks writes.
 
     The part is written before the checkpoint of its step. `begin` of that checkpoint moves the part in.
 
     Args:
-        before: the store with checkpoints of these ranks from versions without parts; None means that there is none.
+        before: the separate store in which older versions kept checkpoints of these ranks; None means there is none.
     """
 
     def __init__(self, root: Path, part: str, before: CheckpointStore | None = None) -> None:

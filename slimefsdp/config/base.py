@@ -180,8 +180,7 @@ def _has_own_null(field: FieldInfo) -> bool:
 def without_nulls(value: Any, *kinds: type[BaseModel]) -> Any:
     """Removes the nulls of a section, so that these settings have their defaults and no rule sees them.
 
-    A null stays if it means something other than the default, as for critic.clip. So does a name that none of the kinds
-    has, which is an error.
+    Nulls with a meaning of their own stay, as for critic.clip. So do nulls of unknown names, for an error.
 
     Args:
         kinds: the settings of the section, or of each kind that it can be of.

@@ -101,7 +101,10 @@ class TrainerConfig(AlgorithmSettings):
         return {name: kinds for name, kinds in sections.items() if kinds}
 
     def effective(self, field: str) -> Any:
-        """Extends `AlgorithmSettings.effective`: lora.path counts as a value of lora.rank, which its folder sets."""
+        """Returns the effective value of a setting, as the base class does.
+
+        lora.rank counts as set if lora.path is, since that folder has the rank.
+        """
         return self.lora.rank or self.lora.path if field == "lora.rank" else super().effective(field)
 
     @model_validator(mode="after")

@@ -107,7 +107,7 @@ class _Record:
 
 
 class _TensorRecord(_Record):
-    """Replaces torch's metadata of a tensor; other entries get other records."""
+    """Stands for `TensorStorageMetadata` when the metadata is unpickled without torch's classes."""
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -137,12 +137,12 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    now, peak = _kilobytes("/proc/self/status", "VmRSS", "VmHWM")
+    now, peak = _proc_bytes("/proc/self/status", "VmRSS", "VmHWM")
     return now, peak
 
 
-def _kilobytes(file: str, *names: str) -> list[int]:
-    """Returns entries of one of Linux's files about memory, in bytes."""
+def _proc_bytes(file: str, *names: str) -> list[int]:
+    """Returns the values of these entries of a file in /proc, converted from kB to bytes."""
     lines = dict(line.split(":", 1) for line in Path(file).read_text().splitlines() if ":" in line)
     return [1024 * int(lines[name].split()[0]) for name in names]
 
@@ -332,7 +332,7 @@ def free_bytes(device: torch.device) -> int:
     """Returns the free bytes of a rank's device, or on CPUs the machine's free memory / the number of all ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _kilobytes("/proc/meminfo", "MemAvailable")[0] // (dist.get_world_size() if dist.is_initialized() else 1)
+    return _proc_bytes("/proc/meminfo", "MemAvailable")[0] // (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

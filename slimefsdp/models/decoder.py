@@ -237,6 +237,8 @@ class PolicyModel(DecoderModel):
     def head_inputs(self, share: LocalShare, pack_attention: PackAttention) -> HeadInputs:
         """Returns the inputs of the head: hidden states [pairs, hidden_dim], weight [vocab, hidden_dim] and adapter.
 
+        The hidden states are those of the rows that predict a token.
+
         Before a call on a sharded model, register this method by FSDP2's `register_fsdp_forward_method`. The weight is
         then the gathered weight, which exists until the root is resharded.
         """

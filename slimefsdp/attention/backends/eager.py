@@ -191,7 +191,10 @@ def _pieces(
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Holds pieces that are computed together, as int64 rows on the device. Padding repeats the last row."""
+    """Holds pieces of attention (queries and the keys that they see) that are computed together.
+
+    They are int64 indices of rows of the packed queries and keys. Shorter pieces repeat their last index.
+    """
 
     queries: torch.Tensor  # [pieces, rows]
     keys: torch.Tensor  # [pieces, keys]
