@@ -1,8 +1,8 @@
-"""A server that ends with the process that started it (the owner), however the owner ends, and that writes a log.
+"""Starts a server that writes a log, and that ends when its owner, the process that started it, ends for any reason.
 
 This file is also run as a program, the keeper, which is the server's parent. When the server ends, or a pipe shows that
 the owner has ended, the keeper ends the rest of the server's process group. The keeper is not a child of the owner,
-because Ray kills an actor's children first. The keeper needs only the standard library. Linux only.
+because Ray kills the children of an actor that it ends. The keeper needs only the standard library. Linux only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ChildServer:
     Args:
         command: the program and its arguments.
         environment: the server's environment variables.
-        log: the file of its stdout and stderr.
-        folder: its working directory.
+        log: the file for the server's stdout and stderr.
+        folder: the server's working directory.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
@@ -52,16 +52,16 @@ class ChildServer:
         self._status: int | None = None
         self._reading = threading.Lock()
         self._keeper, self.pid = map(int, self._from_keeper.readline().split() or (0, 0))
-        """`pid` is that of the server's first process, or 0 if the server did not start; the log has the reason."""
+        """`pid` is the id of the server's first process; 0 means that the server did not start (the log says why)."""
         started.wait()  # this process only forks the keeper
 
     def status(self) -> int | None:
-        """Returns the server's exit status, as `subprocess.Popen.returncode`; None while the server runs."""
+        """Returns the server's exit status as in `subprocess.Popen.returncode`; None means that the server runs."""
         self.ends_within(0.0)
         return self._status
 
     def ends_within(self, seconds: float) -> bool:
-        """Returns whether the server has ended, or ends in this time."""
+        """Waits up to `seconds` for the server's end; returns whether the server has ended."""
         deadline = time.monotonic() + seconds
         while self._status is None:
             with self._reading:
@@ -103,7 +103,7 @@ def _end_with_keeper() -> None:
 
 
 def _keep(log: str, command: Sequence[str]) -> None:
-    """Runs as the keeper: writes its pid and the server's (0 if it did not start), and at the end the exit status."""
+    """Runs as the keeper: prints its own pid and the server's pid (0 if the start fails), later the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # schedulers send these signals to all processes of a job
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -140,7 +140,7 @@ def _tell(line: str) -> None:
 
 
 def _reap() -> None:
-    """Reaps orphaned processes of the server; in a container there may be no init process that does it."""
+    """Reaps orphaned processes of the server; in a container there may be no init process that reaps them."""
     deadline = time.monotonic() + 1.0
     with suppress(ChildProcessError):  # there are none
         while time.monotonic() < deadline:
@@ -151,7 +151,7 @@ def _reap() -> None:
 def _with_signals_as_usual() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # engines block some signals, which is inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # engines block some signals, and children inherit this
     _end_with_keeper()
 
 

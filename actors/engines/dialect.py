@@ -29,7 +29,7 @@ from slimefsdp.errors import EngineError, WorkerHung, short_repr
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.sampling.params import FinishReason
 
-if TYPE_CHECKING:  # importing this file costs no torch
+if TYPE_CHECKING:  # importing this file does not import torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 SERVED_AS = "policy"  # the model's name at a server that the run starts
@@ -61,12 +61,12 @@ class ServerDialect(ABC):
     ADAPTER_FIELD: ClassVar[str]  # the field of a sampling request that names the adapter
     GROUP: ClassVar[GroupKind] = "slimefsdp"
     LENGTH_OPTION: ClassVar[str]  # the server's command-line option for longer samples
-    ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests(are_all=True)` may abort requests that arrive later
+    ABORTS_ALL: ClassVar[bool] = False  # whether `end_requests(are_all=True)` may also abort requests not in its list
 
     def __init__(self, config: RunConfig, folder: ModelFolder) -> None:
         self.config, self.folder = config, folder
         self.head_is_tied = bool(folder.config.get("tie_word_embeddings", TIED_HEAD not in folder.tensors))
-        self.group_name: str | None = None  # of the broadcast group that the server's workers have joined
+        self.group_name: str | None = None  # the broadcast group that the server's workers have joined
 
     # ------------------------------------------------------------------ starting
 
@@ -119,17 +119,17 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        """Returns the JSON of a request for the tokens of sample `number` after those in `drawn`."""
+        """Returns the JSON of a request that begins or continues sample `number`, with the tokens `drawn` so far."""
 
     @abstractmethod
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Returns the drawn tokens and the reason for which they end; None means that the sample has to be continued.
+        """Returns the new tokens and the reason why the sample ended; None means that the sample has to be continued.
 
         Args:
-            body: the request, as `body` returned it.
-            versions: versions of the weights that the server may have drawn from.
+            body: the request, as the method `body` returned it.
+            versions: the versions of the weights with which the server may have drawn the tokens.
 
         Raises:
             EngineError: the answer contradicts the request. StateError: the logits were not finite.
@@ -143,7 +143,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def join(self, routes: WeightRoutes, meeting: Rendezvous) -> None:
-        """Has the server's workers join the group in which the trainer's first rank broadcasts."""
+        """Has the server's workers join the group in which rank 0 of the trainer broadcasts."""
 
     @abstractmethod
     def open_update(self, routes: WeightRoutes) -> None:
@@ -153,24 +153,24 @@ class ServerDialect(ABC):
     def take_bucket(
         self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
-        """Has the server take a bucket that the trainer's first rank broadcasts now.
+        """Has the server's workers take a bucket, which rank 0 of the trainer broadcasts now or has in shared memory.
 
         Args:
-            options: `digest`, of the bucket's bytes; `buffer`, the handle of shared memory that has the bucket if it
-                is not broadcast.
+            options: `digest` is the sha256 of the bucket's bytes. `buffer` is the handle of the shared memory that has
+                the bucket; without it, the bucket is broadcast.
         """
 
     @abstractmethod
     def take_folder(self, routes: WeightRoutes, path: Path, adapter_scale: float | None, *, has_weights: bool) -> None:
-        """Has the server load the weights in a folder, the adapter in it if there is a scale, or both."""
+        """Has the server load a folder's weights (if `has_weights`) and adapter (if there is an `adapter_scale`)."""
 
     @abstractmethod
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """Ends an update: the server samples from the new weights, and reports their version."""
+        """Ends an update; from then on the server samples from the new weights, and reports their version."""
 
     @abstractmethod
     def weight_version(self, routes: WeightRoutes) -> str:
-        """Returns the version of the server's weights."""
+        """Returns the version of the weights that the server reports."""
 
     @abstractmethod
     def end_waiting(self, client: ServerClient) -> None:
@@ -178,17 +178,17 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """Returns whether the broadcast group may be the cause for which a route for weights refused a request."""
+        """Returns whether a broken broadcast group may be the cause of the refusal that a request for weights got."""
 
     # ------------------------------------------------------------------ memory
 
     @abstractmethod
     def free_memory(self, routes: WeightRoutes) -> None:
-        """Has the server free its device; the server is awake and samples nothing."""
+        """Has the server free its device's memory. Called only while the server is awake and samples nothing."""
 
     @abstractmethod
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
-        """Has the server take memory again that it has freed."""
+        """Has the server take back memory that `free_memory` freed."""
 
 
 def dialect_class(engine: str) -> type[ServerDialect]:
@@ -221,7 +221,7 @@ def log_folder(config: RunConfig) -> Path:
 
 
 def start_client(dialect: ServerDialect, config: RunConfig, index: int) -> ServerClient:
-    """Returns a client of an engine's server: that of its URL in rollout.engine_urls, or one started on loopback."""
+    """Returns a client of an engine's server, which runs at a URL of rollout.engine_urls, or is started on loopback."""
     if config.rollout.engine_urls is not None:
         return ServerClient(config.rollout.engine_urls[index], index, alive=dialect.ALIVE)
     assert config.rollout.engine_python is not None
@@ -259,7 +259,7 @@ def free_port() -> int:
 
 
 def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
-    """Returns the most tokens of a prompt with its response, which the pack size and the model's positions limit."""
+    """Returns the limit on the tokens of a prompt with its response: the pack size or, if fewer, the positions."""
     pack = config.batch.max_tokens_per_rank * config.mesh.cp
     positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
     return pack if positions is None else min(pack, int(positions))
@@ -269,7 +269,7 @@ def _wait_until_ready(name: str, client: ServerClient, config: RunConfig, index:
     """Waits until the server answers; a server at a URL may be restarting.
 
     Raises:
-        EngineError: the server ended, or none appears at the URL. WorkerHung: cluster.launch_timeout_s has passed.
+        EngineError: the server ended, or no server appears at the URL. WorkerHung: cluster.launch_timeout_s is over.
     """
     child, began = client.child, time.monotonic()
     limit_s = config.cluster.launch_timeout_s

@@ -90,8 +90,8 @@ class EmbeddedEngine(Engine):
             if self._receiver.version is None and self._receiver.incoming is None:
                 hint = "call engines.update_from(group) first"
                 raise StateError("the engine has no committed weights", field="update_weights", hint=hint)
-            for place, request in enumerate(requests):
-                self._calls[self._sampler.add(request.prompt, request.samples, request.params)] = (call, place)
+            for index, request in enumerate(requests):
+                self._calls[self._sampler.add(request.prompt, request.samples, request.params)] = (call, index)
 
         def give_up() -> None:
             numbers = {number for number, (owner, _) in self._calls.items() if owner is call}
@@ -110,7 +110,7 @@ class EmbeddedEngine(Engine):
             self._between_tokens(give_up)
 
     def _next(self, call: _Call) -> list[tuple[int, int, SampledTokens]]:
-        """Waits until a sample of a call has ended; returns all of the call's samples that have ended since."""
+        """Waits until a sample of a call has ended; returns all ended samples that were not returned yet."""
         outcomes = [self._first(call)]
         with suppress(Empty):
             while True:
@@ -123,8 +123,8 @@ class EmbeddedEngine(Engine):
         return ended
 
     def _first(self, call: _Call) -> tuple[int, int, SampledTokens] | Exception:
-        """Waits for a sample; raises a StateError if there are no weights for cluster.sync_timeout_s."""
-        since = time.monotonic()  # the last time at which the engine had weights
+        """Waits for a sample; raises a StateError after cluster.sync_timeout_s without committed weights."""
+        since = time.monotonic()  # the last time at which the engine had committed weights
         while True:
             with suppress(Empty):
                 return call.ended.get(timeout=_LOOK_S)
@@ -145,14 +145,14 @@ class EmbeddedEngine(Engine):
 
     def _hand_out(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> None:
         for request, number, sample in ended:
-            call, place = self._calls[request]
-            call.ended.put((place, number, sample))
+            call, index = self._calls[request]
+            call.ended.put((index, number, sample))
 
     def _samples(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[Sample]:
         texts = self.decode([sample.tokens for _, _, sample in ended])
         return [
-            Sample(place, number, sample.tokens, sample.log_probs, sample.finish_reason, sample.versions, text)
-            for (place, number, sample), text in zip(ended, texts, strict=True)
+            Sample(index, number, sample.tokens, sample.log_probs, sample.finish_reason, sample.versions, text)
+            for (index, number, sample), text in zip(ended, texts, strict=True)
         ]
 
     def abort(self) -> None:
@@ -278,7 +278,7 @@ class EmbeddedEngine(Engine):
             self._between_tokens(wake_up)
 
     def _between_tokens(self, function: Callable[[], None]) -> None:
-        """Has the sampling thread call a function, and waits for it."""
+        """Has the sampling thread call a function between two tokens, and waits until the function has returned."""
         self._thread.do(function).result()
 
 

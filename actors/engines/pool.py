@@ -1,4 +1,4 @@
-"""The rollout engines of a run: they get the trainer's weights, and draw responses to prompts.
+"""Provides the rollout engines of a run, which get the trainer's weights and draw responses to prompts.
 
 `EngineProcesses` starts and ends the engines, `EngineRequests` asks them for samples, and `EngineUpdates` sends them
 weights and replaces lost engines.
@@ -35,7 +35,7 @@ class SampledResponse:
     number: int  # index of this response among the samples of the prompt
     tokens: list[int]  # prompt and response
     response_length: int
-    log_probs: list[float]  # [response_length], at the sampling temperature; of greedy samples at temperature 1
+    log_probs: list[float]  # [response_length], at the sampling temperature; if the sample is greedy, at temperature 1
     text: str  # the response without special tokens, stripped
     finished: bool  # whether an end token, or the environment of an episode, ended the response
     versions: tuple[VersionSpan, ...] = ()  # versions of the weights that drew the response
@@ -62,8 +62,8 @@ class EnginePool(EngineUpdates, EndsWithBlock):
 
     Args:
         beside: the actor's group with which the engines share devices, with rollout.placement=colocated.
-        restarts: whether lost engines are replaced; this begins with the first `update_from`, which names the group
-            that sends weights.
+        restarts: whether lost engines are replaced. Before the first `update_from`, which names the group that sends
+            weights, the loss of an engine is an error.
     """
 
     def __init__(self, config: RunConfig, beside: Any = None, *, restarts: bool = False) -> None:
@@ -85,7 +85,7 @@ class EnginePool(EngineUpdates, EndsWithBlock):
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not start.
-            EngineError: the run cannot use an engine. StateError, ConfigError: `beside` is missing, surplus or small.
+            EngineError: the run cannot use an engine. StateError, ConfigError: as `EngineProcesses` (`group`).
         """
         pool = cls(with_model_folders(config), beside, restarts=restarts)
         try:
@@ -113,14 +113,14 @@ class EnginePool(EngineUpdates, EndsWithBlock):
     # ------------------------------------------------------------------ checks before a run
 
     def check_room(self, longest: int, *, evaluates: bool = False) -> None:
-        """Checks that every engine takes the longest prompt of a run with its response.
+        """Checks that every engine accepts the longest prompt of a run together with the longest response.
 
         Args:
             longest: number of tokens of the longest prompt.
             evaluates: whether the prompt is sampled with the settings of evaluations.
 
         Raises:
-            EngineError: an engine takes fewer tokens.
+            EngineError: an engine accepts fewer tokens.
         """
         sampling = self._config.sampling(evaluates=evaluates)
         needed = longest + sampling.max_new_tokens
@@ -134,7 +134,7 @@ class EnginePool(EngineUpdates, EndsWithBlock):
                 )  # fmt: skip
 
     def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
-        """Compares log-probs of a few sampled tokens with the trainer's; returns each engine's mean difference.
+        """Compares engines' and trainer's log-probs of a few sampled tokens; returns each engine's mean difference.
 
         Every engine samples for all prompts. The engines must have the trainer's current weights. The call ends the
         turn of colocated engines.
@@ -180,17 +180,17 @@ class EnginePool(EngineUpdates, EndsWithBlock):
         may_mix: bool = False,
         **sampling: Any,
     ) -> tuple[int, list[SampledResponse]]:
-        """Samples for all prompts, split evenly over the engines. Aborted samples are drawn again.
+        """Draws samples for all prompts, which are split evenly over the engines; aborted samples are drawn again.
 
         Args:
             prompts: texts, lists of chat messages, or token ids.
-            seed: determines the draws, e.g. (run seed, step); a number stands for a list of this number.
-            each: is called with each sample as soon as the sample has ended, and again if it is drawn again.
-            may_mix: whether samples may be of different versions, as new weights may arrive during the call.
-            sampling: see `params`.
+            seed: determines the draws, e.g. (run seed, step); a number means a list with this number alone.
+            each: is called with each sample as soon as the sample has ended; twice if the sample was drawn twice.
+            may_mix: whether samples may be of different weight versions, as new weights may arrive during the call.
+            sampling: the keyword arguments of `params`.
 
         Returns:
-            The (oldest) version of the weights that sampled, and the samples in the order of prompt and number.
+            The oldest version of the weights that sampled, and the samples in the order of prompt and number.
 
         Raises:
             BatchError: there are no prompts, or `samples_per_prompt` is below 1.
@@ -208,7 +208,7 @@ class EnginePool(EngineUpdates, EndsWithBlock):
         *,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
-        """Samples as `generate` does, for requests that `requests` returned."""
+        """Draws samples as `generate` does, for requests that the method `requests` returned."""
         while True:
             updates = self._updates
             try:
@@ -216,7 +216,7 @@ class EnginePool(EngineUpdates, EndsWithBlock):
             except StateError:
                 if self._restarts is None or not self._updated_since(updates):
                     raise
-                continue  # an update during the call was the cause
+                continue  # the cause was an update during the call
             if self._restarts is not None:
                 self._restarts.progress()
             return result
@@ -262,7 +262,7 @@ def mean_differences(config: RunConfig, owners: np.ndarray, differences: np.ndar
         differences: [tokens], absolute differences of log-probs.
 
     Raises:
-        EngineError: a mean is above rollout.engine_logprob_bound; it names the engine and the likely cause.
+        EngineError: a mean is above rollout.engine_logprob_bound; the error names the engine and the likely cause.
     """
     means = [float(differences[owners == index].mean()) for index in range(int(owners.max()) + 1)]
     is_float32 = config.precision.compute_dtype == "float32"

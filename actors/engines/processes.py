@@ -39,17 +39,17 @@ _HOMES |= dict.fromkeys(SERVERS, "actors.engines.served:ServedEngine")
 
 
 class ColocatedRanks:
-    """A trainer group with which colocated engines share devices.
+    """Frees and takes the devices that a trainer group shares with colocated engines.
 
-    While engines sample, the trainer has nothing on the devices; while the trainer trains, the engines have nothing
-    there. While weights are sent, a device has the parameters of its rank and the weights of its engine.
+    While engines sample, the trainer has nothing on the devices. While the trainer trains, the engines have nothing
+    there. While weights are sent, a device holds the parameters of its rank and the weights of its engine.
     """
 
     def __init__(self, group: Any) -> None:
         self.group = group  # a WorkerGroup or a SupervisedGroup
 
     def sleep(self) -> None:
-        """Frees the devices; idempotent. Later calls on the group take back the memory that they need."""
+        """Frees the devices; idempotent. Later calls on the group take back the memory that these calls need."""
         self.keep_parameters_only()
         self.free_parameters()
 
@@ -64,7 +64,7 @@ class ColocatedRanks:
         self.group.sleep(("parameters",))
 
     def wake_up(self) -> None:
-        """Takes back the memory that a step needs. Reference and critic take theirs back when they are called."""
+        """Takes back the memory that a step needs; reference and critic take back their own when they are called."""
         self.group.wake_up(("parameters", "optimizer"))
 
 
@@ -75,8 +75,8 @@ class EngineProcesses:
         group: the actor's group with which engines share devices, if rollout.placement=colocated.
 
     Raises:
-        StateError: `group` is missing with rollout.placement=colocated, or given without.
-        ConfigError: there are more engines than ranks; or as `engine_class`.
+        StateError: `group` is missing with rollout.placement=colocated, or given with another placement.
+        ConfigError: there are more engines than ranks of the group. Also the errors of `engine_class`.
     """
 
     def __init__(self, config: RunConfig, group: Any = None) -> None:
@@ -90,11 +90,11 @@ class EngineProcesses:
         self.end_token_ids: frozenset[int] = frozenset()  # the tokens that end a response
         self.max_tokens: dict[int, int | None] = {}  # index of an engine -> limit on tokens of prompt and response
         self.is_ended = False
-        self.may_ask = threading.Event()  # cleared while aborted samples must wait for new weights
+        self.may_ask = threading.Event()  # cleared while new requests must wait for new weights
         self.may_ask.set()
         self._class: Any = engine_class(config)
         self._watchdog: Watchdog | None = None
-        self._starting = threading.Lock()  # keeps a thread that replaces a lost engine from starting one after `end`
+        self._starting = threading.Lock()  # a thread that replaces a lost engine must not start an engine after `end`
 
     def start(self, indices: Sequence[int]) -> None:
         """Starts the engines of these indices, which have no weights yet.
@@ -111,8 +111,8 @@ class EngineProcesses:
             placement, gpus = self.places.reserve_for_ranks(self.colocated.group.config, "actor")
         else:
             count, timeout_s = config.rollout.engines, config.cluster.launch_timeout_s
-            each = 0 if config.rollout.engine_urls is not None else config.rollout.gpus_per_engine
-            gpus = each * gpus_per_rank(config.mesh.device)
+            gpus_per_engine = 0 if config.rollout.engine_urls is not None else config.rollout.gpus_per_engine
+            gpus = gpus_per_engine * gpus_per_rank(config.mesh.device)
             placement = self.places.reserve("engine", count, gpus_per_rank=gpus, timeout_s=timeout_s)
         actor_class = remote_class(self._class)
         with self._starting:
@@ -148,7 +148,7 @@ class EngineProcesses:
             self.are_asleep |= len(indices) == len(engines)
 
     def restart(self, indices: Sequence[int]) -> None:
-        """Ends these engines and starts new engines of the same indices; raises as `start`."""
+        """Ends these engines and starts new engines with the same indices; raises the errors of `start`."""
         self.require_running("restart")
         end_processes([self.engines[index] for index in indices])
         self.start(indices)
@@ -168,7 +168,7 @@ class EngineProcesses:
         """Returns {index: error} of an engine that hangs, or an empty dictionary.
 
         Args:
-            heard: index of an engine -> the time.monotonic() when it was asked, or last handed samples over.
+            heard: index of an engine -> the time.monotonic() when the engine was asked, or last handed samples over.
             asked: the time.monotonic() of the latest request to any engine.
         """
         assert self._watchdog is not None
@@ -183,7 +183,7 @@ class EngineProcesses:
         return {}
 
     def put_to_sleep(self, indices: Sequence[int]) -> None:
-        """Has engines free their devices; ends engines that are lost or do not answer: the next update fails there."""
+        """Has engines free their devices. Ends lost or silent engines, so that the next update reports their loss."""
         began, refs = time.monotonic(), {index: self.engines[index].sleep.remote() for index in indices}
         for index, ref in refs.items():
             try:
@@ -192,7 +192,7 @@ class EngineProcesses:
                 end_processes([self.engines[index]])
 
     def wake_up(self, indices: Sequence[int], tags: Sequence[EngineTag]) -> None:
-        """Has engines take their devices' memory; raises a SyncError if one refuses or is lost."""
+        """Has engines take memory of their devices; raises a SyncError if an engine refuses or is lost."""
         began, refs = time.monotonic(), {index: self.engines[index].wake_up.remote(tags) for index in indices}
         for index, ref in refs.items():
             try:
@@ -225,12 +225,12 @@ class EngineProcesses:
         began: float | None = None,
         first_rank: int = 0,
     ) -> Any:
-        """Returns the results of calls of engines.
+        """Waits for calls of engines, and returns their results.
 
         Args:
             limit: the setting of section `cluster` that limits the time from `began` (time.monotonic) on.
             began: None means now.
-            first_rank: the index of the engine of the first ref; the others follow in order.
+            first_rank: the index of the engine of the first ref; the other refs are of the engines after it.
 
         Raises:
             WorkerDied, WorkerHung: an engine is lost. Exception: any error that an engine raises.
@@ -245,7 +245,8 @@ def engine_class(config: RunConfig) -> type[Engine]:
     """Returns the class that `rollout.engine` names.
 
     Raises:
-        ConfigError: the class cannot be imported, is no `Engine`, lacks a method, or cannot sleep but has to.
+        ConfigError: the class cannot be imported, is not an `Engine`, or lacks a method; rollout.placement=colocated
+            also requires `sleep` and `wake_up`.
     """
     name = config.rollout.engine
     found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")

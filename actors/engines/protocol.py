@@ -30,16 +30,16 @@ _STREAMS_KEPT = 1000  # limit on the remembered names of ended streams; a stream
 
 EngineTag = Literal["weights", "kv_cache"]
 ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
-"""Kinds of memory that an engine takes on its device; the embedded engine takes a cache only while it samples."""
+"""Kinds of memory that an engine takes on its device. The embedded engine takes cache memory only while it samples."""
 GroupKind = Literal["slimefsdp", "torch"]
-"""How an engine's workers join a broadcast group: as a `BroadcastGroup`, or by torch.distributed."""
+"""The code by which an engine's processes join a broadcast group: our `BroadcastGroup`, or torch.distributed itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request for samples of one prompt.
 
-    `params.seed` and the number of a sample determine the sample's draws, so each request of a run has its own seed.
+    `params.seed` and a sample's number determine the draws of this sample, so each request of a run has its own seed.
     """
 
     prompt: Sequence[int]  # token ids
@@ -51,10 +51,10 @@ class Request:
 class Sample:
     """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
-    request: int  # index of its request in the call
+    request: int  # index of the sample's request in the call of `generate`
     number: int  # index of this sample among those of the request
     tokens: list[int]  # of the response, without the prompt
-    log_probs: list[float]  # [tokens]; the request's params.tempered and params.renormalized say of what distribution
+    log_probs: list[float]  # [tokens]; `tempered` and `renormalized` of the request's params define the distribution
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # consecutive spans that cover all tokens
     text: str  # the response without special tokens, stripped
@@ -67,11 +67,11 @@ class TensorInfo(NamedTuple):
 
 
 class EngineInfo(NamedTuple):
-    """Describes an engine to its pool before it is used."""
+    """Describes an engine; the engine's pool reads this before it uses the engine."""
 
     name: str  # such as "vllm 0.32.0"
-    vocab_size: int  # of its model
-    dtype: str  # of its weights, such as "float32"
+    vocab_size: int  # of the engine's model
+    dtype: str  # of the engine's weights, such as "float32"
     max_tokens: int | None  # limit on the tokens of a prompt and its response; None means that memory is the limit
     transports: tuple[Transport, ...]  # supported transports of weights, the best first
     processes: int = 1  # number of processes that join a broadcast group
@@ -81,15 +81,15 @@ class EngineInfo(NamedTuple):
 class Engine(Watched):
     """The base class of engines, which are Ray actors.
 
-    Calls of `generate`, `abort` and an update run at the same time, in different threads. An update is a call of
-    `begin`, calls of `receive` (or of another method of the transport) for each bucket, and a call of `commit`.
-    Samples that are running at `begin`, or are requested before `commit`, continue after `commit`; the engine then
-    computes their prompt and earlier tokens again with the new weights. Without committed weights nothing is sampled.
-    `index` is that of this engine, below `rollout.engines`.
+    `generate`, `abort` and an update of the weights run at the same time, in different threads. An update calls
+    `begin`, then the transport's method for each bucket (`receive`, `receive_broadcast` or `receive_ipc`; the transport
+    `disk` instead calls `receive_disk` once), then `commit`. Between `begin` and `commit` nothing is sampled. Running
+    samples continue after `commit`; their prompts and earlier tokens are then computed again with the new weights.
+    `index` is the index of this engine, below `rollout.engines`.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2, "generate": 16}
-    _ended_streams: ClassVar[deque[str]] = deque(maxlen=_STREAMS_KEPT)  # of the process, which has only one engine
+    _ended_streams: ClassVar[deque[str]] = deque(maxlen=_STREAMS_KEPT)  # not shared, as a process has only one engine
 
     def __init__(self, config: RunConfig, index: int) -> None:
         self.config = config
@@ -117,29 +117,29 @@ class Engine(Watched):
         return self._end_token_ids
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of texts or lists of chat messages; raises as `encode_prompt`."""
+        """Returns the token ids of texts or lists of chat messages; raises the errors of `encode_prompt`."""
         return [encode_prompt(self.tokenizer, prompt, self.config.data.chat_template_kwargs) for prompt in prompts]
 
     def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of an environment's answers to responses; raises as `encode_observation`."""
+        """Returns the token ids of an environment's observations; raises the errors of `encode_observation`."""
         kwargs = self.config.data.chat_template_kwargs
         return [encode_observation(self.tokenizer, observation, kwargs) for observation in observations]
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """Yields lists of samples that have ended, in any order, and each sample of each request once.
+        """Yields lists of ended samples, in any order; each sample of each request is yielded once.
 
         Raises:
-            StateError: no weights are committed, or their logits are not finite.
+            StateError: no weights are committed, or the committed weights give logits that are not finite.
             EngineError: the engine cannot do what a request needs, or failed.
         """
         raise NotImplementedError
 
     @ray.method(num_returns="streaming", concurrency_group="generate")
     def stream(self, name: str, requests: Sequence[Request]) -> Iterator[list[Sample]]:
-        """Runs `generate`; `end_stream` can end it.
+        """Runs `generate` as a stream with a unique `name`, by which `end_stream` can end the stream early.
 
-        `ray.cancel` is not used: if it cancels a call that has not left the caller's process, all later calls are
-        delayed for 30 s or more, and then lost (Ray 2.60). `name` must be unique.
+        `ray.cancel` is not used, since cancelling a call that has not left the caller's process delays all later calls
+        for 30 s or more, and then loses them (Ray 2.60).
         """
         if name in self._ended_streams:
             return
@@ -150,7 +150,7 @@ class Engine(Watched):
 
     @ray.method(concurrency_group="control")
     def end_stream(self, name: str) -> None:
-        """Ends a stream at its next yield, or at once if it has not begun."""
+        """Ends a stream at its next yield; a stream that has not begun ends when it begins."""
         self._ended_streams.append(name)
 
     def abort(self) -> None:
@@ -158,17 +158,17 @@ class Engine(Watched):
         raise NotImplementedError
 
     def has_frozen(self, source: str) -> bool:
-        """Returns whether a committed update has brought the frozen weights of `source`; called before `begin`.
+        """Returns whether a committed update has brought the frozen weights that `source` identifies.
 
-        If all engines have the frozen weights, they are not sent again, and `begin` gets their names.
+        Called before `begin`. If every engine returns True, the update does not send these weights again.
         """
         return False
 
     def begin(self, version: int, manifest: Manifest) -> None:
-        """Begins an update, as `slimefsdp.weight_sync.receive.WeightReceiver.begin` does.
+        """Begins an update to `version`; `manifest` has the names and full shapes of all weights.
 
-        An engine whose `has_frozen` may return True needs a third parameter: the names of weights that are not sent
-        again, as in `UpdateProgress.begin`. An engine with adapters needs a fourth: the adapters' scale.
+        If `has_frozen` may return True, this method needs a third parameter: the names of weights that are not sent
+        again. In an engine with adapters, this method needs a fourth parameter: the adapters' scale.
         """
         raise NotImplementedError
 
@@ -177,7 +177,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def join(self, meeting: Rendezvous) -> None:
-        """Leaves the previous broadcast group and joins the one in which rank 0 broadcasts; waits until all joined.
+        """Leaves the earlier broadcast group, joins the new group of rank 0, and waits until all members have joined.
 
         Raises:
             SyncError: other members did not join.
@@ -188,19 +188,19 @@ class Engine(Watched):
         """Receives a bucket that rank 0 broadcasts now as one tensor of bytes.
 
         Args:
-            digest: of these bytes, by `slimefsdp.weight_sync.buckets.digest_of`; None means that they are not checked.
+            digest: the sha256 of these bytes; None means that the bytes are not checked.
 
         Raises:
-            SyncError: the bytes were altered in transit, or (with `is_of_group`) the group broke; any of its members
-                may be the cause.
+            SyncError: the bytes were altered in transit, or the group broke. If the group broke, the error's
+                `is_of_group` is True, since any member of the group may be the cause.
         """
         raise NotImplementedError
 
     def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """Receives a bucket from the beginning of a shared buffer; the sender may reuse the buffer when this returns.
+        """Receives a bucket from the beginning of a shared buffer. Afterwards the sender may reuse the buffer.
 
         Args:
-            handle: a handle of `slimefsdp.weight_sync.buckets`; senders alternate between few buffers.
+            handle: identifies the buffer (`slimefsdp.weight_sync.buckets`); a sender alternates between two buffers.
             digest: as in `receive_broadcast`.
 
         Raises:
@@ -230,8 +230,8 @@ class Engine(Watched):
         """Takes the device's memory again; idempotent.
 
         Args:
-            tags: the kinds of memory. With `weights`, an update must follow before sampling. `kv_cache` may be taken
-                after the weights have arrived, when the sender has freed its own memory.
+            tags: the kinds of memory. After `weights`, an update must follow before the engine samples. `kv_cache` may
+                be taken after the new weights have arrived, when the sender has freed its own memory.
         """
         raise NotImplementedError
 
@@ -242,7 +242,7 @@ class Engine(Watched):
 
 
 def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:
-    """Raises an EngineError if an engine's answer cannot be a sample of these requests.
+    """Raises an EngineError if `sample`, which an engine returned, cannot be a sample of these requests.
 
     An aborted sample may have any number of tokens up to the request's limit.
     """

@@ -1,4 +1,4 @@
-"""Asks rollout engines for samples: makes requests from prompts and splits them over engines, also if one is lost."""
+"""Makes requests from prompts, splits the requests over engines, and asks again if an engine is replaced."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class EngineRequests:
 
     @property
     def max_tokens(self) -> int | None:
-        """Returns the most tokens of prompt and response that every engine takes; None if only memory is the limit."""
+        """Returns the lowest limit of an engine on prompt plus response tokens; None means that memory is the limit."""
         return min((most for most in self._processes.max_tokens.values() if most is not None), default=None)
 
     # ------------------------------------------------------------------ requests
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of texts, lists of chat messages (also with tools), or token ids.
+        """Returns the token ids of prompts, which are texts, chats (lists of messages, also with tools) or token ids.
 
         Raises:
             ConfigError: as `actors.engines.tokenizer.encode_prompt`.
@@ -55,7 +55,7 @@ class EngineRequests:
         return self._encoded("encode", prompts)
 
     def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
-        """Returns the token ids of an environment's answers to responses; raises as `encode`."""
+        """Returns the token ids of an environment's observations; raises the errors of `encode`."""
         return self._encoded("encode_observations", observations)
 
     def _encoded(self, method: Literal["encode", "encode_observations"], prompts: Sequence[Any]) -> list[list[int]]:
@@ -92,7 +92,7 @@ class EngineRequests:
         """Returns one request for each prompt; see `EnginePool.generate` for the arguments and `params` for `sampling`.
 
         Raises:
-            BatchError: there are no prompts, or `samples_per_prompt` is below 1. Also as `encode`.
+            BatchError: there are no prompts, or `samples_per_prompt` is below 1. Also the errors of `encode`.
         """
         self._processes.require_running("generate")
         if isinstance(prompts, list | tuple) and not prompts:
@@ -115,9 +115,9 @@ class EngineRequests:
         """Returns the sampling parameters of the run's settings.
 
         Args:
-            greedy: whether each token is the most likely one; evaluations at temperature 0 are always greedy.
-            max_new_tokens: lowers the limit of the settings.
-            evaluates: whether settings of section `evaluation` come before those of section `rollout`.
+            greedy: whether the most likely token is always drawn; evaluations at temperature 0 are always greedy.
+            max_new_tokens: a lower limit than in the settings; None means the limit in the settings.
+            evaluates: whether the settings are those of evaluations.
         """
         sampling = self._config.sampling(evaluates=evaluates)
         greedy = greedy or sampling.temperature == 0
@@ -170,11 +170,11 @@ class EngineRequests:
             shares: index of an engine -> the indices of the requests that the engine answers.
         """
         engines = list(self._processes.engines)  # a copy: another thread may replace an engine meanwhile
-        streams: dict[Any, tuple[int, str]] = {}  # stream -> index of its engine, and the stream's name there
+        streams: dict[Any, tuple[int, str]] = {}  # stream -> index of its engine, and its name at the engine
         given: set[tuple[int, int]] = set()  # (index of the request, number) of each yielded sample
         try:
-            for index, places in shares.items():
-                streams |= self._asked(index, [requests[place] for place in places])
+            for index, numbers in shares.items():
+                streams |= self._asked(index, [requests[number] for number in numbers])
             asked = looked = time.monotonic()
             heard = dict.fromkeys(shares, asked)  # when each engine was asked, or last handed samples over
             while streams:
@@ -193,7 +193,7 @@ class EngineRequests:
                     except LOST as error:
                         lost[index] = error
                         continue
-                    share = [requests[place] for place in shares[index]]
+                    share = [requests[number] for number in shares[index]]
                     if samples is None:
                         del streams[stream]
                         _require_whole(index, share, shares[index], given)
@@ -201,24 +201,24 @@ class EngineRequests:
                     heard[index] = time.monotonic()
                     for sample in samples:
                         check_sample(sample, share, self._processes.vocab_size, index)
-                        place = shares[index][sample.request]
-                        if (place, sample.number) not in given:
-                            given.add((place, sample.number))
-                            yield replace(sample, request=place)
+                        request = shares[index][sample.request]
+                        if (request, sample.number) not in given:
+                            given.add((request, sample.number))
+                            yield replace(sample, request=request)
                 for index, loss in lost.items():
                     self._processes.require_running("generate")  # after a `shutdown` in another thread, do not replace
                     self._replace_lost(index, engines[index], loss)
                     engines[index] = self._processes.engines[index]
                     streams = {stream: owner for stream, owner in streams.items() if owner[0] != index}
-                    # The new engine draws all samples of an incomplete request again. These are the same samples, and
-                    # those that were yielded before are left out. A hanging engine may have had no request.
-                    places = shares.get(index, [])
-                    shares[index] = left = [place for place in places if not is_complete(place, requests[place], given)]
+                    # The new engine draws all samples of an incomplete request again. The samples are the same as
+                    # before, and a sample is yielded only once. A hanging engine may have had no request.
+                    before = shares.get(index, [])
+                    shares[index] = left = [item for item in before if not is_complete(item, requests[item], given)]
                     if left:
-                        streams |= self._asked(index, [requests[place] for place in left])
+                        streams |= self._asked(index, [requests[number] for number in left])
                     asked = heard[index] = time.monotonic()
         finally:
-            for index, name in streams.values():  # the caller stopped, so the samples are not needed any more
+            for index, name in streams.values():  # the caller has stopped, and does not need the remaining samples
                 with suppress(RayError):
                     engines[index].end_stream.remote(name)
 
@@ -260,7 +260,7 @@ def _is_encoded(prompt: Any) -> bool:
 
 
 def _next_item(stream: Any, index: int) -> list[Sample] | None:
-    """Returns the next samples of a stream that Ray reports as ready; None at the end of the stream."""
+    """Returns the next samples of a stream that Ray reports as ready; None means that the stream has ended."""
     try:
         ref = next(stream)
     except StopIteration:
@@ -276,9 +276,9 @@ def _next_item(stream: Any, index: int) -> list[Sample] | None:
     return list(samples)
 
 
-def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], given: set[tuple[int, int]]) -> None:
-    """Raises an EngineError if an engine ended a stream without all samples of the requests at these `places`."""
-    wanted = {(place, number) for place, of in zip(places, asked, strict=True) for number in range(of.samples)}
+def _require_whole(index: int, share: Sequence[Request], indices: Sequence[int], given: set[tuple[int, int]]) -> None:
+    """Raises an EngineError if engine `index` ended a stream without all samples of its share of the requests."""
+    wanted = {(number, sample) for number, of in zip(indices, share, strict=True) for sample in range(of.samples)}
     if missing := wanted - given:
         raise EngineError(
             f"engine {index} ended a call without {len(missing)} of its {len(wanted)} samples",

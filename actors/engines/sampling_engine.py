@@ -1,7 +1,7 @@
-"""Sampling as a service: one process samples many requests from a base model and many versions of it.
+"""The sampling engine of the service: one process answers many requests, for a base model and many versions of it.
 
-The engine is an asynchronous Ray actor: its methods are coroutines, and one thread computes. Requests and versions are
-added and removed in that thread between two tokens. Versions are read from their files in other threads.
+The engine is an asynchronous Ray actor: its methods are coroutines, and one thread draws all tokens. This thread adds
+and removes requests and versions between two tokens. Other threads read versions from their files.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:  # the process that starts an engine does not import torch
     from slimefsdp.sampling.turns import Versions
 
 Result = TypeVar("Result")
-_CALLS = 4096  # limit on concurrent calls of an engine; others wait in Ray
+_CALLS = 4096  # limit on concurrent calls of an engine; further calls wait in Ray
 _CANCELLED_KEPT = 1000  # limit on the remembered keys of cancelled requests; a request may arrive after its `cancel`
 
 
 class SamplingEngine(Watched):
-    """A Ray actor that samples; started by `start_sampling_engine`.
+    """A Ray actor that samples for the service; `start_sampling_engine` starts the actor.
 
-    The base model has the weights of model.path in precision.compute_dtype. They are bit-equal to the first weights of
-    a trainer with the same settings. A version is an adapter of lora.rank and lora.targets; without lora.rank, a
-    version is a whole model.
+    The base model has the weights of model.path in precision.compute_dtype. These weights are bit-equal to the first
+    weights of a trainer with the same settings. A version is an adapter of lora.rank and lora.targets; without
+    lora.rank, a version is a whole model.
 
     Args:
         config: the settings, with a folder as model.path.
@@ -74,7 +74,7 @@ class SamplingEngine(Watched):
         self._weights: Versions = ModelVersions(policy) if lora is None else AdapterVersions(policy, path)
         limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
         self._sampler = VersionedSampler(policy, self._weights, **limits, decode=decoder_of(str(path)))
-        # Only the sampling thread uses these.
+        # Only the sampling thread uses the next three attributes.
         self._answers: dict[int, _Answer] = {}  # the sampler's number of a request -> its open answer
         self._numbers: dict[str, int] = {}  # key of a request -> the sampler's number
         self._cancelled: deque[str] = deque(maxlen=_CANCELLED_KEPT)
@@ -83,13 +83,13 @@ class SamplingEngine(Watched):
         )
 
     async def load(self, version: str, folder: str) -> int:
-        """Reads a version from a folder; requests name it `version`. Returns its bytes of memory.
+        """Reads a version from a folder, for requests that name `version`; returns the version's bytes of memory.
 
         Args:
-            folder: a PEFT folder; without lora.rank a model folder.
+            folder: a PEFT folder, or a model folder if lora.rank is not set.
 
         Raises:
-            StateError: there is a version of this name.
+            StateError: a version of this name exists already.
             ResourceError: the version does not fit into the rest of `memory_bytes`; no other version is dropped.
             ModelError: the folder is malformed, of another model or base, or of a larger rank than lora.rank.
         """
@@ -103,7 +103,7 @@ class SamplingEngine(Watched):
         return await self._do(lambda: self._sampler.hold(version, read))
 
     async def drop(self, version: str) -> None:
-        """Forgets a version and frees its memory; its requests end with a StateError.
+        """Forgets a version and frees its memory; open requests for this version end with a StateError.
 
         Raises:
             StateError: there is no version of this name.
@@ -124,15 +124,15 @@ class SamplingEngine(Watched):
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
         """Returns the answer when all samples of the request have ended.
 
-        The draws of a sample depend on its version, `params.seed` and its number. Samples that run at the same time
-        only change the rounding of its probabilities.
+        A sample's draws depend on the version, `params.seed` and the sample's number. Other samples that run at the
+        same time change only the rounding of probabilities.
 
         Args:
             key: a unique name of the request, for `cancel`.
 
         Raises:
-            StateError: there is no such version, or it was dropped during the call; its logits are not finite; the
-                request was cancelled; or the engine has been shut down.
+            StateError: the version does not exist, was dropped during the call, or has logits that are not finite; the
+                request was cancelled, or an open request has the same key; or the engine has been shut down.
             BatchError: a value of the request is invalid. ResourceError: there was no memory to sample with.
         """
         answer: Future[SampleAnswer] = Future()
@@ -153,8 +153,8 @@ class SamplingEngine(Watched):
     async def cancel(self, key: str) -> None:
         """Ends the request of this key with a StateError, also if the request arrives later.
 
-        Does nothing if the request was answered. `ray.cancel` is not used: if it cancels a call that has not left the
-        caller's process, all later calls are delayed (Ray 2.60).
+        Does nothing if the request was answered. `ray.cancel` is not used, since cancelling a call that has not left
+        the caller's process delays all later calls (Ray 2.60).
         """
 
         def cancel() -> None:
@@ -214,11 +214,11 @@ class _Answer(NamedTuple):
 
 
 def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
-    """Begins to start the engine of these settings; returns its handle. `ray.kill` ends the engine and its server.
+    """Returns the actor of an engine with these settings, which is starting. `ray.kill` ends it and its server.
 
     Args:
-        config: rollout.engine=vllm starts a `VllmSamplingEngine`, whose `begin` must be called first.
-        limits: arguments of the engine's class besides `config`.
+        config: with rollout.engine=vllm the actor is a `VllmSamplingEngine`, whose `begin` must be called first.
+        limits: further arguments of the engine's class.
 
     Raises:
         ModelError, ConfigError, ResourceError: as `with_model_folders`.

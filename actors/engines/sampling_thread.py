@@ -1,4 +1,4 @@
-"""The thread of an engine that draws all tokens, and makes all changes to the model between two tokens."""
+"""Provides an engine's thread that draws all tokens, and makes every change to the model between two tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LOOK_S = 1.0  # interval of checks while the thread is idle
 
 
 class SamplingThread:
-    """Draws token after token while there are samples; between two tokens it calls functions of other threads.
+    """Draws token after token while there are samples; between two tokens the thread calls functions passed to `do`.
 
     Args:
         step: draws a token for every running sample, and hands over the samples that have ended.
         is_idle: returns whether `step` has nothing to draw.
-        activity: the heartbeat's name for drawing.
+        activity: the name under which the heartbeat reports the drawing of tokens.
         is_on_cpu: whether the model is on CPU; torch then computes with one thread, as in ranks.
     """
 
@@ -31,7 +31,7 @@ class SamplingThread:
         self._changed = threading.Condition()  # its lock guards the next two attributes
         self._between: list[Callable[[], None]] = []  # functions to call between two tokens, in order
         self.end: Exception | None = None
-        """The reason for which the thread has ended; None while it runs."""
+        """The error that `do` raises after the thread has ended; None means that the thread runs."""
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
         heartbeat.enter(heartbeat.IDLE)
         self._thread.start()
@@ -60,7 +60,7 @@ class SamplingThread:
         return future
 
     def stop(self, error: Exception) -> None:
-        """Ends the thread, and waits for it; functions that it has not called fail with the error. Idempotent."""
+        """Ends the thread, and waits for its end; functions that were not called yet fail with `error`. Idempotent."""
         with self._changed:
             self.end = self.end or error
             self._changed.notify()

@@ -1,10 +1,10 @@
-"""The engine that samples at a rollout server, which it starts or finds at a URL.
+"""Provides the engine that samples at a rollout server, which the engine starts or finds at a URL.
 
-A `ServerDialect` has the differences between kinds of servers. The server runs in its own Python environment, and this
-process sends it HTTP requests. Prompts and samples are token ids. New weights reach the server by broadcast in a group
-of the trainer's first rank and the server's workers, as a folder, or in shared memory. An update aborts the running
-samples; once the new weights are committed, each sample's tokens so far are sent again as part of the prompt. With
-lora.sync=adapters the server gets the model's own weights once, and after that an adapter in each update.
+A `ServerDialect` has what differs between kinds of servers. The server runs in its own Python environment. The engine
+sends it HTTP requests with token ids. New weights do not pass through the engine: it posts a request for each bucket,
+and the server's workers take the bytes from the broadcast group of rank 0, from shared memory or from a folder. An
+update aborts the running samples. Once the weights are committed, each sample's tokens so far are sent again as part of
+the prompt. With lora.sync=adapters the server gets the model's own weights once, and then an adapter in each update.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # importing this file does not import torch
 
 
 class ServedEngine(Engine):
-    """Samples at a server; log-probs are at the sampling temperature, those of greedy samples at temperature 1.
+    """Samples at a server; log-probs are at the sampling temperature, but of greedy samples at temperature 1.
 
     Args:
-        config: with rollout.engine_python a server is started; rollout.engine_urls names running servers.
+        config: with rollout.engine_python, the engine starts a server; rollout.engine_urls names running servers.
         index: the index of this engine.
 
     Raises:
@@ -85,14 +85,15 @@ class ServedEngine(Engine):
         Raises:
             EngineError: the server ended, does not exist, or cannot be used. WorkerHung: its start takes too long.
         """
-        facts = self._known()
+        facts = self._ready_facts()
         heartbeat.enter(heartbeat.IDLE)
         return EngineInfo(
             f"{self._dialect.NAME.lower()} {facts.version}", facts.vocab_size, facts.dtype, facts.max_model_len,
             self._server.transports, facts.workers, self._dialect.GROUP,
         )  # fmt: skip
 
-    def _known(self) -> ServerFacts:
+    def _ready_facts(self) -> ServerFacts:
+        """Waits until the server is ready, and returns its properties."""
         with self._asking:
             if self._facts is None:
                 self._facts = facts_of(self._dialect, self._client, self.config, self.index)
@@ -108,7 +109,7 @@ class ServedEngine(Engine):
             StateError, EngineError: as `Engine.generate`. BatchError: a request is invalid or too long for the server.
             WorkerDied, WorkerHung: the server ended, or did not answer within cluster.call_timeout_s.
         """
-        facts = self._known()
+        facts = self._ready_facts()
         self._require_awake(ENGINE_TAGS)
         for request in requests:
             check_request(
@@ -132,7 +133,7 @@ class ServedEngine(Engine):
     # ------------------------------------------------------------------ weights
 
     def join(self, meeting: Rendezvous) -> None:
-        self._known()
+        self._ready_facts()
         self._dialect.join(self._routes, meeting)
 
     def takes_adapters(self) -> bool:
@@ -140,7 +141,7 @@ class ServedEngine(Engine):
         return self.config.lora.sync == "adapters"
 
     def has_frozen(self, source: str) -> bool:
-        """Implements `Engine.has_frozen`; without adapters False, since servers fuse frozen weights with others."""
+        """Implements `Engine.has_frozen`; False without adapters, as servers fuse frozen weights with trained ones."""
         with self._updating:
             are_present = self._progress.has_frozen(source if self.takes_adapters() else None)
             committed = self._versions.committed
@@ -152,9 +153,8 @@ class ServedEngine(Engine):
     def begin(
         self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
     ) -> None:
-        """Begins an update; running samples continue after `commit`."""
         with self._updating:
-            self._known()
+            self._ready_facts()
             self._require_awake(("weights",))
             self._check_manifest(manifest)
             self._progress.begin(version, manifest, kept)
@@ -165,14 +165,14 @@ class ServedEngine(Engine):
                 self._dialect.open_update(self._routes)
 
     def receive(self, bucket: Any) -> None:
-        """Raises a SyncError: no server reads from Ray's object store."""
+        """Raises a SyncError, since no server reads from Ray's object store."""
         raise SyncError(
             f"{self._dialect.NAME} takes weights by {' or '.join(self._server.transports)}, not from the object store",
             field="rollout.engine", hint="send them as EngineInfo.transports says",
         )  # fmt: skip
 
     def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
-        """Has the server receive a broadcast of tensors; implements `Engine.receive_broadcast`.
+        """Has the server's workers receive a broadcast bucket; implements `Engine.receive_broadcast`.
 
         Raises:
             StateError: no update has begun. SyncError: a tensor was not announced by `begin`, or did not arrive.

@@ -1,4 +1,4 @@
-"""Checks of sampling requests and of servers' answers, and the tokens of a sample so far."""
+"""Checks sampling requests and servers' answers, and holds the tokens of a sample so far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PartialSample:
     versions: list[VersionSpan] = field(default_factory=list)
 
     def add(self, piece: PartialSample) -> None:
-        """Appends tokens that were drawn after these."""
+        """Appends `piece`, the tokens that were drawn next."""
         shift = len(self.tokens)
         for version, start, end in piece.versions:
             before = self.versions[-1] if self.versions else None
@@ -53,8 +53,8 @@ def check_request(
         length_option: the server's command-line option for longer samples.
 
     Raises:
-        EngineError: the server has no such log-probs or temperature. BatchError: the prompt is empty, no samples are
-            requested, or there are too many tokens.
+        EngineError: the server does not support the temperature, or has no log-probs of the requested kind.
+        BatchError: the prompt is empty, no samples are requested, or there are too many tokens.
     """
     params = request.params
     low, high = temperatures
@@ -110,11 +110,11 @@ def checked(
     """Checks the tokens of a server's answer and returns them.
 
     Args:
-        of_tokens: the token to which each log-prob belongs.
+        of_tokens: for each log-prob, the token to which it belongs.
         spans: (version, start, end) of consecutive tokens that were drawn with one version of the weights.
         most: limit on the number of tokens.
-        versions: versions of the weights that the server may have drawn from.
-        no_number: the value that the server returns for a log-prob that is not finite.
+        versions: the versions of the weights with which the server may have drawn the tokens.
+        no_number: the value that the server returns for a log-prob that is not finite; None means JSON's null.
 
     Raises:
         EngineError: the answer contradicts the request. StateError: the logits were not finite.
@@ -156,7 +156,7 @@ def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: boo
         ends_itself: whether the last tokens may be an end token or stop text of the request.
 
     Raises:
-        EngineError: the tokens do not end for this reason; "length" means after exactly `most` tokens.
+        EngineError: the tokens contradict the reason; "length" requires exactly `most` tokens.
     """
     if reason not in get_args(FinishReason) or (reason == "stop" and not ends_itself):
         raise wrong(f"a sample that ended by {reason!r} after {len(tokens)} tokens, without an end that was asked for")
@@ -167,9 +167,9 @@ def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: boo
 
 
 def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, decode: Any) -> int | None:
-    """Returns the number of tokens up to the one that completes a stop text, searched from index `first`, or None.
+    """Returns the number of tokens up to the token, from index `first` on, that completes a stop text; None without it.
 
-    A server that continues a sample does not search earlier tokens, in which a stop text may have begun.
+    A stop text may begin before `first`; a server that continues a sample at `first` does not find such a text.
     """
     tail = 4 * max(map(len, params.stop), default=0) + 4
     for length in range(first + 1, len(tokens) + 1):

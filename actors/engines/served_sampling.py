@@ -28,7 +28,7 @@ GIVE_UP_S = 10.0  # timeout of aborting requests that are not needed any more
 
 
 class CommittedVersions:
-    """The versions of the weights that a server has or is being sent; samples wait here for weights.
+    """Knows which weight versions a server was sent, and which is being sent; samples wait here for weights.
 
     The fields only change on the client's event loop, so a coroutine sees no change between two of its awaits.
 
@@ -85,13 +85,13 @@ class CommittedVersions:
     def known_since(self, first: int) -> set[int]:
         """Returns `commits` from index `first` on, and the incoming version.
 
-        The incoming one is included because a request that waits at the server during an update may continue before
+        The incoming version is included because a request that waits at the server during an update may continue before
         this process knows that the update is complete.
         """
         return {*self.commits[first:], *([] if self.incoming is None else [self.incoming])}
 
     async def wait(self, is_over: Callable[[], bool]) -> int | None:
-        """Waits for committed weights; returns their index in `commits`, or None as soon as `is_over()` is True.
+        """Waits for committed weights; returns their version's index in `commits`, or None once `is_over()` is True.
 
         Raises:
             StateError: there are no weights and no update has begun, or the update took more than `timeout_s`.
@@ -119,7 +119,7 @@ class CommittedVersions:
 
 
 class _Call:
-    """A call of `generate`, with the samples that have ended and were not yielded yet."""
+    """A call of `generate`, with its ended samples that were not yielded yet."""
 
     def __init__(self, decode: Callable[[list[list[int]]], list[str]]) -> None:
         self.decode = decode
@@ -132,7 +132,7 @@ class ServedSampling:
     """Runs the calls of `generate` of one engine at its server.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         call_timeout_s: limit on the server's time for one request.
     """
 
@@ -149,7 +149,7 @@ class ServedSampling:
         self.vocab_size = 0  # of the server's model, once it is known
         self.uses_adapter = False
         self._places = asyncio.Semaphore(MOST_AT_ONCE)
-        self._lock = threading.Lock()  # for the next three attributes
+        self._lock = threading.Lock()  # guards the next three attributes
         self._calls: set[_Call] = set()
         self._in_flight: dict[str, _Call] = {}  # id of each request at the server -> its call
         self._activity = ExitStack()
@@ -161,16 +161,16 @@ class ServedSampling:
         call = _Call(decode)
         left = sum(request.samples for request in requests)
         with self._during(call):
-            for place, request in enumerate(requests):
+            for index, request in enumerate(requests):
                 for number in range(request.samples):
-                    self._client.start(self._hand_in(call, place, number, request))
+                    self._client.start(self._add_sample(call, index, number, request))
             while left:
                 samples = self._next_samples(call)
                 left -= len(samples)
                 yield samples
 
     def _next_samples(self, call: _Call) -> list[Sample]:
-        """Waits until a sample of a call has ended; returns all of the call's samples that have ended since."""
+        """Waits until a sample of a call has ended; returns all ended samples that were not returned yet."""
         outcomes: list[Sample | Exception] = []
         while not outcomes:
             try:
@@ -187,14 +187,14 @@ class ServedSampling:
                 raise outcome
         return [outcome for outcome in outcomes if isinstance(outcome, Sample)]
 
-    async def _hand_in(self, call: _Call, place: int, number: int, request: Request) -> None:
+    async def _add_sample(self, call: _Call, index: int, number: int, request: Request) -> None:
         try:
             async with self._places:
-                call.ended.put(await self._sample(call, place, number, request))
+                call.ended.put(await self._sample(call, index, number, request))
         except Exception as error:  # `generate` raises it in its caller's thread
             call.ended.put(error)
 
-    async def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
+    async def _sample(self, call: _Call, index: int, number: int, request: Request) -> Sample:
         drawn, params = PartialSample(), request.params
         reason: FinishReason = "abort"
         cuts = 0
@@ -225,17 +225,17 @@ class ServedSampling:
                     field="engine", hint="only this engine may pause the server or abort its requests",
                 )  # fmt: skip
         (text,) = call.decode([drawn.tokens])
-        return Sample(place, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)
+        return Sample(index, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)
 
     def _ended(
         self, drawn: PartialSample, before: int, params: SamplingParams, end: FinishReason | None
     ) -> FinishReason | None:
-        """Returns why a sample ended, or None if it has to be continued.
+        """Returns the reason why a sample ended; None means that the sample has to be continued.
 
-        The server may not know: an aborted request may have drawn an end token, or completed a stop text.
+        The server's reason may be wrong: an aborted request may have drawn an end token, or completed a stop text.
 
         Args:
-            before: number of drawn tokens that the server got as context; a stop text may have begun among them.
+            before: number of tokens that were drawn by earlier requests; a stop text may have begun in these tokens.
             end: the server's reason.
         """
         if params.stop and (before or end in (None, "abort")):
@@ -289,7 +289,7 @@ class ServedSampling:
                     self._activity.close()
 
     def _end_at_server(self, calls: Sequence[_Call], timeout_s: float) -> bool:
-        """Aborts all requests of calls that make no new requests; returns whether the server has ended them in time."""
+        """Aborts the requests of calls that send no new ones; returns whether the server ended the requests in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -304,7 +304,7 @@ class ServedSampling:
             time.sleep(ABORT_AGAIN_S)  # repeat: a request may have been in transit
 
     def abort(self) -> bool:
-        """Ends all samples with the tokens drawn so far; returns whether the server has aborted them in time."""
+        """Ends all samples with the tokens drawn so far; returns whether the server ended their requests in time."""
         with self._lock:
             calls = list(self._calls)
             for call in calls:
@@ -312,7 +312,7 @@ class ServedSampling:
         return self._end_at_server(calls, self._call_timeout_s)
 
     def give_up(self) -> None:
-        """Has all running calls drop their samples; for the end of the engine."""
+        """Has all running calls drop their samples, before the engine ends."""
         with self._lock:
             for call in self._calls:
                 call.is_given_up = True

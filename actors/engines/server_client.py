@@ -29,7 +29,7 @@ _SHOWN = 400  # limit on the characters of an answer in an error
 
 
 class Refusal(Exception):
-    """The server answered with a status other than 200, or not with JSON."""
+    """The server answered with a status other than 200, or with a text that is not JSON."""
 
     def __init__(self, route: str, status: int, said: str) -> None:
         super().__init__(f"{route} answered with status {status}: {said}")
@@ -61,7 +61,7 @@ class ServerClient:
     # ------------------------------------------------------------------ for other threads
 
     def get(self, route: str, *, timeout_s: float) -> Any:
-        """Returns the JSON of the answer; None if the answer is empty.
+        """Gets a route and returns the JSON of the answer; None means that the answer is empty.
 
         Raises:
             Refusal: the status is not 200. WorkerDied: the server cannot be reached. WorkerHung: no answer in time.
@@ -81,11 +81,11 @@ class ServerClient:
         return self.start(self.is_alive(timeout_s)).result()
 
     def lost(self, why: str) -> SlimeError:
-        """Returns the error of a server that has ended, or cannot be reached, for the reason `why`."""
+        """Returns the error that `loss` returns, from another thread."""
         return self.start(self.loss(why)).result()
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Runs a coroutine on the client's event loop; cancelling the future cancels it."""
+        """Runs a coroutine on the client's event loop; cancelling the returned future cancels the coroutine."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -151,7 +151,7 @@ class ServerClient:
             raise Refusal(route, answer.status_code, text[:_SHOWN]) from error
 
     async def loss(self, why: str) -> SlimeError:
-        """Returns the error of a server that has ended, or cannot be reached, for the reason `why`."""
+        """Returns the error that reports the loss of the server; `why` says how the loss was noticed."""
         if self.child is None:
             return WorkerDied(
                 f"the server of engine {self._index} at {self.url} does not answer: {why}",
@@ -170,7 +170,7 @@ class ServerClient:
         return not await self.is_alive(_ENDING_S) if self.child is None else await self._ends_within(_ENDING_S)
 
     async def _ends_within(self, seconds: float) -> bool:
-        """Returns whether the server that this process has started has ended, or ends in that time."""
+        """Waits up to `seconds` for the end of a server that this process started; returns whether it has ended."""
         assert self.child is not None
         deadline = time.monotonic() + seconds
         while self.child.status() is None and time.monotonic() < deadline:
@@ -193,7 +193,7 @@ class WeightRoutes:
 
     Args:
         index: the index of the engine, for errors.
-        is_of_group: returns whether the broadcast group may be the cause of a route's refusal.
+        is_of_group: returns whether a broken broadcast group may be the cause of a route's refusal.
     """
 
     def __init__(

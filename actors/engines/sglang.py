@@ -28,13 +28,13 @@ from slimefsdp.models.hf_folder import hub_parts
 from slimefsdp.models.peft_folder import ADAPTER_FOLDER
 from slimefsdp.sampling.params import FinishReason
 
-if TYPE_CHECKING:  # importing this file costs no torch
+if TYPE_CHECKING:  # importing this file does not import torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 OLDEST = (0, 5, 23)  # of the releases 0.5.x
-_NO_TOKEN = "NaN happened"  # SGLang's value of `matched` if the logits had NaN; it then replaces the token
+_NO_TOKEN = "NaN happened"  # SGLang's value of `matched` if the logits had NaN; SGLang then replaces the token
 _KEPT_BACK = 6  # SGLang's max_req_input_len is smaller than its context by this many tokens
-# With these variables, log-probs are of other logits than those that tokens are drawn from, or NaN is hidden.
+# With these variables, log-probs belong to other logits than the tokens are drawn from, or NaN is hidden.
 _CHANGES_LOG_PROBS = ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_SANITIZE_NAN_LOGITS")
 _CONTROL_S = 10.0  # timeout of cleaning up after a failure
 
@@ -74,7 +74,7 @@ class SglangDialect(ServerDialect):
         return [*arguments, *config.rollout.engine_args]
 
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns this process's environment without its Python paths and variables that would change log-probs."""
+        """Returns this process's environment without Python paths and without variables that change log-probs."""
         removed = ("PYTHONPATH", "PYTHONHOME", *_CHANGES_LOG_PROBS)
         own = {name: value for name, value in os.environ.items() if name not in removed}
         # The context may exceed the model's positions by `_KEPT_BACK` tokens, which are never used.
@@ -89,7 +89,7 @@ class SglangDialect(ServerDialect):
         if release[:2] != OLDEST[:2] or release < OLDEST:
             oldest = ".".join(map(str, OLDEST))
             raise self.other_release(client, f"SGLang {version}", f"0.5.x from {oldest} on", f"sglang=={oldest}")
-        said = {**server, "model_type": model.get("model_type"), "is_generation": model.get("is_generation")}
+        reported = {**server, "model_type": model.get("model_type"), "is_generation": model.get("is_generation")}
         wanted: dict[str, tuple[Any, str]] = {
             "dtype": (config.precision.compute_dtype, "start it with --dtype of precision.compute_dtype"),
             "dp_size": (1, "give each of rollout.engines a server of its own instead of --dp-size"),
@@ -102,29 +102,29 @@ class SglangDialect(ServerDialect):
             "model_type": (self.folder.model_type, "have it serve model.path"),
             "is_generation": (True, "have it serve model.path"),
         }
-        self.require(client, said, wanted)
+        self.require(client, reported, wanted)
         if config.lora.sync == "adapters":
-            room, rank = said.get("max_lora_rank"), config.lora.rank
+            room, rank = reported.get("max_lora_rank"), config.lora.rank
             assert rank is not None
-            if said.get("enable_lora") is not True or not isinstance(room, int) or room < rank:
-                problem = f"has enable_lora={said.get('enable_lora')} and max_lora_rank={room}: lora.sync=adapters "
+            if reported.get("enable_lora") is not True or not isinstance(room, int) or room < rank:
+                problem = f"has enable_lora={reported.get('enable_lora')} and max_lora_rank={room}: lora.sync=adapters "
                 problem += f"with adapters of rank {rank} needs {' '.join(_lora_arguments(config))}"
                 raise self.unusable(client, problem, "start it so, or set lora.sync=merged")
-        sizes = [said.get("max_req_input_len"), said.get("tp_size")]
+        sizes: list[Any] = [reported.get("max_req_input_len"), reported.get("tp_size")]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             problem = f"does not report max_req_input_len and tp_size, but {sizes}"
             raise self.unusable(client, problem, "use a supported release")
         # A prompt must be shorter than max_req_input_len. After an update, the prompt includes the tokens drawn before,
         # which can be all but the last token of a sample.
-        return ServerFacts(version, said["dtype"], self.folder.vocab_size, said["max_req_input_len"], said["tp_size"])
+        return ServerFacts(version, reported["dtype"], self.folder.vocab_size, *sizes)
 
     # ------------------------------------------------------------------ sampling
 
     def body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
         """Implements `ServerDialect.body`.
 
-        SGLang's ignore_eos also disables stop_token_ids, so it is off if the request has end tokens. Then SGLang also
-        ends samples at the end tokens of its own files; `read` has such samples continued.
+        SGLang's ignore_eos also disables stop_token_ids, so ignore_eos is off if the request has end tokens. SGLang
+        then also ends samples at the end tokens of the model's files; `read` has such samples continued.
         """
         params = request.params
         asked: dict[str, Any] = {
@@ -152,7 +152,7 @@ class SglangDialect(ServerDialect):
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Reads an answer; a sample that ended at an end token outside the request has to be continued."""
+        """Reads an answer; a sample that ended at an end token that the request does not name has to be continued."""
         params = body["sampling_params"]
         try:
             tokens, meta = list(answer["output_ids"]), answer["meta_info"]
@@ -200,7 +200,7 @@ class SglangDialect(ServerDialect):
 
     @property
     def _comes_by_disk(self) -> bool:
-        """Returns whether weights arrive as folders; for SGLang, loading a folder is a whole update."""
+        """Returns whether weights arrive as folders; SGLang treats the loading of a folder as a whole update."""
         return self.config.rollout.transport == "disk"
 
     def open_update(self, routes: WeightRoutes) -> None:
@@ -259,7 +259,7 @@ class SglangDialect(ServerDialect):
         client.post("/abort_request", {"abort_all": True}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """Returns True for every error of the two routes that use the group: torch's messages do not name the cause."""
+        """Returns True for every refusal of the two routes that use the group, as torch's messages name no cause."""
         return route in ("/init_weights_update_group", "/update_weights_from_distributed")
 
     # ------------------------------------------------------------------ memory
@@ -272,7 +272,7 @@ class SglangDialect(ServerDialect):
 
 
 def _lora_arguments(config: RunConfig) -> list[str]:
-    """Returns the arguments by which a server has room for the run's adapter, in all modules that SGLang supports."""
+    """Returns the arguments that give a server room for the run's adapter, in all modules that SGLang supports."""
     assert config.lora.rank is not None
     return ["--enable-lora", "--max-lora-rank", str(config.lora.rank), "--lora-target-modules", "all"]
 

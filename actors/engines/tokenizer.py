@@ -33,7 +33,7 @@ def load_tokenizer(model_path: str) -> Any:
 
 
 def decoder_of(model_path: str) -> Callable[[Any], str] | None:
-    """Returns the function that decodes token ids; None for a model folder without a tokenizer.
+    """Returns the function that decodes token ids; None means that the model folder has no tokenizer.
 
     Raises:
         ModelError: transformers cannot load the tokenizer's files.
@@ -47,7 +47,7 @@ def decoder_of(model_path: str) -> Callable[[Any], str] | None:
 
 
 def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
-    """Returns the end tokens of the tokenizer and of generation_config.json, which may list several.
+    """Returns the end tokens of the tokenizer and of generation_config.json, which may list several end tokens.
 
     Args:
         tokenizer_eos: the end token of the tokenizer.
@@ -94,7 +94,7 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
     if tokenizer.chat_template:
         messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         require_tools_written(tokenizer, tools)
-        # a dictionary is transformers' default
+        # return_dict=False, since transformers would return a dictionary
         options = {**(template_kwargs or {}), "tools": tools}
         tokens = templated(tokenizer, messages, "prompt", tokenize=True, return_dict=False, **options)
     elif isinstance(prompt, str):
@@ -176,7 +176,7 @@ def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
 
     Args:
         what: a name of the messages, for errors.
-        options: further arguments of transformers' `apply_chat_template`.
+        options: further arguments of transformers' `apply_chat_template`; add_generation_prompt=False opens no turn.
 
     Raises:
         ConfigError: the template refuses the messages.

@@ -1,4 +1,4 @@
-"""Sends new weights to the engines of a pool, replaces lost engines, and has colocated engines take turns."""
+"""Sends new weights to a pool's engines, replaces lost engines, and has colocated engines and ranks take turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimefsdp.results import FailedReceiver, SyncReport
 
 
 class EngineUpdates(EngineRequests):
-    """Knows which version of the weights the engines have, and sends them new weights.
+    """Sends new weights to the engines, and remembers which version of the weights the engines have.
 
     Args:
         restarts: the budget for replacing engines; None means that lost engines are not replaced.
@@ -31,19 +31,21 @@ class EngineUpdates(EngineRequests):
         self._replacing = threading.RLock()  # one thread may update while another thread samples
         self._updating = threading.RLock()
         self._sending_s = 0.0  # time spent on sending weights to colocated engines, over all turns
-        self._updates = 0  # changes when an update begins, and when it has ended
+        self._updates = 0  # number of beginnings and ends of updates so far
 
     def _updated_since(self, updates: int) -> bool:
-        """Returns whether `_updates` has changed; waits for the end of an update that is going on."""
+        """Waits for the end of a running update; returns whether `_updates` has changed from the value `updates`."""
         with self._updating:  # an engine that failed in an update has no weights until the update ends
             return self._updates != updates
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
-        """Sends a trainer group's weights to the engines; returns their version. Begins the turn of colocated engines.
+        """Sends a trainer group's weights to the engines, and returns the version of these weights.
+
+        The turn of colocated engines begins.
 
         Args:
-            aborts: whether running samples are aborted and drawn again with the new weights; otherwise they continue
-                with the new weights.
+            aborts: whether running samples are aborted and drawn again with the new weights; otherwise these samples
+                continue with the new weights.
 
         Raises:
             SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All other engines have
@@ -71,9 +73,9 @@ class EngineUpdates(EngineRequests):
         return self._version
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
-        """Sends the weights to these engines; returns their version.
+        """Sends the weights to the engines at `indices`, and returns the version of the weights.
 
-        If lost engines are replaced, an engine that fails is replaced, and only the new engine is sent the weights.
+        If the pool replaces lost engines, an engine that fails is replaced; then only the new engine is sent weights.
         """
         if self._restarts is None:
             report = self._delivered(group, indices)
@@ -95,7 +97,7 @@ class EngineUpdates(EngineRequests):
                     elif self._processes.engines == engines:  # otherwise another thread replaced a lost engine
                         raise
                 continue
-            if version not in (None, report.version):  # the other engines have an older version
+            if version not in (None, report.version):  # the engines that were sent weights before have an older version
                 version, indices = None, sorted(wanted)
                 continue
             version, indices = report.version, [failure.receiver for failure in report.failed]
@@ -109,8 +111,8 @@ class EngineUpdates(EngineRequests):
     def _replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
         """Replaces a lost engine, unless another thread has replaced it already, and sends weights to the new engine.
 
-        If the policy has newer weights than the engines, all engines get the newer weights; with
-        rollout.max_staleness, only the new engine does.
+        If the policy has newer weights than the engines, all engines get the newer weights. With
+        rollout.max_staleness, only the new engine gets them.
 
         Raises:
             SlimeError: `error`, if lost engines are not replaced or the budget is spent.
@@ -129,7 +131,7 @@ class EngineUpdates(EngineRequests):
         self._restarts.start_another(error, lambda: self._processes.restart(indices), tuple(indices))
 
     def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
-        """Sends weights to these engines, which may be asleep; failures have the engine's index in the pool."""
+        """Sends weights to these engines, which may be asleep; the report has a failed engine's index in the pool."""
         if self._processes.colocated is None:
             return self._sent(group, indices)
         return self._sent_to_sleepers(self._processes.colocated, group, indices)
@@ -145,7 +147,7 @@ class EngineUpdates(EngineRequests):
     # ------------------------------------------------------------------ turns with the trainer
 
     def take_turn(self, seconds: dict[str, float]) -> None:
-        """Wakes colocated engines, sends them weights and puts the trainer to sleep. Does nothing if they are awake.
+        """Wakes colocated engines, sends them weights and puts the trainer to sleep; does nothing for awake engines.
 
         Args:
             seconds: the time of sending weights is added to the entry `sync`, and the rest to `turn`.
@@ -163,9 +165,9 @@ class EngineUpdates(EngineRequests):
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began - sending_s
 
     def sleep(self) -> None:
-        """Has colocated engines free their devices; they lose their weights. Idempotent.
+        """Has colocated engines free their devices, by which the engines lose their weights. Idempotent.
 
-        An engine that is lost, or does not answer, is ended; the next update raises its loss or replaces it.
+        An engine that is lost, or does not answer, is ended; the next update reports or replaces this engine.
 
         Raises:
             SyncError: an engine refused.
@@ -194,7 +196,7 @@ class EngineUpdates(EngineRequests):
         return self._processes.colocated
 
     def _sent_to_sleepers(self, ranks: ColocatedRanks, group: Any, indices: Sequence[int]) -> SyncReport:
-        """Sends weights to colocated engines; when every engine has them, the engines take memory for their caches."""
+        """Sends weights to colocated engines. Once every engine has the weights, they take memory for their caches."""
         while True:
             self._processes.are_asleep = False
             try:

@@ -30,7 +30,7 @@ from slimefsdp.models.hf_folder import hub_parts
 from slimefsdp.models.peft_folder import MATRICES, tensor_name
 from slimefsdp.sampling.params import FinishReason, SamplingParams
 
-if TYPE_CHECKING:  # importing this file costs no torch
+if TYPE_CHECKING:  # importing this file does not import torch
     from slimefsdp.weight_sync.broadcast import Rendezvous
 
 SUPPORTED = "0.32"
@@ -127,10 +127,10 @@ class VllmDialect(ServerDialect):
         return ServerFacts(version, properties["dtype"], *sizes, workers)
 
     def checked_properties(self, client: ServerClient, *, takes_weights: bool) -> tuple[str, dict[str, Any]]:
-        """Makes the checks that servers of runs and services share; returns the release and a worker's properties.
+        """Checks what a run and the service both need of a server; returns the release and a worker's properties.
 
         Args:
-            takes_weights: whether weights are sent to the server; log-probs are then at the sampling temperature.
+            takes_weights: whether a run sends weights to the server; log-probs are then at the sampling temperature.
 
         Raises:
             EngineError: the server cannot be used.
@@ -172,7 +172,7 @@ class VllmDialect(ServerDialect):
         return version, properties
 
     def check_adapters(self, client: ServerClient, room: int | None, user: str, alternative: str) -> None:
-        """Raises an EngineError if a server has no room for adapters of lora.rank, or cannot load any on request.
+        """Raises an EngineError if a server has no room for adapters of lora.rank, or loads no adapters on request.
 
         Args:
             room: the server's max_lora_rank; None means that the server has no adapters.
@@ -205,12 +205,12 @@ class VllmDialect(ServerDialect):
     def read(
         self, answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
     ) -> tuple[PartialSample, FinishReason | None]:
-        """Reads an answer. It never has to be continued, since vLLM ends a sample only where the request says."""
+        """Reads an answer; no sample has to be continued, since vLLM ends samples only where the request says."""
         params = body["sampling_params"]
         choice, log_probs, of_tokens = choice_of(answer)
         tokens, most = choice["token_ids"], params["max_tokens"]
         try:
-            spans = [(str(one["version"]), one["start"], one["end"]) for one in choice["weight_versions"] or []]
+            spans = [(str(span["version"]), span["start"], span["end"]) for span in choice["weight_versions"] or []]
         except (KeyError, TypeError) as error:
             raise wrong(f"an answer without the weights' versions: {type(error).__name__}: {error}") from error
         drawn = checked(
@@ -221,7 +221,7 @@ class VllmDialect(ServerDialect):
         return drawn, check_end(choice["finish_reason"], tokens, most, ends_itself=ends_itself)
 
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        names = [f"generate-tokens-{one}" for one in ids]
+        names = [f"generate-tokens-{request_id}" for request_id in ids]
         client.post("/inference/v1/abort_requests", {"request_ids": names}, timeout_s=ASK_S)
 
     # ------------------------------------------------------------------ weights
@@ -241,6 +241,7 @@ class VllmDialect(ServerDialect):
     def take_bucket(
         self, routes: WeightRoutes, tensors: Sequence[TensorInfo], adapter_scale: float | None, **options: Any
     ) -> None:
+        """Posts a description of the bucket; `vllm_plugin.BroadcastWeights` takes the bytes in the server's workers."""
         info = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
@@ -270,9 +271,9 @@ class VllmDialect(ServerDialect):
         return [(part.name, part.expert, part.start, part.end) for part in parts]
 
     def close_update(self, routes: WeightRoutes, version: int, *, has_adapter: bool) -> None:
-        """Ends an update; loads the adapter only once, since the server's workers then replace its matrices."""
+        """Ends an update. The adapter is loaded only once, as later updates replace its matrices in the workers."""
         routes.post("/finish_weight_update", {"weight_version": str(version)})
-        if has_adapter and ADAPTER not in {one["id"] for one in routes.get("/v1/models")["data"]}:
+        if has_adapter and ADAPTER not in {model["id"] for model in routes.get("/v1/models")["data"]}:
             body = {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER}
             routes.post("/v1/load_lora_adapter", body, is_json=False)
         routes.post("/reset_prefix_cache")
@@ -282,7 +283,7 @@ class VllmDialect(ServerDialect):
         return str(routes.get("/weight_info").get("weight_version"))
 
     def end_waiting(self, client: ServerClient) -> None:
-        """Aborts requests that arrived while the server was paused, and would wait there."""
+        """Aborts requests that arrived while the server was paused, and that would wait at the server."""
         client.post("/abort_requests", {}, timeout_s=_CONTROL_S)
 
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
@@ -305,7 +306,7 @@ def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str
         "max_tokens": most,
         "temperature": 0.0 if params.greedy else params.temperature,
         "seed": seed,
-        "logprobs": 0,  # only that of the sampled token
+        "logprobs": 0,  # only the log-prob of the sampled token
         "ignore_eos": True,  # the request's end tokens count, not those of the server's files
         "stop_token_ids": sorted(params.end_token_ids),
         "detokenize": bool(params.stop),
@@ -318,7 +319,7 @@ def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str
 
 
 def choice_of(answer: Any) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Returns the only choice of an answer, its log-probs, and the tokens of these log-probs.
+    """Returns the only choice of an answer, the choice's log-probs, and the tokens to which the log-probs belong.
 
     Raises:
         EngineError: the answer has no such choice, or lacks one of its fields.

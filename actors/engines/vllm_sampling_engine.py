@@ -1,9 +1,9 @@
-"""Sampling as a service by a server of vLLM: an actor with the methods of `SamplingEngine` that sends it requests.
+"""The service's engine with vLLM: an actor that has the methods of `SamplingEngine` and samples at a vLLM server.
 
 Each version is an adapter in vLLM under a unique name. The base is sampled with an adapter of zeros, because vLLM 0.32
 on CPU applies another request's adapter to a request without adapter if both are in one batch.
 
-Once its server is lost, an engine raises the loss from every call. Its supervisor
+Once the server is lost, every call of the engine raises the loss. The engine's supervisor
 (actors/service/supervised_engine.py) then starts another engine, which starts another server.
 """
 
@@ -49,7 +49,7 @@ from slimefsdp.io.files import link_or_copy
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingStats, checked_prompt
 
-_MOST_VERSIONS = 31  # limit on the versions in a started server: the cost of vLLM's kernels grows with its room
+_MOST_VERSIONS = 31  # limit on the versions in a started server: vLLM's kernels cost more with room for more adapters
 _NOT_FOUND = 404  # status for an unknown adapter, which means that the server was restarted
 
 
@@ -60,7 +60,7 @@ class _Call:
     key: str | None
     waiting: set[str]  # ids of the requests that were not sent yet
     running: set[str] = field(default_factory=set)  # ids of the requests at the server
-    over: StateError | None = None  # the reason for which the samples are not needed any more; None while they are
+    over: StateError | None = None  # the reason why the samples are not needed any more; None means that they are
 
 
 @dataclass(slots=True, eq=False)
@@ -75,9 +75,9 @@ class _Version:
 class VllmSamplingEngine(Watched):
     """A Ray actor that samples at a server of vLLM, which it starts or finds at a URL.
 
-    The methods and their errors are those of `actors.engines.sampling_engine.SamplingEngine`, and log-probs are at
-    temperature 1 as well. A request for a feature that vLLM does not support raises a BatchError. The draws of a sample
-    follow from `params.seed` and its number, except for rounding, which depends on the other requests in vLLM's batch.
+    The methods and their errors are those of `actors.engines.sampling_engine.SamplingEngine`; log-probs are at
+    temperature 1, too. A request for a feature that vLLM does not support raises a BatchError. A sample's draws depend
+    on `params.seed` and the sample's number. The other requests in vLLM's batch change only the rounding.
 
     Args:
         config: the settings, with a folder as model.path.
@@ -107,7 +107,7 @@ class VllmSamplingEngine(Watched):
         heartbeat.enter(heartbeat.IDLE)
 
     async def begin(self) -> None:
-        """Starts the server, or finds it at its URL, and waits until it is ready. Must be the first call.
+        """Starts the server, or finds it at its URL, and waits until it is ready. This must be the first call.
 
         Raises:
             ModelError, ConfigError: as `base_of`. EngineError, WorkerHung: the server cannot be used, or does not
@@ -117,10 +117,10 @@ class VllmSamplingEngine(Watched):
         self._end = None
 
     async def load(self, version: str, folder: str) -> int:
-        """Loads a version; the folder may be deleted when this returns.
+        """Loads a version; afterwards the folder may be deleted.
 
         Raises:
-            StateError, ResourceError, ModelError: as `SamplingEngine.load`; ModelError also if vLLM refuses it.
+            StateError, ResourceError, ModelError: as `SamplingEngine.load`. ModelError: also if vLLM refuses to load.
         """
         self._require_running()
         if version in self._versions or version in self._loading:
@@ -144,25 +144,16 @@ class VllmSamplingEngine(Watched):
         return self._base.version_bytes
 
     async def drop(self, version: str) -> None:
-        """Forgets a version; its requests end with a StateError.
-
-        Raises:
-            StateError: there is no version of this name.
-        """
         dropped = self._version(version)
         del self._versions[version]
         await asyncio.gather(*(self._give_up(call, "its version was dropped") for call in list(dropped.calls)))
         await asyncio.to_thread(self._forget, dropped)
 
     async def versions(self) -> list[str]:
-        """Returns the names of the versions in the order in which they were loaded."""
         return [name for name in self._versions if name is not None]
 
     async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
-        """Samples as `SamplingEngine` does.
-
-        Args:
-            key: a unique name of the request, for `cancel`.
+        """Samples as `SamplingEngine.sample` does.
 
         Raises:
             StateError: as `SamplingEngine.sample`. BatchError: the request is invalid, or vLLM does not support it.
@@ -193,7 +184,7 @@ class VllmSamplingEngine(Watched):
             version.calls.discard(call)
 
     async def cancel(self, key: str) -> None:
-        """Ends the request of this key with a StateError; does nothing if there is none."""
+        """Ends the request of this key with a StateError; does nothing if there is no such request."""
         for call in [call for version in self._versions.values() for call in version.calls if call.key == key]:
             await self._give_up(call, "it was cancelled")
 
@@ -258,7 +249,7 @@ class VllmSamplingEngine(Watched):
             raise portable(self._end)
 
     def _load(self, version: _Version, folder: Path) -> None:
-        """Loads a copy of a folder; the server reads it again if it has dropped the adapter to make room for others."""
+        """Loads a version from a copy of its folder, which the server may read again after dropping the adapter."""
         self._base.check(folder)
         try:
             shutil.copytree(folder, version.folder, copy_function=link_or_copy)
@@ -331,7 +322,7 @@ class VllmSamplingEngine(Watched):
                     raise
 
     def _lose(self, error: SlimeError) -> None:
-        """Has all calls raise this loss of the server, and ends its processes before another server can be started."""
+        """Has all calls raise this loss, and ends the server's processes before another server can be started."""
         assert self._client is not None
         if self._end is None:
             self._end = error
@@ -344,7 +335,7 @@ class VllmSamplingEngine(Watched):
         return asyncio.get_running_loop().run_in_executor(None, self._abort, call)
 
     def _abort(self, call: _Call) -> None:
-        """Has the server abort a call's requests; returns when it has, or after `GIVE_UP_S`."""
+        """Has the server abort a call's requests; returns when they have ended, or after `GIVE_UP_S`."""
         assert self._client is not None
         deadline = time.monotonic() + GIVE_UP_S
         while (names := list(call.running)) and time.monotonic() < deadline:

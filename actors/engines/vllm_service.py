@@ -1,4 +1,4 @@
-"""The dialect of vLLM's server for the service, which needs adapters, and log-probs of prompts and at temperature 1."""
+"""The service's dialect of vLLM's server, with adapters, log-probs of prompts, and log-probs at temperature 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NEEDED = (NEEDED[0], "--logprobs-mode=raw_logprobs", NEEDED[3])
 class SamplingFacts(ServerFacts):
     adapters: int  # limit on the loaded adapters
     prompt_top_k: int  # limit on the number of most likely tokens that are returned for a position of a prompt
-    reads_prompts: bool  # whether the server has log-probs of prompts: vLLM fails if the head may have adapters
+    reads_prompts: bool  # whether the server has log-probs of prompts; vLLM has none if the head may have adapters
 
 
 class VllmServiceDialect(VllmDialect):
@@ -76,7 +76,7 @@ class VllmServiceDialect(VllmDialect):
 
 
 def check_request(request: SampleRequest, facts: SamplingFacts) -> None:
-    """Checks that vLLM can answer a request whose prompt and number of samples were found valid.
+    """Checks that vLLM supports a request; the caller has checked the prompt and the number of samples.
 
     Raises:
         BatchError: the request has a parameter that vLLM does not support; the error names it.
@@ -122,7 +122,7 @@ def bodies_of(request: SampleRequest, prompt: list[int]) -> list[dict[str, Any]]
 def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, vocab_size: int) -> SampledTokens:
     """Returns the sample of an answer.
 
-    The sample is cut after the first stop text as `decode` finds it, since vLLM may decode tokens otherwise.
+    The sample is cut after the first stop text that `decode` finds, since vLLM may decode tokens differently.
 
     Raises:
         EngineError: the answer contradicts the request. StateError: the logits were not finite.
@@ -139,10 +139,10 @@ def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, voca
 
 
 def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, TopTokens | None]:
-    """Returns the log-probs of a prompt, float32 [tokens] with NaN for the first, and each position's top k tokens.
+    """Returns a prompt's log-probs, float32 [tokens] with NaN for the first token, and each position's top k tokens.
 
     Args:
-        answer: None for a prompt of one token.
+        answer: the server's answer; None means that the prompt has one token.
         k: number of the most likely tokens of each position; with 0, the second result is None.
 
     Raises:
@@ -181,9 +181,9 @@ class Base:
         path: the model's folder.
         dtype: the dtype of the model's weights.
         digest: digest of the weights' bits, as a trainer records it in the folders of adapters.
-        rank: the largest rank of adapters.
+        rank: limit on the rank of an adapter.
         targets: name of each module that may have adapters -> (rows, columns) of its weight.
-        version_bytes: bytes of an adapter of that rank.
+        version_bytes: bytes of an adapter of the rank `rank`.
     """
 
     path: Path
@@ -199,7 +199,7 @@ class Base:
         return sorted({name.rpartition(".")[2] for name in self.targets})
 
     def check(self, path: Path) -> PeftFolder:
-        """Reads the PEFT folder at `path`, which must be of this base.
+        """Reads the PEFT folder at `path`, and checks that its adapter fits this base.
 
         Raises:
             ModelError: the folder is malformed, of another model or base, of a larger rank, or has adapters of a module

@@ -1,7 +1,7 @@
 """Collects batches: draws responses to prompts, rewards and filters them, and records the batch of each step.
 
 The batch of a step depends only on the settings, `run.seed`, the step and the weights, so that a step can be repeated.
-A repeated step uses its recorded batch if there is one, and draws its responses again otherwise.
+A repeated step uses its recorded batch; if none was recorded, its responses are drawn again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from slimefsdp.config.earlier import with_present_names
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError, SlimeError
 
-# one of these follows run.seed in the seed of each draw, so that draws for different purposes never share a seed
+# one of these numbers follows run.seed in the seed of each draw, so that different purposes never share a seed
 _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
 # settings on which a recorded batch depends, through the samples or through the weights that sampled them
 _DECIDING: Any = {
@@ -67,7 +67,7 @@ class Collector:
 
     Args:
         recorded: the store of recorded batches, for a run that may have to repeat a step.
-        prompts: the prompts to draw for; None means all records of the files, whatever their length.
+        prompts: the prompts to draw responses for; None means all records of the files, whatever their length.
         rewards: runs the reward function or the environments; None means that this process calls the reward function.
     """
 
@@ -111,12 +111,12 @@ class Collector:
     def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """Returns the batch of a step and the metrics of its samples; the batch is None if no sample can be trained on.
 
-        A step for which an earlier process recorded a batch returns that batch, without asking the engines.
+        If an earlier process recorded the batch of this step, that batch is returned, without asking the engines.
 
         Args:
-            version: the weight version that a recorded batch must have. None, with `max_staleness`, means that a
-                recorded batch is valid if all batches before it were recorded batches, too.
-            seconds: the times of drawing and rewarding are added to the entries `generate` and `reward`; with colocated
+            version: the weight version of the engines, which a recorded batch must have, too. None (used with
+                `max_staleness`) means that a recorded batch is valid if all batches before it were recorded batches.
+            seconds: the times of drawing and rewarding are added to the entries `generate` and `reward`. With colocated
                 engines, the times of switching devices and of sending weights are added to `turn` and `sync`.
         """
         self._before = self._episodes.counts
@@ -139,8 +139,8 @@ class Collector:
         With a sync interval above one, an engine that replaces a lost engine may have been sent newer weights.
 
         Args:
-            drawn: the version that samples name.
-            sent: the version that was sent.
+            drawn: the oldest version that the samples report.
+            sent: the version that the engines were sent.
 
         Raises:
             EngineError: the versions differ.
@@ -155,7 +155,7 @@ class Collector:
 
     @contextmanager
     def function_named(self, step: int) -> Iterator[None]:
-        """Adds the step, and how to continue, to errors of the user's reward, filter or environment in the block."""
+        """Adds the step, and how to continue the run, to errors of the user's code that the block raises."""
         try:
             yield
         except BatchError as error:
@@ -199,7 +199,7 @@ class Collector:
                 self._gate.notify_all()
 
     def _recorded(self, step: int, version: int | None) -> tuple[RolloutBatch, Metrics] | None:
-        """Returns the recorded batch of this step if sampling now would give the same batch; otherwise warns."""
+        """Returns the recorded batch of this step; None, with a warning, if sampling now would give another batch."""
         if self._recorded_batches is None or not self._config.checkpoint.resume:
             return None
         record = self._recorded_batches.read(step)
@@ -221,7 +221,7 @@ class Collector:
         return batch, notes["metrics"]
 
     def _is_of_these_settings(self, recorded: Mapping[str, Any]) -> bool:
-        """Returns whether recorded settings give the same batch as the current ones; missing settings had defaults."""
+        """Returns whether none of the recorded settings on which a batch depends differs from the current settings."""
         earlier = with_present_names(recorded)
         for name, current in self._deciding_settings().items():
             previous = earlier.get(name)
@@ -310,8 +310,8 @@ class Collector:
             greedy: whether responses are greedy.
             environment_seeds: one seed for each record; None means that they are derived from `purpose`.
             most: limit on the tokens of a response; None means the limit of the settings.
-            failures: a list to which skipped failures are added; then all groups may have failures. None means that at
-                least one group has to be free of failures.
+            failures: a list to which skipped failures are added. With such a list, every group may have failures. None
+                means that at least one group must have none.
         """
         evaluates = purpose[0] == EVALUATION
         most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
@@ -364,7 +364,7 @@ class Collector:
     def _with_greedy_rewards(
         self, step: int, kept: Sequence[Group], most: int, seconds: Metrics
     ) -> tuple[list[Group], list[float]]:
-        """Returns groups, and for each the reward of a greedy response to its prompt, the baseline of ReMax.
+        """Returns groups, and for each group ReMax's baseline, the reward of a greedy response to the group's prompt.
 
         A group is left out if the reward of its greedy response failed.
         """
@@ -397,19 +397,19 @@ class Collected:
 
 
 class AheadCollector:
-    """Collects the batches of a run's steps in order, in a thread, while earlier batches are trained on.
+    """Collects the batches of coming steps in a thread, in order, while the loop trains on earlier batches.
 
-    The collection of a batch begins when the batch of the previous step is complete, and the engines' weights are at
-    most `max_staleness` steps older than the step.
+    The collection of a step's batch begins when the batch of the previous step is complete, and the engines' weights
+    are at most `max_staleness` steps older than the step.
 
     Args:
-        first_step: the first step to collect; the engines have the weights of this step at the start.
+        first_step: the first step to collect; at the start, the engines have the weights of this step.
         steps: the number of steps of the whole run.
     """
 
     def __init__(self, collector: Collector, *, first_step: int, steps: int, max_staleness: int) -> None:
         self._collector = collector
-        self._allowed = threading.Semaphore(max_staleness + 1)  # number of steps that may begin with these weights
+        self._allowed = threading.Semaphore(max_staleness + 1)  # number of collections that may begin now
         self._ready: queue.Queue[Collected | BaseException | None] = queue.Queue()  # None follows the last step
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, args=(first_step, steps), name="collector", daemon=True)
@@ -429,16 +429,16 @@ class AheadCollector:
         return collected
 
     def step_done(self) -> None:
-        """Lets one more step begin, since the engines now have the weights of the next step."""
+        """Allows the collection of one more batch; called when the engines have the weights of the next step."""
         self._allowed.release()
 
     def settle(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the next batch to be collected and recorded, so that a resumed run can use it."""
+        """Waits up to `timeout_s` until the next batch is collected and recorded, so that a resumed run can use it."""
         with suppress(queue.Empty):
             self._ready.get(timeout=timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Stops collecting; waits up to `timeout_s` for the step in progress, which fails when its engines end."""
+        """Stops collecting. Waits up to `timeout_s` for a collection in progress, which fails as the engines end."""
         self._is_closed = True
         self._allowed.release()
         self._thread.join(timeout_s)

@@ -1,7 +1,7 @@
 """Reads JSONL and Parquet files, folders of data files and data sets of the Hugging Face hub as plain dictionaries.
 
-All but JSONL files need the package `datasets` (the `data` extra), which is imported only when it is needed. Arrow
-values become plain Python values and are not decoded: an image is bytes, which a record must not have.
+All sources except JSONL files need the package `datasets` (the extra `data`), which is imported only for them. Arrow
+values become plain Python values and are not decoded. So an image is bytes, and a record must not have bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Row = tuple[dict[str, Any], str]
-"""The columns of a row, and the row's place for errors: `file row n` or `id[split] row n`, counted from 0."""
+"""A record's columns, and its place for errors: `file:line`, or `file row n` or `id[split] row n` counted from 0."""
 
 MAX_LINE = 16_000_000  # limit on the characters of a line; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # limit on nested brackets in a record; more could exceed the recursion limit when it is written
@@ -40,9 +40,9 @@ MAX_FILES = 10_000  # limit on the files of a folder
 _SELECTION = re.compile(
     r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*)?(?:\[(?P<rows>-?\d*:-?\d*)\])?)?", re.ASCII
 )
-_SPLITS = {"train": "train", "heldout": "test"}  # the split to read from several if the settings name none
+_SPLITS = {"train": "train", "heldout": "test"}  # the split of several that is read if the settings name no split
 _SAVED = ("dataset_dict.json", "state.json")  # `save_to_disk` writes the first for several splits, the second for one
-_FORMATS = ("parquet", "json", "csv", "arrow")  # names of `datasets`, which would run more code for other formats
+_FORMATS = ("parquet", "json", "csv", "arrow")  # file formats; for others, `datasets` would run more code
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DataSource:
 
     @classmethod
     def of(cls, written: str | Path) -> Self:
-        """Parses a name. An existing path of this exact name comes first; a name that is no hub id is a local path."""
+        """Parses a name. If a path of exactly this name exists, or the name is no hub id, it is a local path."""
         whole = Path(written)
         match = _SELECTION.fullmatch(str(written))
         if os.path.lexists(whole) or match is None:
@@ -97,7 +97,7 @@ class DataSource:
 
     @property
     def is_table(self) -> bool:
-        """Returns whether this source is read as a table; otherwise it is a JSONL file, or missing."""
+        """Returns whether this source is read as a table; a JSONL file or a missing file is not."""
         is_parquet = self.path.suffix == ".parquet" and os.path.isfile(self.path)  # noqa: PTH113 - as in _is_folder
         return self.hub_id is not None or is_parquet or _is_folder(self.path)
 
@@ -122,11 +122,11 @@ def require_reader(source: DataSource, field: str) -> None:
 
 
 def read_rows(data: DataSettings, name: str, *, chats: Collection[str]) -> list[Row]:
-    """Reads the JSON objects or rows that a setting of `data` names, each with its place, in their order.
+    """Reads the JSON objects or rows of the source that a setting of `data` names, in order, each with its place.
 
     Args:
         name: train, heldout, or heldout.NAME if there are several held-out sets.
-        chats: columns that may have chat messages or `tools`, from which null keys that Arrow added are removed.
+        chats: columns that may have chat messages or `tools`; keys with null values, as Arrow adds, are removed there.
 
     Raises:
         ConfigError: the file is missing, unreadable or without records, or a line is not a JSON object; the package
@@ -229,14 +229,14 @@ def _cleaned(column: str, value: Any) -> Any:
 
 
 def _without_any_null(value: Any) -> Any:
-    """Removes null keys at all levels, since Arrow gives every tool the parameters of all tools."""
+    """Removes keys with null values at all levels, since Arrow gives every tool the parameters of all tools."""
     if isinstance(value, dict):
         return {key: _without_any_null(inner) for key, inner in value.items() if inner is not None}
     return [_without_any_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_nulls(prompt: Any) -> Any:
-    """Removes null keys from chat messages, since Arrow gives every message all keys, and templates test for keys."""
+    """Removes keys with null values, which Arrow adds, from chat messages, since templates test for keys."""
     if not isinstance(prompt, list):
         return prompt
     return [
@@ -248,7 +248,7 @@ def _without_nulls(prompt: Any) -> Any:
 
 
 def _table(source: DataSource, field: str, default_split: str) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the name of a source for errors, and all of its rows, before its slice is taken."""
+    """Returns the name of a source for errors, and all rows of the source; the caller takes the slice."""
     if source.hub_id is None and not _is_folder(source.path):
         return str(source.path), _rows_of_parquet(source.path, field)
     # absolute, since `datasets` would take a folder with the bare name `json` for a format
@@ -262,7 +262,7 @@ def _table(source: DataSource, field: str, default_split: str) -> tuple[str, lis
 
 
 def fetched(hub_id: HubId, field: str) -> Path:
-    """Returns the local folder of a hub data set, named by its commit. Raises the errors of `read_rows`."""
+    """Returns the local folder of a hub data set, which is named by the commit. Raises the errors of `read_rows`."""
 
     def progress() -> str:
         return f"{byte_text(bytes_there(hub_id, 'dataset'))} in the cache"
@@ -285,7 +285,7 @@ def _rows_of_parquet(path: Path, field: str) -> list[dict[str, Any]]:
 
 
 def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[str, Any]:
-    """Returns each split by its name; a data set that was saved without splits has the name "".
+    """Returns name of a split -> split; a data set that was saved without splits has one split with the name "".
 
     Raises:
         ConfigError: the configuration does not exist or has to be chosen; the files cannot be read.

@@ -8,9 +8,9 @@
     text                     every token but the first is trained on; the end token is appended
     conversations            a chat with the keys of ShareGPT: `from` and `value`
 
-The response of a demonstration begins with its first trained token and includes all later tokens; the loss mask is
-False for those that are not trained on. Records are encoded in a side process, since a chat template may run for long,
-and so that the driver does not import transformers.
+The response of a demonstration begins with the first trained token and includes all later tokens. The loss mask is
+False for later tokens that are not trained on. Records are encoded in a side process, since a chat template may run for
+long, and so that the driver does not import transformers.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Demonstration:
 
     tokens: np.ndarray  # int64 [length]
     response_length: int  # number of tokens from the first trained token to the end
-    loss_mask: np.ndarray | None = None  # bool [response_length]; None means that all are trained on
+    loss_mask: np.ndarray | None = None  # bool [response_length]; None means that the whole response is trained on
 
     @property
     def prompt_length(self) -> int:
         return len(self.tokens) - self.response_length
 
     def truncated(self, length: int) -> Demonstration | None:
-        """Returns the first `length` tokens as a demonstration, or None if none of these is trained on."""
+        """Returns the first `length` tokens as a demonstration; None means that none of them is trained on."""
         left = self.response_length - (len(self.tokens) - length)
         mask = None if self.loss_mask is None or left < 1 else self.loss_mask[:left]
         if left < 1 or (mask is not None and not mask.any()):
@@ -74,7 +74,7 @@ class Demonstration:
 
 
 def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
-    """Returns one batch of demonstrations in their order; it has no loss masks if no demonstration has one."""
+    """Returns one batch of the demonstrations in order; the batch has loss masks if any demonstration has one."""
     samples = [Sample(item.tokens, item.response_length) for item in demonstrations]
     if any(item.loss_mask is not None for item in demonstrations):
         for sample, item in zip(samples, demonstrations, strict=True):
@@ -100,8 +100,8 @@ def encode_demonstration(
         template_kwargs: as in `actors.engines.tokenizer.encode_prompt`.
 
     Raises:
-        ConfigError: the chat template refuses the record, or the tokens of its turns cannot be found, or no token would
-            be trained on.
+        ConfigError: the chat template refuses the record, or the tokens of the record's turns cannot be found, or no
+            token would be trained on.
         ModelError: the form needs an end token, and the tokenizer has none.
     """
     form = form_of(record)
@@ -196,8 +196,9 @@ def _tools_of(record: Mapping[str, Any]) -> Any:
 def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
     """Encodes a chat; trains on all tokens with at least one character between the template's `generation` markers.
 
-    The `return_assistant_tokens_mask` of transformers is not used. If no token covers the last character before a
-    closing marker, for example because a special token absorbs that space, this mask includes the rest of the chat.
+    The `return_assistant_tokens_mask` of transformers is not used, since it may include the rest of the chat. This
+    happens if no token covers the last character before a closing marker, for example a space that a special token
+    absorbs.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -222,10 +223,9 @@ def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, A
 
 
 def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
-    """Encodes a chat; finds each assistant's turn by rendering the chat up to the turn and the chat with the turn.
+    """Encodes a chat; finds each assistant's turn by rendering the chat up to the turn, without and with the turn.
 
-    This needs a template that renders the beginning of a chat the same alone and within the whole chat, which is
-    checked.
+    The template must render the beginning of a chat the same alone and within the whole chat, which is checked.
     """
     tokens = _tokens(tokenizer, messages, options)
     text = _text(tokenizer, messages, options)
@@ -298,7 +298,7 @@ def _tokens(
 def _common_length(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
     """Returns the length of the common beginning of two sequences of tokens or characters.
 
-    This is less than the length of `beginning` if the tokenizer merges its end with the text that follows.
+    This is less than the length of `beginning` if the tokenizer merges the end of `beginning` with the next text.
     """
     pairs = zip(beginning, tokens, strict=False)
     return next(

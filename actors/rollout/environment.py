@@ -26,7 +26,7 @@ of any role that the template knows, or token ids, which are appended unchanged.
 MOST_CHARACTERS = 1_000_000
 """Limit on the characters of a prompt or an observation; no context is as long."""
 OF_EPISODES = {"turns", "ended_by_turns", "ended_by_room"}
-"""Scores that every episode of an environment has: its number of responses, and whether a limit ended it."""
+"""Scores that every episode of an environment has: the number of responses, and whether a limit ended the episode."""
 MOST = 3e38
 """The largest absolute value of a reward or score, as batches have float32 rewards."""
 MOST_IN_NAME = 200
@@ -46,14 +46,15 @@ class StepResult:
     observation: Observation | None = None  # required unless done
     reward: float = 0.0  # an episode's reward is the sum over its steps
     done: bool = False
-    scores: Mapping[str, float] = field(default_factory=dict)  # are logged; the last value in an episode counts
+    scores: Mapping[str, float] = field(default_factory=dict)  # are logged; a score's last value in an episode counts
 
 
 class Environment:
     """The base class of environments; one object runs one episode, and is constructed with `environment.arguments`.
 
-    Its answers must depend only on the record, the seed and the responses: if its process is lost, another process
-    repeats the episode so far. If `reset` and `step` are coroutine functions, many episodes run at once.
+    The object's answers must depend only on the record, the seed and the responses, since another process repeats the
+    episode so far if the object's process is lost. If `reset` or `step` is a coroutine function, many episodes run at
+    once.
     """
 
     @classmethod
@@ -93,7 +94,7 @@ class EnvironmentFault(Exception):
 
     Args:
         text: the reason; the caller appends the record and the turn.
-        hint: the way out.
+        hint: what the user can do.
     """
 
     def __init__(self, text: str, hint: str = "correct the environment") -> None:
@@ -178,7 +179,7 @@ def checked_prompt(prompt: Any) -> Prompt:
 
 
 def checked_result(result: Any) -> StepResult:
-    """Checks the value that a step returned, and converts its numbers to Python floats.
+    """Checks the value that a step returned; returns it with Python floats as numbers.
 
     Raises:
         EnvironmentFault: the value cannot be used.
@@ -243,7 +244,7 @@ def _check_text(value: Any, what: str, *, may_be_text: bool) -> None:
 
 
 def finite_number(value: Any) -> float | None:
-    """Returns a number of Python, numpy or torch as a float; None if the value is not a number or not finite."""
+    """Returns a number of Python, numpy or torch as a float; None if it is no finite number, or beyond `MOST`."""
     # float() would also accept the text "1", or an array of one number
     if isinstance(value, str | bytes | bytearray) or getattr(value, "ndim", 0) != 0:
         return None

@@ -30,8 +30,8 @@ from slimefsdp.sampling.params import VersionSpan
 Outcome = tuple[SampledResponse, Scores] | SlimeError
 Encoded = list[tuple["_Episode", list[int]]]
 End = Literal["done", "turns", "room"]
-"""The reason for the end of an episode: its environment ended it, it had environment.max_turns responses, or there was
-no room for another response within environment.max_tokens or another limit on the context."""
+"""The reason why an episode ended. "done" means that the environment ended it, "turns" that it had
+environment.max_turns responses, and "room" that a limit on the context left no tokens for another response."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class _Episode:
     error: SlimeError | None = None
 
     @property
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         return self.end is None and self.error is None
 
     def call(self, responses: Sequence[tuple[str, bool]], max_turns: int) -> EpisodeCall:
@@ -144,10 +144,10 @@ class EpisodeRunner:
         Args:
             seed: determines the draws, as in `EnginePool.generate`.
             environment_seeds: a seed for each record, passed to the environments of its episodes.
-            seconds: the engines' time is added to the entry `generate`, and the time of waiting for the user's code
-                after the engines have ended to `reward`.
-            drawing: returns a context manager for `seconds`. Engines draw only inside of this context, which is left
-                when only rewards are outstanding.
+            seconds: the time of drawing is added to the entry `generate`. The time of waiting for the user's code after
+                all responses were drawn is added to `reward`.
+            drawing: is called with `seconds` and returns a context manager. Engines draw only inside of this context,
+                which is left when only rewards are outstanding.
             may_mix: whether new weights may arrive during the episodes.
             sampling: `max_new_tokens`, `greedy` and `evaluates`, as in `EnginePool.params`.
 
@@ -203,16 +203,16 @@ class EpisodeRunner:
         """Runs all turns of the episodes; returns the weight versions that sampled.
 
         Args:
-            engines: is closed once no more responses will be drawn.
+            engines: a context that is closed once no more responses will be drawn.
         """
         self._begin(episodes, seconds)
-        self._count(ended=sum(not episode.goes_on for episode in episodes))
+        self._count(ended=sum(not episode.is_active for episode in episodes))
         versions: set[int] = set()
         for turn in range(1, self._max_turns + 1):
-            going = [episode for episode in episodes if episode.goes_on]
-            if not going:
+            active = [episode for episode in episodes if episode.is_active]
+            if not active:
                 break
-            requests, owners = self._requests(going, seed, sampling)
+            requests, owners = self._requests(active, seed, sampling)
             pending = self._workers.pending()
             call_of: dict[int, int] = {}  # id() of an episode -> index of its last call; a response may be drawn twice
 
@@ -234,8 +234,8 @@ class EpisodeRunner:
             for sample in samples:
                 owners[sample.prompt, sample.number].add_response(sample)
                 versions.update(span.version for span in sample.versions)
-            self._answer(going, [outcomes[call_of[id(episode)]] for episode in going])
-            self._count(ended=sum(not episode.goes_on for episode in going))
+            self._answer(active, [outcomes[call_of[id(episode)]] for episode in active])
+            self._count(ended=sum(not episode.is_active for episode in active))
             _add(seconds, "generate", drawn - began)
             _add(seconds, "reward", time.perf_counter() - drawn)
         return versions
@@ -273,7 +273,7 @@ class EpisodeRunner:
         _add(seconds, "reward", time.perf_counter() - began)
 
     def _requests(
-        self, going: Sequence[_Episode], seed: Sequence[int], sampling: Mapping[str, Any]
+        self, active: Sequence[_Episode], seed: Sequence[int], sampling: Mapping[str, Any]
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
         """Returns the requests of a turn, and the episode of each sample by (index of the request, sample number).
 
@@ -282,7 +282,7 @@ class EpisodeRunner:
         start, each episode and turn has its own seed.
         """
         shared: dict[Any, list[_Episode]] = defaultdict(list)
-        for episode in going:
+        for episode in active:
             prompt = episode.key[1]
             is_shared = not episode.responses
             key = (prompt, *(() if self._code.is_reward else episode.tokens)) if is_shared else (episode,)
@@ -303,10 +303,10 @@ class EpisodeRunner:
             requests.append(Request(list(group[0].tokens), len(group), params))
         return requests, owners
 
-    def _answer(self, going: Sequence[_Episode], outcomes: Sequence[Answer | SlimeError]) -> None:
+    def _answer(self, active: Sequence[_Episode], outcomes: Sequence[Answer | SlimeError]) -> None:
         """Applies the environments' answers to the last responses."""
         observations: list[tuple[_Episode, Any]] = []
-        for episode, outcome in zip(going, outcomes, strict=True):
+        for episode, outcome in zip(active, outcomes, strict=True):
             if isinstance(outcome, SlimeError):
                 episode.error = outcome
                 continue
@@ -338,7 +338,7 @@ class EpisodeRunner:
                 episode.add_observation(tokens, _text_of(observation))
 
     def _encoded(self, encode: Callable[..., list[list[int]]], items: Sequence[tuple[_Episode, Any]]) -> Encoded:
-        """Encodes prompts or observations of environments; one that cannot be encoded fails only its own episode."""
+        """Encodes prompts or observations of environments. If encoding an item fails, only its episode fails."""
         if not items:
             return []
         try:
@@ -364,7 +364,7 @@ class EpisodeRunner:
         return min(limit for limit in limits if limit is not None)
 
     def _room_of(self, episode: _Episode) -> int:
-        """Returns the tokens that the next response of an episode may have."""
+        """Returns the number of tokens that the next response of an episode may have."""
         return self._most_tokens - len(episode.tokens)
 
 

@@ -38,7 +38,7 @@ class Evaluator:
     def evaluate(self, step: int, version: int | None = None) -> Metrics:
         """Returns the mean scores of all held-out sets; an empty dictionary if the settings have no evaluation.
 
-        Each set is drawn separately and with the same seed, so that its scores do not depend on the other sets.
+        Responses to each set are drawn separately and with the same seed, so that scores do not depend on other sets.
 
         Args:
             version: the weight version that the engines were sent; None means that they may get newer weights during
@@ -74,7 +74,7 @@ class Evaluator:
         return metrics | solved
 
     def progress(self) -> str:
-        """Returns a text about the progress of an evaluation, which must be the collector's first."""
+        """Returns a text about the progress of an evaluation before which the collector has drawn nothing."""
         each, collector = self._config.evaluation.samples_per_prompt, self._collector
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
@@ -118,7 +118,7 @@ class Evaluator:
     @property
     def _main_scores(self) -> tuple[str, str]:
         """Returns the main score of a held-out set, and the score to use if no row has the main score."""
-        # With an environment not "exact": an episode that reached environment.max_turns may lack this score.
+        # With an environment it is not "exact", which an episode that reached environment.max_turns may lack.
         return ("exact" if self._config.rollout.environment is None else "reward", "reward")
 
 
@@ -135,10 +135,10 @@ def share_of(values: Sequence[float], answers_each: int = 1) -> Share:
     """Returns the mean of one value per prompt, each between 0 and 1, with a confidence interval.
 
     The independent draws are the prompts, not the answers. With one answer per prompt, the result is Wilson's interval.
-    With several answers per prompt, it is Wilson's interval for an effective number of prompts (Kish): the number of
-    0/1 values whose mean would have the same variance. This variance is the unbiased estimate from the values, widened
-    by the squared ratio of Student's t to the normal quantile, as few prompts give a rough estimate. The effective
-    number is at most the number of all answers.
+    With several answers per prompt, Wilson's interval is computed for an effective number of prompts (Kish). This is
+    the number of 0/1 values whose mean would have the same variance as the mean of `values`, and at most the number of
+    all answers. The variance is estimated without bias from `values`, and widened by the squared ratio of Student's t
+    to the normal quantile, since few prompts give a rough estimate.
 
     Args:
         answers_each: number of independent answers from which each value is computed; for pass@k, the responses per
@@ -179,7 +179,7 @@ def pass_probability(k: int, solved: int, drawn: int) -> float:
 
 
 def solved_metrics(groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], prefix: str) -> dict[str, float]:
-    """Returns pass@k for each k of `pass_at`, the share of finished responses, and the share of these that solve.
+    """Returns pass@k for each k of `pass_at`, the share of finished responses, and how many of these solve the prompt.
 
     Args:
         groups: the responses to each prompt.

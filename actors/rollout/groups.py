@@ -1,4 +1,4 @@
-"""Groups of rewarded responses to one prompt: the filter that chooses groups, their metrics, and their batch.
+"""Filters groups of rewarded responses to one prompt, and computes the metrics and the batch of groups.
 
 A filter is a function `keep(record, samples) -> bool`, named in the settings as `module:function`. `record` is the
 prompt's JSONL object. `samples` are the responses to the prompt, in the order of drawing, with the scores that the
@@ -50,7 +50,7 @@ class Group:
     failures: int = 0  # number of failed rewards; with one or more, the group is not used at all
 
     def trains(self, masks_truncated: bool) -> bool:
-        """Returns whether any token would be trained on.
+        """Returns whether any token of the group would be trained on.
 
         Args:
             masks_truncated: the value of rollout.mask_truncated.
@@ -59,7 +59,7 @@ class Group:
 
 
 def metrics_of(config: RunConfig, groups: Sequence[Group], limits: LengthLimits) -> Metrics:
-    """Returns metrics of all drawn groups, trained or not; rewards do not include the overlong penalty."""
+    """Returns metrics of all drawn groups, trained on or not; rewards are without the overlong penalty."""
     scored = [sample for group in groups if not group.failures for sample in group.samples]
     lengths = [scored_sample.sample.response_length for scored_sample in scored]
     metrics = mean_scores(config, groups, "rollout/")
@@ -113,7 +113,7 @@ def batch_of(
 
     Args:
         baselines: for ReMax, the reward of the greedy response of each group.
-        version: the weight version of the batch if there are no samples; otherwise the samples' oldest version counts.
+        version: the weight version of a batch without samples; otherwise the batch has the samples' oldest version.
     """
     settings = config.rollout
     samples = []
@@ -179,7 +179,7 @@ def load_filter(name: str) -> Filter:
 def mixed_groups(record: Record, samples: Sequence[ScoredSample]) -> bool:
     """Keeps a group whose rewards differ. If all rewards are equal, all advantages are zero, and nothing is learned.
 
-    Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
+    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2).
     """
     return len({scored.scores["reward"] for scored in samples}) > 1
 

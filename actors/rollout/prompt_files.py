@@ -50,8 +50,8 @@ class Prompts:
     train: list[Record]
     heldout: dict[str, list[Record]]  # by name, as in `DataSettings.heldout_sets`
     skipped: list[Skipped] = field(default_factory=list)
-    # numbers of tokens, if they were counted: of the longest prompt of train, of the longest prompt of the evaluated
-    # held-out sets, and of each prompt of train
+    # if tokens were counted: the tokens of the longest prompt of train, of the longest prompt of the evaluated held-out
+    # sets, and of each prompt of train
     longest: int = 0
     longest_heldout: int = 0
     train_lengths: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Prompts:
 def with_data_commits(config: RunConfig) -> RunConfig:
     """Downloads the data sets of the hub, and returns the settings with a commit in the id of each data set.
 
-    The commit is the newest commit; for a resumed run, it is the commit with which the run began.
+    An id without a revision gets the newest commit, or in a resumed run the commit with which the run began.
 
     Raises:
         ConfigError, ResourceError: as in `actors.rollout.data_sets.fetched`.
@@ -144,7 +144,7 @@ def read_set(config: RunConfig, field: str) -> list[Record]:
 
 
 def read_heldout(config: RunConfig) -> Prompts:
-    """Reads the held-out records that are short enough; `train` has them, too, for a caller that only evaluates.
+    """Reads the held-out records that are short enough; `train` of the result has the same records.
 
     Raises:
         As `read_prompts` and `without_overlong`.
@@ -165,7 +165,7 @@ def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
 
 
 def _reads_answers(config: RunConfig) -> bool:
-    """Returns whether the reward is one of our functions, all of which read the record's `answer`."""
+    """Returns whether the reward is a function of this project, all of which read the record's `answer`."""
     return config.rollout.reward in READ_ANSWERS
 
 
@@ -174,7 +174,7 @@ def _all(sets: Mapping[str, list[Record]]) -> list[Record]:
 
 
 def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
-    """Returns the records that are short enough for training or evaluation, with the longest possible response.
+    """Returns the records that are short enough; with rollouts, the longest possible response counts as well.
 
     Raises:
         ConfigError: a record is too long with data.overlong_prompts=error; all records of a set are too long; a record
@@ -299,7 +299,7 @@ def _limits_of_demonstrations(config: RunConfig) -> list[_Limit]:
 
 
 def _check_stages(config: RunConfig, shortest: int) -> None:
-    """Checks that every stage of the curriculum has prompts to draw."""
+    """Checks that every stage of the curriculum admits a prompt; `shortest` is the shortest prompt's tokens."""
     for limits in config.rollout.curriculum:
         if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < shortest:
             raise ConfigError(
@@ -311,7 +311,7 @@ def _check_stages(config: RunConfig, shortest: int) -> None:
 
 
 _Counts = Mapping[int, tuple[int, int]]
-"""id() of a record -> the number of tokens of its prompt, and of its answer or (if sampled) of the longest response."""
+"""id() of a record -> tokens of its prompt, and tokens of its answer or (with rollouts) of the longest response."""
 
 
 def _longest(records: Sequence[Record], counts: _Counts) -> int:
@@ -355,7 +355,7 @@ def _limits(config: RunConfig) -> list[_Limit]:
 
 
 def _limits_of_heldout(config: RunConfig) -> list[_Limit]:
-    """Returns the limits on held-out samples, which are not packed; but an episode is never longer than a pack."""
+    """Returns the limits on held-out samples. These are not packed, but no episode may be longer than a pack."""
     if config.rollout.environment is not None:
         return _limits(config)
     limits = [limit for limit in _limits(config) if not limit.is_of_packs]
@@ -383,7 +383,7 @@ def _short_enough(
     limits: Sequence[_Limit],
     skipped: list[Skipped],
 ) -> list[Record]:
-    """Returns the records within all limits; refuses the other records, or adds them to `skipped`."""
+    """Returns the records within all limits; raises a ConfigError for the other records, or adds them to `skipped`."""
     kept: list[Record] = []
     too_long: list[tuple[Record, str, str]] = []
     setting = config.sampling(evaluates=name != "data.train").length_setting
@@ -420,7 +420,7 @@ def _short_enough(
 def _fault(
     config: RunConfig, prompt: int, response: int, limits: Sequence[_Limit], setting: str
 ) -> tuple[str, str] | None:
-    """Returns why a record is too long and a hint how to allow it; None if it is not too long.
+    """Returns why a record is too long, and a hint on how to admit it; None means that it is not too long.
 
     Args:
         prompt, response: numbers of tokens.

@@ -14,7 +14,7 @@ from slimefsdp.errors import CheckpointError, short_repr
 
 
 def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the sha256 of records without the keys in `Record.outside_digest`; the order of keys does not matter."""
+    """Returns the sha256 of records without the keys that `Record.outside_digest` names; key order does not matter."""
     digest = hashlib.sha256()
     for record in records:
         left_out = record.outside_digest if isinstance(record, Record) else ()
@@ -24,7 +24,7 @@ def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 class PromptStream:
-    """An endless stream of records: each once per epoch, in an order that depends only on the seed and the epoch.
+    """Hands out records endlessly, each once per epoch, in an order that depends only on the seed and the epoch.
 
     The order of epoch e is a permutation by numpy's Philox generator with the key (seed, e). So a position in the
     stream is the epoch and an offset, without a generator state.
@@ -79,7 +79,7 @@ class PromptStream:
         """Continues from a `state()` of a stream with the same records and seed.
 
         Args:
-            allow_changed: whether the records may differ; if they do, the next epoch begins.
+            allow_changed: whether the records may differ from those of the state; then the next epoch begins.
 
         Raises:
             CheckpointError: the state is invalid, or of another seed, or of other records without `allow_changed`.

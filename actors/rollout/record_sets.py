@@ -48,7 +48,7 @@ class RecordSet:
 def record_sets(
     data: DataSettings, heldout: Mapping[str, Sequence[Record]], train: Sequence[Record] | None = None
 ) -> list[RecordSet]:
-    """Returns data.train, if it is given, and the held-out sets; each set is compared with all earlier sets."""
+    """Describes data.train (if `train` is given) and the held-out sets; compares each set with all sets before it."""
     named = {} if train is None else {"data.train": train}
     named |= {heldout_field(name): records for name, records in heldout.items()}
     sets: list[RecordSet] = []
@@ -75,6 +75,6 @@ def warn_of_shared_prompts(sets: Iterable[RecordSet]) -> None:
 
 
 def _hashable(record: Record) -> _Prompt:
-    """Returns a record's prompt, chat or text as a hashable value; a chat is JSON in a tuple, which equals no text."""
+    """Returns a record's prompt, chat or text as a hashable value; a chat becomes a tuple with its JSON."""
     prompt = next(record[key] for key in ("prompt", "messages", "text") if key in record)
     return prompt if isinstance(prompt, str) else (json.dumps(prompt, sort_keys=True),)

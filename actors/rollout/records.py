@@ -8,8 +8,9 @@ With rollouts a record has a `prompt`, a text or a list of chat messages. Demons
     {"prompt": [{"role": "user", ..}], "chosen": [{"role": "assistant", ..}], "rejected": [{"role": "assistant", ..}]}
     {"chosen": [{"role": "user", ..}, {"role": "assistant", ..}], "rejected": [{"role": "user", ..}, ..]}
 
-In the last form both are whole conversations, and their common messages are the prompt. If both are whole texts, their
-common beginning is the prompt. Whatever its form, a pair that was read has the keys `prompt`, `chosen` and `rejected`.
+In the last form, `chosen` and `rejected` are whole conversations, and their common messages are the prompt. They may
+also be whole texts, whose common beginning is the prompt. A pair of any form has, once it was read, the keys `prompt`,
+`chosen` and `rejected`.
 
 Importing this module imports neither torch nor transformers, so that the command line can check data files quickly.
 """
@@ -121,7 +122,7 @@ def _with_prompt(row: dict[str, Any], data: DataSettings, place: str, field: str
             field=field,
             hint="make it a text, or a list of chat messages with 'role' and 'content'",
         )
-    # Rewards may read a column by its own name, too. In the digest its values are those of `prompt` or `answer`.
+    # Rewards may also read a column by its own name, which the digest leaves out: `prompt` or `answer` has its value.
     return Record({**row, **record}, place, outside_digest=row.keys() - record.keys())
 
 
@@ -184,7 +185,7 @@ def prompt_fault(prompt: Any) -> str | None:
 
 
 def text_fault(text: str) -> str | None:
-    """Returns the reason why a text cannot be encoded; None if it can."""
+    """Returns the reason why a text cannot be encoded; None means that the text can be encoded."""
     is_broken = any("\ud800" <= character <= "\udfff" for character in text)
     return "holds half of a surrogate pair, which is no text" if is_broken else None
 
@@ -193,7 +194,7 @@ def check_answers(records: Sequence[Record], *, field: str) -> None:
     """Checks that each record has an `answer`, a text or a number, which some rewards need.
 
     Raises:
-        ConfigError: a record has no such answer; the message names the place of the first.
+        ConfigError: a record has no such answer; the message names the place of the first such record.
     """
     for record in records:
         if fault := answer_fault(record.get("answer")):
@@ -248,7 +249,7 @@ def _chat_message(turn: Any, place: str, field: str) -> dict[str, Any]:
 
 
 def _faults(record: Mapping[str, Any], form: str) -> list[tuple[str, str | None]]:
-    """Returns (key, fault) of each value of a record that its form has; the fault is None if the value is valid."""
+    """Returns (key, fault) for each key of the record's form; None as fault means that the value is valid."""
     if form == "text":
         text = record["text"]
         is_text = isinstance(text, str) and bool(text.strip())
@@ -317,7 +318,7 @@ def _parted(prompt: str | None, responses: dict[str, Any]) -> tuple[Any, dict[st
     """Splits two whole conversations into their common beginning and the rest of each conversation.
 
     No rest is empty. Texts are split before the space of the first word that differs, since tokenizers join a space
-    with the word after it. Texts whose common beginning has no space are split at the first different character.
+    with the word after the space. If the common beginning has no space, texts are split at the first difference.
     """
     chosen, rejected = responses["chosen"], responses["rejected"]
     most = max(0, min(len(chosen), len(rejected)) - 1)

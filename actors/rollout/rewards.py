@@ -1,4 +1,4 @@
-"""Loads reward functions by name, and defines three of our own.
+"""Loads reward functions by name, and defines the three of this project.
 
 A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async; it may also return
 only the reward, as a number. `record` is the prompt's JSONL object. `response` is the sampled text, decoded with
@@ -36,7 +36,7 @@ from slimefsdp.errors import BatchError, ConfigError, short_repr
 
 Scores = dict[str, float]
 
-# our functions, which read a record's `answer`; at the start of a run every record is checked for it
+# this project's functions, which read a record's `answer`; at the start of a run, every record must have one
 READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy or starting
@@ -46,10 +46,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # pauses before a request is repea
 def load_reward(
     name: str, *, timeout_s: float = math.inf, concurrency: int = 1, field: str = "rollout.reward"
 ) -> Callable[..., Any]:
-    """Returns the reward function `module:function`, or an async one that calls a URL.
+    """Returns the reward function `module:function`, or an async function that calls a URL.
 
     Args:
-        field: the setting that has the name, for errors.
+        field: the setting that has this name as value, for errors.
         timeout_s: limit in seconds on all requests for one response, if the name is a URL.
         concurrency: number of requests to a URL at once.
 
@@ -93,7 +93,7 @@ def reward_environment(name: str, *, timeout_s: float = math.inf, concurrency: i
 
 
 def reward_result(value: Any) -> StepResult:
-    """Converts the return value of a reward function to the only result of an episode.
+    """Converts the return value of a reward function to the result that ends an episode.
 
     Raises:
         EnvironmentFault: the value is neither a finite number nor a dictionary of finite numbers with `reward`.
@@ -136,7 +136,7 @@ def _poster(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
     clients: list[httpx.AsyncClient] = []  # one client, constructed at the first request, in the event loop
 
     async def post(record: Mapping[str, Any], response: str, finished: bool) -> Any:
-        if not clients:  # with trust_env=False it ignores the environment's proxies, and .netrc
+        if not clients:  # with trust_env=False the client ignores the environment's proxies, and .netrc
             limits = httpx.Limits(max_connections=concurrency)
             clients.append(httpx.AsyncClient(trust_env=False, limits=limits, timeout=None))
         body: Any = {"record": dict(record), "response": response, "finished": finished}
@@ -157,7 +157,7 @@ def _poster(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
 
 
 def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Rewards a finished response that equals the record's `answer` with 1, any other with 0.
+    """Gives reward 1 to a finished response that equals the record's `answer`, and 0 to any other response.
 
     Raises:
         BatchError: the record has no `answer`.
@@ -167,12 +167,12 @@ def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Sco
 
 
 def final_number(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Rewards a finished response whose last number equals the last number of the `answer` with 1, any other with 0.
+    """Gives reward 1 to a finished response whose last number is the last number of the `answer`, 0 to any other.
 
     The answer may be, for example, `42`, `1,234.5` or a solution that ends with `#### 42`, as in GSM8K.
 
     Raises:
-        BatchError: the record has no `answer`, or one without a number.
+        BatchError: the record has no `answer`, or its `answer` has no number.
     """
     wanted = _last_number(_answer(record))
     if wanted is None:
@@ -190,10 +190,10 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Rewards an exact `answer` with 0.5 and the share of correct positions with up to 0.5; 0 if unfinished.
+    """Gives half a reward for the exact `answer`, and half for the share of correct positions; 0 if unfinished.
 
     The share is relative to the longer of response and answer, so that neither padding nor cutting a response raises
-    it. The score `exact` is 1 for a finished response that equals the answer, otherwise 0.
+    the share. The score `exact` is 1 for a finished response that equals the answer, otherwise 0.
 
     Raises:
         BatchError: the record has no `answer`.

@@ -45,7 +45,7 @@ def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, S
     """Writes the text of groups of a training step; only warns if the folder cannot be written.
 
     Args:
-        groups: (record, responses, reason for which the group is not trained on, or "") of each group.
+        groups: (record, responses, reason why the group is not trained on) of each group; "" means that it is.
     """
     text = "\n".join(_group_text(record, samples, why_left_out) for record, samples, why_left_out in groups)
     try:
@@ -108,7 +108,7 @@ def _row(record: Record, scored: ScoredSample) -> dict[str, Any]:
 
 
 def _bounded(value: Any) -> Any:
-    """Returns a value of a record, or the beginning of its JSON if it is long."""
+    """Returns a value of a record; of a long value, the beginning of its JSON."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
 

@@ -37,9 +37,9 @@ def try_imports(functions: Mapping[str, str], launch_timeout_s: float) -> None:
     Exceptions of the imports are ignored, since they are reported when the modules are imported for use.
 
     Args:
-        functions: setting -> the name that it has; other names, such as URLs, are skipped.
-        launch_timeout_s: cluster.launch_timeout_s. All imports together may take 60 s or a fifth of it, whichever is
-            longer, but at most all of it.
+        functions: setting -> the setting's value; values that are no `module:function`, such as URLs, are skipped.
+        launch_timeout_s: cluster.launch_timeout_s. All imports together may take a fifth of this time or 60 s,
+            whichever is longer, but at most this time.
 
     Raises:
         ConfigError: an import did not return in time, or ended its process.
@@ -73,7 +73,8 @@ def _import(name: str) -> None:
 def try_environment(config: RunConfig, prompts: Prompts) -> None:
     """Begins an episode of the first training record, and one of the first record of each evaluated held-out set.
 
-    Does nothing without an environment, or on another cluster, whose nodes alone may have what the environment needs.
+    Does nothing without an environment, or with cluster.address: maybe only that cluster's nodes have what the
+    environment needs.
 
     Raises:
         ConfigError: the environment raised, did not return in time, ended its process, or returned a value that the
@@ -92,8 +93,8 @@ def try_environment(config: RunConfig, prompts: Prompts) -> None:
 def try_reward(config: RunConfig, prompts: Prompts) -> None:
     """Has the reward function score one response to the first record: the record's answer, or an empty text.
 
-    Does nothing for a function of this project, a URL, rollout.reward_failure=skip (a failure only leaves out a group),
-    a function that the driver itself calls, or on another cluster.
+    Does nothing for a function of this project, a URL, a function that the driver itself calls, with cluster.address,
+    and with rollout.reward_failure=skip, as a failure then only leaves out a group.
 
     Raises:
         ConfigError: the function raised, did not return in time, ended its process, or returned a value that is not a
@@ -113,7 +114,7 @@ def try_reward(config: RunConfig, prompts: Prompts) -> None:
 
 
 def _try(config: RunConfig, calls: Sequence[EpisodeCall]) -> None:
-    """Runs the calls in a side process; raises ConfigError if one of them failed."""
+    """Runs the calls in a side process; raises a ConfigError if a call failed."""
     code = UserCode.of(config)
     template_kwargs = dict(config.data.chat_template_kwargs or {})
     timeout_s = config.cluster.launch_timeout_s + code.timeout_s * len(calls)
@@ -144,7 +145,7 @@ def _try_here(code: UserCode, calls: Sequence[EpisodeCall], model_path: str, tem
 def try_calls(code: UserCode, calls: Sequence[EpisodeCall], encode: Callable[[Any], object]) -> None:
     """Runs the calls in this process, and encodes the prompts that they return.
 
-    This must be a side process: a call that takes too long has it answer with the error and end.
+    This process must be a side process, since it answers with the error and ends if a call takes too long.
 
     Args:
         encode: turns a prompt into tokens.

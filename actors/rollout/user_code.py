@@ -36,8 +36,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr
 
-# After this many seconds of answering calls with plain code, the host returns the answers so far. It is short, so that
-# all processes end a step at about the same time, but long enough for many calls of cheap code.
+# After this many seconds of answering calls with plain code, the host returns the answers so far. This time is short,
+# so that all processes end a step at about the same time, but long enough for many calls of cheap code.
 TURN_S = 0.2
 _CLOSE_S = 10.0  # limit on the time of close()
 
@@ -53,12 +53,12 @@ class EpisodeCall:
     record: Mapping[str, Any]
     seed: int
     responses: tuple[tuple[str, bool], ...]  # the texts so far, and whether each is finished (not cut)
-    digests: tuple[str, ...] = ()  # of the answers so far: to the request for the prompt and all earlier responses
+    digests: tuple[str, ...] = ()  # of the answers so far, to the request for the prompt and all earlier responses
     is_last: bool = False  # whether the episode ends after this answer, whatever the environment returns
 
     @property
     def turn(self) -> int:
-        """Returns n if the call asks for the answer to the nth response, 0 if it asks for the prompt."""
+        """Returns n if the call asks for the answer to the nth response, and 0 if the call asks for the prompt."""
         return len(self.responses)
 
 
@@ -150,7 +150,7 @@ def checked_code(config: RunConfig) -> tuple[UserCode, type[Environment]]:
         The code's settings, and the environment's class.
 
     Raises:
-        ConfigError: as in `UserCode.load`; or asynchronous code or a URL needs processes, and there are none.
+        ConfigError: as in `UserCode.load`; or the code is async or a URL, which rollout.reward_workers=0 forbids.
     """
     code = UserCode.of(config)
     environment = code.load()
@@ -168,7 +168,7 @@ class _Episode:
     """The state of an episode in the process that runs its environment."""
 
     environment: Environment
-    responses: list[tuple[str, bool]] = field(default_factory=list)  # those that the environment has answered
+    responses: list[tuple[str, bool]] = field(default_factory=list)  # the responses that the environment has answered
 
 
 class CodeHost:
@@ -186,7 +186,7 @@ class CodeHost:
         self._episodes: dict[EpisodeKey, _Episode] = {}
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
-        """Returns the answers to the first calls: all if the code is asynchronous, otherwise those within `TURN_S`."""
+        """Returns the answers to the first calls; async code answers all, plain code as many as `TURN_S` allows."""
         if self._is_async:
             return self._runner.run(self._all_at_once(calls))
         outcomes: list[Answer | SlimeError] = []
@@ -198,7 +198,7 @@ class CodeHost:
         return outcomes
 
     def forget(self, number: int) -> None:
-        """Closes the environments that are left of the driver's call of this number."""
+        """Closes the remaining environments of the driver's call of this number (the first part of `EpisodeKey`)."""
         for key in [key for key in self._episodes if key[0] == number]:
             closing = self._close(key)
             self._runner.run(closing) if self._is_async else _run_plain(closing)
@@ -247,7 +247,7 @@ class CodeHost:
         return answer
 
     def _checked(self, call: EpisodeCall, turn: int, convert: Callable[[], Answer]) -> Answer:
-        """Returns the result of `convert`, after checking that it equals an earlier answer to the same turn."""
+        """Returns the result of `convert`; checks that it equals the earlier answer to this turn, if there was one."""
         try:
             answer = convert()
         except EnvironmentFault as fault:
@@ -332,7 +332,7 @@ def _answer_of_prompt(value: Any) -> Answer:
 
 
 def _answer_of_result(value: Any, is_reward: bool) -> Answer:
-    if is_reward:  # needs no digest, since a reward is never repeated
+    if is_reward:  # no digest is needed, since a reward is never repeated
         return Answer("", result=reward_result(value))
     result = checked_result(value)
     return Answer(_digest_of([result.observation, result.reward, result.done, dict(result.scores)]), result=result)

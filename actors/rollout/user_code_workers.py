@@ -64,7 +64,7 @@ class _Queued:
 
     call: EpisodeCall
     outcome: Answer | SlimeError | None = None
-    is_alone: bool = False  # whether to run it without other calls, since it may have ended a process
+    is_alone: bool = False  # whether to run the call without other calls, since it may have ended a process
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class UserCodeWorkers:
         """Starts the processes and waits for them.
 
         Raises:
-            ConfigError: as in the constructor. ResourceError: a process did not come up; all are ended.
+            ConfigError: as in the constructor. ResourceError: a process did not start; all processes are ended.
         """
         workers = cls(config)
         try:
@@ -132,7 +132,7 @@ class UserCodeWorkers:
         return PendingCalls(self)
 
     def forget(self, number: int) -> None:
-        """Drops the waiting calls of the driver's call of this number, and has processes close its environments."""
+        """Drops the waiting calls of run `number` (see `EpisodeKey`), and has processes close its environments."""
         with self._lock:  # other episodes may be running on another thread
             for waiting in (self._waiting, *(worker.waiting for worker in self._workers)):
                 kept = [queued for queued in waiting if queued.call.key[0] != number]
@@ -164,7 +164,7 @@ class UserCodeWorkers:
         return queued
 
     def advance(self, wait_s: float) -> None:
-        """Starts queued calls, of any thread, and collects outcomes; waits up to `wait_s` for the first."""
+        """Starts queued calls, whichever thread queued them; waits up to `wait_s` for outcomes, and collects them."""
         self._require_running()
         if self._host is not None:
             with self._lock:
@@ -206,7 +206,7 @@ class UserCodeWorkers:
         return self._workers[(index + number) % len(self._workers)].waiting
 
     def _next(self, worker: _Worker) -> list[_Queued]:
-        """Returns the next calls of a process; fewer as the queue gets shorter, so that all processes stay busy."""
+        """Returns the next calls of a process. A shorter queue gives fewer calls, so that all processes stay busy."""
         waiting = worker.waiting or self._waiting
         share = len(waiting) if waiting is worker.waiting else -(-len(waiting) // len(self._workers))
         if self._calls_at_once is not None:
@@ -250,7 +250,7 @@ class UserCodeWorkers:
         return self.code.timeout_s * runs + self._more_s
 
     def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
-        """Returns the most runs of the code for one call: 1, or those that construct and repeat the whole episode."""
+        """Returns how often one call may run the user's code: once, or for every part of an episode to repeat."""
         has_environment = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
         return 1 if has_environment else call.turn + 2  # the constructor, the prompt, and each turn
 
@@ -306,7 +306,7 @@ class UserCodeWorkers:
 
 
 class PendingCalls:
-    """Calls whose outcomes are collected together; several threads may each use such an object at the same time."""
+    """Holds calls whose outcomes are collected together; several threads may use objects of their own at once."""
 
     def __init__(self, workers: UserCodeWorkers) -> None:
         self._workers = workers
