@@ -1,4 +1,4 @@
-"""Defines the errors that a user can cause, which name the field, the value and the way out.
+"""Defines the errors that a user can cause. They name the field, the value and the way out.
 
 Errors are sent between processes (Ray pickles them), so each can be rebuilt from its plain attributes. `exit_code` is
 the exit status of the command line.
@@ -21,13 +21,13 @@ class SlimeError(Exception):
         message: what is wrong, including the value.
         field: the setting, tensor or batch field with the problem, e.g. `mesh.dp` or `rewards`.
         hint: the way out, as one imperative sentence.
-        rank: the global rank that raised it; None outside of ranks (the driver, the command line).
+        rank: the global rank that raised the error; None for the driver and the command line.
         call: the call that failed, e.g. `load` or `train_step`.
 
     Attributes:
         others: further problems with the same settings, or errors of other ranks, one sentence each.
-        ends_rank: whether the rank's process has ended or will end, so that its peers would wait for it forever. False
-            for errors that all ranks raise, after which the group is usable.
+        ends_rank: whether the rank's process has ended or will end, so that the other ranks would wait for it forever.
+            False means that all ranks raise the error, and the group can still be used.
     """
 
     code = "error"
@@ -142,8 +142,8 @@ class WorkerHung(SlimeError):
     """A rank did not answer or made no progress within its deadline.
 
     Attributes:
-        seconds: time since its last progress.
-        stack: file with the stack traces of its threads, if one was written.
+        seconds: time since the rank's last progress.
+        stack: file with the stack traces of the rank's threads, if such a file was written.
     """
 
     code = "worker_hung"
@@ -163,7 +163,7 @@ class SyncError(SlimeError):
     """New weights did not reach a rollout engine completely and in time.
 
     Attributes:
-        is_of_group: whether the broadcast group failed, so that another member may be the cause.
+        is_of_group: whether the process group of a broadcast failed, so that another member may be the cause.
     """
 
     code = "sync"
@@ -186,10 +186,9 @@ class Interrupted(SlimeError):
 
 
 def portable(error: Exception) -> Exception:
-    """Returns the error itself if it survives pickling; else a RuntimeError with its type's name, text and notes.
+    """Returns the error itself if pickling preserves it; else a RuntimeError with its type's name, text and notes.
 
-    An exception may hold objects that cannot be pickled, or its constructor may need other arguments than pickling
-    passes to it.
+    Some exceptions have objects that cannot be pickled, or a constructor with other arguments than pickle passes.
     """
     notes = getattr(error, "__notes__", [])
     try:
@@ -259,7 +258,7 @@ def byte_text(number: int, *, round_up: bool = False) -> str:
     """Returns a number of bytes as text with one decimal and a decimal unit.
 
     Args:
-        round_up: round up instead of to nearest, for lower limits.
+        round_up: whether the number is rounded up, as for a lower limit, instead of to the nearest number.
     """
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
         if number >= 1000**power:

@@ -1,10 +1,10 @@
 """Records the progress of this process for a watchdog: its current activity, and the time of its last tick.
 
-An activity is what the process is doing, such as a call. A tick says that it has finished a unit of work.
+An activity is what the process is doing, such as a call. A tick records that the process has done a unit of work.
 
-A process is one rank or one engine and runs one call at a time, so the progress is a global of the process. Ticks take
-no lock that a stuck thread could hold, and cost less than a microsecond. Ticks of background work, such as an
-asynchronous save, do not count as progress of the call.
+A process is one rank or one engine and runs one call at a time, so its progress is a global variable. Ticks take no
+lock that a stuck thread could hold, and cost less than a microsecond. Ticks of background work, such as an asynchronous
+save, do not count as progress of the call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDLE = "idle"  # activity of a process without a call
 _frames_lock = threading.Lock()  # serialises switching the garbage collector off and on
 _REMEMBERED = 9  # durations kept per activity; their median ignores a few delayed ones
 _SKIPPED = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames are uninformative
-# files of the innermost frame, apart from skipped ones, of threads that only wait for other ranks or for a save
+# if a thread's innermost frame that is not skipped is in these files, it only waits for other ranks or for a save
 _WAITING = ("/torch/distributed/", "/slimefsdp/attention/cp_comm.py", "/slimefsdp/checkpoint/save_load.py")
 
 
@@ -35,10 +35,10 @@ class ProgressSnapshot:
     activity: str
     ticks: int
     since_tick_s: float  # seconds since the last tick
-    # longest time between two ticks of this activity: median over its last completions; None if it never completed
+    # longest time between two ticks of this activity, as a median over its last completions; None if it never completed
     usual_gap_s: float | None
     place: str  # position in the code of the thread that runs the call
-    waits: bool  # whether this thread appears to wait for other ranks, according to its frame
+    waits: bool  # whether this thread, according to its frame, waits for other ranks
     collectives: int = 0  # number of collectives begun, if `count_collectives` was called
 
 
@@ -79,7 +79,7 @@ class Progress:
             self._longest_s = longest_s
 
     def enter(self, activity: str) -> None:
-        """Ticks the previous activity, and begins one of the calling thread, which lasts until the next one begins."""
+        """Ticks, and begins an activity of the calling thread, which lasts until the next activity begins."""
         self.tick()
         self._activity = activity
         self._longest_s = 0.0
@@ -87,7 +87,7 @@ class Progress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Marks the block as background work, whose ticks count only while the call waits for it in `joined`."""
+        """Marks the block as background work. Its ticks count only while the call waits for the work in `joined`."""
         self._own.is_aside = True
         try:
             yield

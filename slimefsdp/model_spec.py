@@ -1,4 +1,4 @@
-"""Reads from config.json, without weights or torch, the model sizes that determine the cost of a token."""
+"""Reads the sizes of a model, which determine the cost of a token, from config.json, without weights or torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from slimefsdp.errors import ModelError
 
 NEWTON_SCHULZ_STEPS = 5  # iterations of Muon on a matrix; Jordan et al. find no gain in more
-# transformers' defaults for settings that are missing in config.json
+# architectures whose embedding is the head if config.json does not say whether it is
 _TIED_BY_DEFAULT = ("gpt2", "gemma2", "gemma3_text")
-# architectures with windows -> default window, and whether layer_types says which layers have one
+# architecture -> (window if config.json has none, whether layer_types says which layers are windowed)
 _WINDOWS: dict[str, tuple[int | None, bool]] = {
     "qwen2": (4096, True),
     "qwen3": (4096, True),
@@ -43,11 +43,11 @@ class Adapters:
     """Holds the sizes of LoRA adapters of a decoder's matrices, summed over all layers."""
 
     parameters: int  # number of elements of A and B
-    inputs: int  # features per token that are saved only for A; attention's output is saved anyway
+    inputs: int  # features per token that are saved for A alone; attention's output is saved anyway
     inner: int  # features per token between A and B
     outputs: int  # features per token of B's output
-    summed: int = 0  # elements that adapters of experts save regardless of tokens: W + scale B A, and scale B
-    largest_sum: int = 0  # elements of the largest W + scale B A of such an adapter
+    summed: int = 0  # elements saved for adapters of experts, for any number of tokens: W + scale B A, and scale B
+    largest_sum: int = 0  # elements of the largest W + scale B A of an adapter of experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m slimefsdp.replay CONFIG --batch FILE --export DIR
 
 Without torchrun the command runs one rank. It prints the metrics as one JSON object, and writes the new weights to a
-Hugging Face folder. It serves bug reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same with Ray.
+Hugging Face folder. Use it for bug reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same with Ray.
 """
 
 from __future__ import annotations

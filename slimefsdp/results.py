@@ -28,7 +28,7 @@ class LogProbs:
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
     metrics: dict[str, float]
-    log_probs: LogProbs  # of the same forward passes as the gradients; 0 for tokens outside the loss mask
+    log_probs: LogProbs  # from the forward passes of the gradients; 0 for tokens outside the loss mask
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class SyncReport:
     """Describes a weight update that every receiver has committed, except those in `failed`."""
 
     version: int
-    bytes: int  # bytes of all sent tensors, counted once
+    bytes: int  # bytes of all sent tensors; several receivers count once
     seconds: float
     failed: tuple[FailedReceiver, ...] = ()  # empty unless the update was allowed to continue without failed receivers
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    device_bytes_before: int  # of the tensors that the call moves
+    device_bytes_before: int  # bytes of the tensors that the call moves
     device_bytes_after: int
-    host_bytes: int  # in host buffers after the call
+    host_bytes: int  # bytes in host buffers after the call
     seconds: float
     # bytes of torch's CUDA allocator after the call; 0 on a CPU
     device_reserved: int = 0  # taken from the device
@@ -73,7 +73,7 @@ class Memory:
     optimizer: int
     reference: int
     host_buffers: int
-    asleep: tuple[str, ...]
+    asleep: tuple[str, ...]  # the tags that are asleep
     # torch's CUDA allocator, as in MemoryReport
     device_reserved: int = 0
     device_allocated: int = 0

@@ -26,22 +26,22 @@ Arguments = dict[str, Any]  # the value of each parameter of a call by name, def
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Call:
-    """Describes a call; made by `@call`.
+    """Describes a call; `@call` creates the description.
 
     Args:
         method: the body of the call, which each rank runs.
         roles: the roles whose groups support the call.
-        changes_state: later calls depend on this one. It is repeated after a loss of ranks, and on a named group only
-            the writer may make it.
+        changes_state: whether later calls depend on this call. If so, the call is repeated after a loss of ranks, and
+            on a named group only the writer may make the call.
         adapter: which adapter the call is for. `in_model` means the adapter that the caller has selected, which must be
-            in the model; `by_name` the adapter named by the argument `name`; `any` that it does not matter.
-        answers_by_rank: a driver gets a list of all ranks' results instead of rank 0's result.
-        is_exclusive: no other exclusive call may run on the rank at the same time. A call that is not exclusive only
-            reports state.
-        needs_whole_weights: the call is refused after an update that failed halfway, until a `load`.
+            in the model; `by_name` the adapter named by the argument `name`; `any` that the adapter does not matter.
+        answers_by_rank: whether a driver gets a list of all ranks' results instead of rank 0's result.
+        is_exclusive: whether no other exclusive call may run on the rank at the same time. A call that is not exclusive
+            only reports state.
+        needs_whole_weights: whether the call is refused after an update that failed halfway, until a `load`.
         prepare: the method of `BatchPlanner` that checks and plans the call's `batch`. Each of its parameters gets the
             call's argument of the same name.
-        check: checks the arguments that need no model; the body checks the others.
+        check: checks the arguments for which no model is needed; the body checks the other arguments.
     """
 
     method: Callable[..., Any]
@@ -98,7 +98,7 @@ CALLS: dict[str, Call] = {}  # name -> call, in the order of definition
 
 
 def call(*roles: Role, **description: Any) -> Callable[[Method], Method]:
-    """Turns a method into a call. The call passes its arguments to the object's `_make`, which decides where it runs.
+    """Turns a method into a call. The call passes its arguments to the object's `_make`, which runs or sends the call.
 
     Args:
         roles: the roles whose groups support the call.
@@ -129,7 +129,7 @@ class JobCheckpoint:
     `JobCheckpoint` to the calls of each group; the caller of a Trainer need not.
 
     Args:
-        save_id: recorded in the manifests of a save; a load accepts only the checkpoint of this save. None accepts any.
+        save_id: recorded in the manifests of a save; a load accepts only this save's checkpoint. None means any save.
         parts: in an actor's save, the folders of the parts that the other groups have written.
         is_part: whether the group writes or reads its part of the job's checkpoint. A critic that is saved by itself
             has separate checkpoints.
@@ -151,14 +151,14 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """Overrides settings of `optim` for one optimiser update; None keeps the setting.
+    """Overrides settings of `optim` for one optimiser update; None means that the setting stays.
 
     Raises:
         ConfigError: a value is not in its range.
     """
 
-    lr: float | None = None  # replaces the schedule's rate; the schedule advances as without it
-    betas: tuple[float, float] | None = None  # of AdamW, also under Muon; SGD takes the first one as its momentum
+    lr: float | None = None  # replaces the schedule's rate; the schedule advances as usual
+    betas: tuple[float, float] | None = None  # of AdamW, also under Muon; SGD takes the first beta as its momentum
     eps: float | None = None  # of AdamW, also under Muon
     weight_decay: float | None = None  # norms, biases and embeddings have none
     max_grad_norm: float | None = None  # 0 means that gradients are not clipped
@@ -197,7 +197,7 @@ def require_name(name: object, kind: str) -> None:
     """Checks that a name is valid.
 
     Args:
-        kind: the kind of named object, for the message.
+        kind: what the name is for, such as `an adapter`; for the error.
 
     Raises:
         ConfigError: the name is not valid.

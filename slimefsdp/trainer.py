@@ -121,7 +121,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
 
     @property
     def updater(self) -> OptimizerStep:
-        """Returns the optimiser step, which only roles that train have."""
+        """Returns the optimiser step; a reference group has none."""
         return self._state.updater
 
     @property
@@ -139,7 +139,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
         return Health(dist.get_rank(), os.getpid(), self.updates_taken, *memory_in_use(self.mesh.device))
 
     def use_adapter(self, name: str) -> None:
-        """Puts an adapter into the model; later calls apply to this adapter until another is selected or created.
+        """Puts an adapter into the model; calls apply to this adapter until another adapter is selected or created.
 
         Raises:
             StateError: there is no adapter of this name.

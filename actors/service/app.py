@@ -1,4 +1,4 @@
-"""The HTTP API as an ASGI application: each path has a handler, which gets the checked body and the user."""
+"""Defines the ASGI application of the HTTP API. Each path has a handler, which gets the checked body and the user."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _TIDY_S = 1.0
 _NEVER_SEEN = 410
 _PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-_SAMPLES_END_S = 10.0  # how long the end of the server waits for samples in progress
+_SAMPLES_END_S = 10.0  # how long the end of the server waits for sampling requests
 _FETCH_S = 5.0  # how long it then waits for clients to fetch finished answers
 _OF_OPERATOR = ("status.json", "metrics")
 
 
 def make_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
-    """Makes the application.
+    """Returns the ASGI application.
 
-    `app.state.end()` finishes the clients' work and saves it; the end of the application's lifespan does the same.
+    `app.state.end()` finishes the clients' work and saves it. The end of the application's lifespan calls it too.
 
     Args:
-        keys: the accepted API keys; the first is the operator's. If there are none, requests need no key.
+        keys: the accepted API keys; the first is the operator's. If `keys` is empty, requests need no key.
     """
     api = _Api(service, Users(keys))
     app = Starlette(routes=api.routes(), lifespan=api.lifespan)
@@ -67,8 +67,9 @@ class _Api:
     def routes(self) -> list[Route]:
         """Returns the routes, from a table of method, path, body and handler.
 
-        A handler is called with the body, if it has a class, the user, and the parts of the path. It returns an answer,
-        a list of answers, the pending result of a request, or a whole response. A body of `bytes` is read and ignored.
+        A handler gets the parsed body, if the table names a class for the body, then the user, and the variable parts
+        of the path. It returns an answer, a list of answers, a pending `Result`, or a whole response. If the table has
+        `bytes` as the body, the body is received but not passed to the handler.
         """
         service, training, samplers = self._service, self._service.training, self._service.samplers
         table: list[tuple[str, str, Any, Callable[..., Any]]] = [
@@ -138,7 +139,7 @@ class _Api:
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Runs the periodic tasks while the application runs, and ends the clients' work afterwards."""
-        # separate tasks, since ending samplers may have to wait for a version that is being loaded
+        # these are separate tasks, since removing a sampler may have to wait until the engine has loaded a version
         service = self._service
         repeated = (self._tidy, service.samplers.forget_oldest, self._end_overdue, service.engine.watch)
         tasks = [asyncio.create_task(self._repeat(function)) for function in repeated]
@@ -150,31 +151,31 @@ class _Api:
             await self.end()
 
     async def end(self) -> None:
-        """Refuses new requests, finishes those in progress, saves every run, and ends all polls.
+        """Refuses new requests, finishes the requests in progress, saves every run, and ends all polls.
 
-        Samples get some seconds to finish, and clients get some more to fetch their answers.
+        Sampling requests have `_SAMPLES_END_S` to finish. Then clients have `_FETCH_S` to fetch their answers.
         """
         if self._has_ended:
             return
         self._has_ended = self._service.is_ending = True
         self._guard.stop_receiving()
-        taken = self._service.results.unanswered()
+        unanswered = self._service.results.unanswered()
         closing = asyncio.create_task(asyncio.to_thread(self._service.close))
         if sampling := [task for sampler in self._service.samplers.sessions.values() for task in sampler.running]:
             await asyncio.wait(sampling, timeout=_SAMPLES_END_S)
         await closing
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FETCH_S):
-                await asyncio.gather(*(result.fetched.wait() for result in taken if result.ended is not None))
+                await asyncio.gather(*(result.fetched.wait() for result in unanswered if result.ended is not None))
         cut(self._polling)
         self._guard.close()
 
     async def _repeat(self, tidy: Callable[[], Awaitable[None]]) -> None:
-        while not self._service.is_ending:  # heartbeats are refused then, so sessions must not time out
+        while not self._service.is_ending:  # while the server ends, no session may time out, as heartbeats are refused
             await asyncio.sleep(_TIDY_S)
             try:
                 await tidy()
-            except Exception as error:  # of the disk or of a lost engine; the next round tries again
+            except Exception as error:  # for example a full disk or a lost engine; the next round tries again
                 print(f"tidying up: {error!r}", file=sys.stderr, flush=True)
 
     async def _tidy(self) -> None:
@@ -212,7 +213,7 @@ class _Api:
         data = await self._guard.body(request)
         model_id, size = await self._guard.in_turn(request, datums.scan_request, data)
         log_ids(request, model_id=model_id)
-        self._service.training.get(model_id, user_of(request))  # an unknown run's request is not parsed
+        self._service.training.get(model_id, user_of(request))  # raises NotFound before the request is parsed
         self._guard.hold(request, size - len(data))
         message = await self._guard.in_turn(request, datums.parse_request, data)
         self._guard.check_not_ending(request)

@@ -1,4 +1,4 @@
-"""Keeps records of what clients have saved: the names, and the folders below run.dir."""
+"""Keeps records, below run.dir, of what clients have saved, and of what the next start of the service continues."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from slimefsdp.io.files import disk_reported, write_synced
 Kind = Literal["weights", "sampler_weights"]
 RecordT = TypeVar("RecordT", "Saved", "RunRecord", "SamplerRecord")
 _FOLDER = "service"
-COPY = "loaded-"  # prefix, before a sha256, of the copies of checkpoints that runs have loaded
+COPY = "loaded-"  # the copy of a checkpoint that a run has loaded is named by this prefix and a sha256
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A saved checkpoint to train from, or saved weights to sample from.
+    """Describes a save: a checkpoint to train from, or weights to sample from.
 
     Args:
-        adapter: the run's name in the group and on disk.
-        owner: the id of the user whose run saved it.
-        rank: the rank of the adapter; 0 for all weights of the model.
+        adapter: the name of the run's adapter in the group, and of the run's folders on disk (`adapter_of`).
+        owner: the id of the user whose run wrote the save.
+        rank: the rank of the adapter; 0 means all weights of the model.
         time: when saving began, in seconds since 1970.
-        expires: when it may be deleted, in seconds since 1970; None means never.
-        request: the number of the run's request that saved it.
-        is_of_start: whether a start of the service saved it to continue the run, and not a client.
+        expires: when the save may be deleted, in seconds since 1970; None means never.
+        request: the number, in the run, of the request that wrote the save.
+        is_of_start: whether a start of the service, and not a client, wrote the save in order to continue the run.
     """
 
     run: str
@@ -53,7 +53,7 @@ class Saved:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the parts of the names of its folders and files."""
+        """Returns the texts of which the names of the save's folders and files consist."""
         return self.run, self.adapter, self.name
 
     @property
@@ -62,21 +62,21 @@ class Saved:
 
     @property
     def file(self) -> str:
-        """Returns the name of its record's file, without the suffix."""
+        """Returns the name of the file that has this record, without the suffix."""
         return f"{self.adapter}.{self.kind}.{self.name}"
 
     @property
     def path(self) -> str:
-        """Returns the path by which clients name it."""
+        """Returns the path by which clients name the save."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A run that has not ended, for the next start of the service; its progress is in its checkpoints.
+    """Describes a run that has not ended, so that the next start can continue it from one of its checkpoints.
 
     Args:
-        is_finished: whether the service ended in order, and the newest checkpoint covers all requests of the run.
+        is_finished: whether the newest checkpoint covers all requests of the run, because the service ended in order.
     """
 
     run: str
@@ -98,11 +98,11 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class SamplerRecord:
-    """A sampling client whose session has not ended, for the next start of the service.
+    """Describes a sampling client whose session has not ended, so that the next start can restore the client.
 
     Args:
-        path: the path of the saved weights; None for the base model.
-        version: the name of the weights in the engine; other weights may have been saved under the path since.
+        path: the path of the saved weights; None means the base model.
+        version: the name of the weights in the engine, since a later save may have replaced the weights at `path`.
     """
 
     id: str
@@ -123,11 +123,11 @@ class SamplerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run at a checkpoint. It is the checkpoint's loop state, so that both are always of one time.
+    """Describes the progress of a run at a checkpoint. The checkpoint contains it as its loop state.
 
     Args:
         next_number: the number of the first request after the checkpoint.
-        has_gradients: whether there were gradients without an update; a checkpoint does not contain gradients.
+        has_gradients: whether the run had gradients that no update had used; a checkpoint does not contain gradients.
     """
 
     run: str
@@ -142,8 +142,8 @@ class Checkpoint:
     """A checkpoint that a run wrote.
 
     Args:
-        name: the name that the client or the service gave the checkpoint; None if it only has a step.
-        step: the step of the save in the group.
+        name: the name that the client or the service gave the checkpoint; None means that it only has a step.
+        step: the step under which the group saved the checkpoint.
     """
 
     progress: Progress
@@ -152,29 +152,29 @@ class Checkpoint:
 
 
 def adapter_of(run: str) -> str:
-    """Returns the name of a run's adapter in the group, which may not contain the colons of a run's id."""
+    """Returns the name of a run's adapter in the group: the run's id with dots for colons, which a name cannot have."""
     return run.replace(":", ".")
 
 
 def is_copy(name: str) -> bool:
-    """Returns whether a checkpoint is the copy of a loaded checkpoint; clients cannot give such long names."""
+    """Returns whether a name is that of the copy of a loaded checkpoint; clients cannot give such long names."""
     return name.startswith(COPY) and len(name) == len(COPY) + 64
 
 
 def whole_name(run: str, name: str) -> str:
-    """Returns the name of a checkpoint of all weights; the checkpoints of all runs share one folder."""
+    """Returns the name on disk of a run's checkpoint of all weights; such checkpoints of all runs share one folder."""
     return f"{adapter_of(run)}.{name}"
 
 
 class Records(Generic[RecordT]):
-    """Records of one kind, each a JSON file in a folder."""
+    """Keeps records of one kind in a folder, each in a JSON file."""
 
     def __init__(self, folder: Path, kind: type[RecordT]) -> None:
         self._folder = folder
         self._type: TypeAdapter[RecordT] = TypeAdapter(kind)
 
     def keep(self, record: RecordT) -> None:
-        """Writes a record; replaces a record of the same name.
+        """Writes a record; replaces a record with the same `file`.
 
         Raises:
             ResourceError: the disk is full or fails; the previous file stays.
@@ -187,7 +187,7 @@ class Records(Generic[RecordT]):
             part.replace(file)
 
     def all(self) -> list[RecordT]:
-        """Reads all records; prints and skips files that are not records, or that name another folder."""
+        """Reads all records. Skips, with a message, a file that is no record or whose names are no plain file names."""
         records = []
         for file in sorted(self._folder.glob("*.json")):
             try:
@@ -204,15 +204,15 @@ class Records(Generic[RecordT]):
         return records
 
     def forget(self, files: str) -> None:
-        """Removes the records whose files match a pattern."""
+        """Removes the records whose `file` matches a shell-style pattern."""
         for file in self._folder.glob(f"{files}.json"):
             file.unlink(missing_ok=True)
 
 
 class Catalogue:
-    """Knows what was saved in a run.dir, by this and earlier starts of the service, and what the next start continues.
+    """Keeps the records of a run.dir: what this and earlier starts have saved, and what the next start continues.
 
-    `runs` and `samplers` have the records of runs and sampling clients that have not ended.
+    `runs` and `samplers` have the records of the runs and sampling clients that have not ended.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -237,19 +237,19 @@ class Catalogue:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def folder(self, saved: Saved) -> Path:
-        """Returns the folder of a save; each save of weights to sample from has a folder of its own."""
+        """Returns the folder of a save. Each save of weights to sample from has a folder of its own."""
         if saved.kind == "sampler_weights":
             return self._run_dir / _FOLDER / "sampler_weights" / saved.adapter / f"{saved.name}@{saved.time!r}"
         return self.folder_of(saved.run, saved.rank, saved.name)
 
     def folder_of(self, run: str, rank: int, name: str) -> Path:
-        """Returns the folder of a run's checkpoint of this name, which may not exist yet."""
+        """Returns the folder of a run's checkpoint of this name; the folder may not exist yet."""
         if rank == 0:
             return CheckpointStore.of_run(self._run_dir).named(whole_name(run, name)).root
         return CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)).named(name).root
 
     def add(self, saved: Saved) -> None:
-        """Records a save whose folder exists; it replaces an earlier save with the same path."""
+        """Records a save whose folder exists. This save replaces an earlier save with the same path."""
         with self._lock:
             before = self._saved.get(saved.path)
             self._records.keep(saved)
@@ -261,7 +261,7 @@ class Catalogue:
         """Returns the save with this path.
 
         Raises:
-            CheckpointError: the user has no save with this path, or it has expired.
+            CheckpointError: the user has no save with this path, or the save has expired.
         """
         saved = self._saved.get(path)
         if saved is None or not user.owns(saved.owner) or saved.is_expired:
@@ -269,7 +269,7 @@ class Catalogue:
         return saved
 
     def find(self, path: str) -> Saved | None:
-        """Returns the save with this path, whoever owns it, or None."""
+        """Returns the save with this path, of any owner; None if there is none."""
         return self._saved.get(path)
 
     def listed(self, user: User, run: str | None = None) -> list[Saved]:
@@ -294,10 +294,10 @@ class Catalogue:
         shutil.rmtree(self.folder(saved), ignore_errors=True)
 
     def remove_made_at_starts(self, run: str, but: str | None = None) -> None:
-        """Removes the checkpoints that starts of the service saved for a run, once no error names them any more.
+        """Removes the checkpoints that starts of the service have saved for a run; no error may name them any more.
 
         Args:
-            but: the path of the checkpoint to keep.
+            but: the path of a checkpoint to keep.
         """
         for saved in list(self._saved.values()):
             if saved.run == run and saved.is_of_start and saved.path != but:
@@ -310,9 +310,9 @@ class Catalogue:
                 self._remove(saved)
 
     def checkpoints_of(self, run: str, rank: int) -> list[Checkpoint]:
-        """Returns the run's checkpoints whose files exist, the newest first, without verifying them.
+        """Returns the run's checkpoints, the newest first, without verifying their files.
 
-        Of two checkpoints with equal progress, one without a name comes first, since a client cannot delete it.
+        If two checkpoints have equal progress, a checkpoint without a name comes first, since no client can delete it.
         """
         store, prefix = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)), ""
         if rank == 0:

@@ -1,8 +1,9 @@
 """Converts the training requests of clients to batches, and the results to answers.
 
 A datum has N input tokens and N targets, usually the inputs shifted by one. The loss is a plain sum over tokens and
-datums, so that gradients do not depend on how work was split into requests. In the batch, each datum is a prompt of one
-token and a response of N. With K targets per token a datum occurs K times; shared beginnings make that cheap.
+datums, so gradients do not depend on how a client splits its datums into requests. In the batch, a datum is a sample
+with a prompt of one token and a response of N tokens. A datum with K targets per token becomes K samples, which share
+the computation of their tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "gspo": ("target_tokens", "logprobs", "advantages", "sequence_ratio_mask"),
 }
 """Loss of a request -> the inputs of its datums besides the tokens."""
-_OPTIONAL = ("weights", "sequence_ratio_mask")  # all 1 if they are missing
-_MOST_TARGETS = 256  # per token; without a limit a sparse tensor could have any shape
+_OPTIONAL = ("weights", "sequence_ratio_mask")  # a datum without one of these inputs gets all 1
+_MOST_TARGETS = 256  # targets per token; without a limit, a sparse tensor could have any shape
 _BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _CONFIG: dict[str, dict[str, float | None]] = {
     "ppo": dict(_BOUNDS), "cispo": dict(_BOUNDS), "gspo": dict(_BOUNDS), "dro": {"beta": None},
@@ -39,10 +40,10 @@ _CONFIG: dict[str, dict[str, float | None]] = {
 _DTYPES: dict[int, Any] = {
     tinker_pb2.DTYPE_FLOAT32: np.float32, tinker_pb2.DTYPE_INT64: np.int64, tinker_pb2.DTYPE_INT32: np.int32,
 }  # fmt: skip
-_MAX_FIELDS = 2**20  # in a request, including nested messages; enough for 37,000 datums of three inputs
+_MAX_FIELDS = 2**20  # fields in a request, including nested messages; enough for 37,000 datums of three inputs
 _BYTES_PER_FIELD = 64  # memory of an empty message, which has 2 bytes on the wire
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types
-_CONTINUED = bytes(range(128, 256))  # every byte of a varint but its last
+_CONTINUED = bytes(range(128, 256))  # the bytes of a varint before its last byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,12 @@ class Work:
 
     Args:
         batch: the datums in their order.
-        loss: the loss argument of `forward_backward`.
-        settings: settings of the loss for this call.
+        loss: the argument `loss` of the call `forward_backward`.
+        settings: the argument `settings` of the call `forward_backward`.
         name: the name of the loss in the client's API.
-        config: the numbers of the loss.
-        forward_only: whether no gradient is wanted.
-        targets: K if targets are [N, K], and the batch has each datum K times; None if they are [N].
+        config: the parameters of the loss in the client's API, such as clip thresholds.
+        forward_only: whether the request needs no gradients.
+        targets: K if the targets of a datum are [N, K], so that the batch has each datum K times; None if they are [N].
     """
 
     batch: RolloutBatch
@@ -69,7 +70,7 @@ class Work:
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of tokens of all datums, including the last targets."""
+        """Returns the number of tokens of all datums, including the last target of each datum."""
         return self.batch.num_tokens // (self.targets or 1)
 
 
@@ -79,9 +80,9 @@ def work_of(
     """Converts a ForwardBackwardRequest.
 
     Args:
-        stable_reinforce: the loss to use for `stable_reinforce`, whose formula is not published; None refuses it.
         max_tokens: limit on the tokens of a datum, including its last target.
-        max_targets: limit on the targets of all datums together, as sparse targets need few bytes in the request.
+        max_targets: limit on the targets of all datums together; a sparse tensor has many targets in few bytes.
+        stable_reinforce: the loss that replaces `stable_reinforce`, whose formula is unknown; None means it is refused.
 
     Raises:
         BatchError: an input cannot be used; the message names the datum and the input.
@@ -117,7 +118,7 @@ def work_of(
         if len(shapes) > 1:
             problem = "its targets a token are not as many as those of the datums before"
             _refuse(f"data[{number}].loss_fn_inputs.target_tokens", problem, "send them in requests of their own")
-        whole = np.append(inputs, targets[-1:].flat[0])  # no token follows the last target
+        whole = np.append(inputs, targets[-1:].flat[0])  # the inputs, and the last target
         for ids in (whole, targets):
             if ids.min() < 0 or ids.max() >= vocab_size:
                 bad = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -163,7 +164,7 @@ def _as_work(
 
 
 def _config_of(message: Any, name: str) -> dict[str, float]:
-    """Returns the numbers of a loss; numbers in loss_fn_config_v2 take precedence."""
+    """Returns the parameters of a loss; loss_fn_config_v2 takes precedence over loss_fn_config."""
     if name not in LOSSES:
         hint = f"use {', '.join(LOSSES)}"
         if name == "stable_reinforce":
@@ -258,13 +259,13 @@ def _array_of(tensor: Any, path: str, size: int, *, of_tokens: bool) -> npt.NDAr
 
 
 def _from_sparse(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], path: str) -> npt.NDArray[Any]:
-    """Converts a compressed sparse row matrix: nonzero values, their columns, and the offset of each row's values."""
+    """Converts a sparse CSR tensor, which has values, their columns, and the offset of each row's first value."""
     parts = (sparse.values, dtype), (sparse.col_indices, np.dtype("<i8")), (sparse.crow_indices, np.dtype("<i8"))
     if len(shape) != 2 or any(len(data) % kind.itemsize for data, kind in parts):
         _refuse(path, f"a sparse tensor of the shape {list(shape)} that is no array", "send it dense")
     values, columns, starts = (np.frombuffer(data, kind) for data, kind in parts)
     fits = starts.size == shape[0] + 1 and starts[0] == 0 and starts[-1] == values.size == columns.size
-    # by comparison, since differences of 64-bit numbers may wrap around
+    # starts are compared, not subtracted, since differences of 64-bit numbers may wrap around
     if not fits or (starts[1:] < starts[:-1]).any() or (columns < 0).any() or (columns >= shape[1]).any():
         _refuse(path, f"a sparse tensor whose indices do not fit the shape {list(shape)}", "send it dense")
     dense = np.zeros(shape, dtype)
@@ -276,7 +277,7 @@ def losses_of(work: Work, log_probs: npt.NDArray[Any]) -> Floats:
     """Returns the loss of each token, float64 [R], by the formulas of the API's documentation.
 
     Args:
-        log_probs: of the targets, [R].
+        log_probs: the log-probs of the targets, [R].
     """
     now, batch = log_probs.astype(np.float64), work.batch
     if work.name == "cross_entropy":
@@ -304,7 +305,7 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
     """Returns the serialised ForwardBackwardOutput of a request.
 
     Args:
-        log_probs: of the targets, [R] in the order of the batch.
+        log_probs: the log-probs of the targets, [R] in the order of the batch.
     """
     losses = losses_of(work, log_probs)
     output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
@@ -333,7 +334,7 @@ def _refuse(field: str, problem: str, hint: str) -> NoReturn:
 def scan_request(data: bytes) -> tuple[str, int]:
     """Returns the model_id of a ForwardBackwardRequest, and an upper bound on its size in memory once it is parsed.
 
-    The bound is needed before parsing: 64 MiB of empty datums become 2 GB, and 64 MiB of one shape become 1 GB.
+    The bound is needed before parsing: 64 MiB of empty datums become 2 GB, and one shape of 64 MiB becomes 1 GB.
 
     Raises:
         BatchError: the bytes are not such a request, or have too many fields.
@@ -365,9 +366,9 @@ def _not_a_request() -> BatchError:
 
 
 def _nested(descriptor: Any) -> dict[int, Any]:
-    """Returns number of each field of a message -> None if it holds numbers, or such a dictionary if it is a message.
+    """Returns field number -> None for a field of numbers, or the same kind of dictionary for a field of messages.
 
-    Texts and bytes have no entry, so a field of numbers that has a length on the wire must be packed.
+    Fields of text or bytes have no entry. Numbers have a length on the wire only if they are packed.
     """
     return {
         field.number: None if field.message_type is None else _nested(field.message_type)
@@ -381,7 +382,7 @@ _MODEL_ID = tinker_pb2.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["model_i
 
 
 def _scan(data: bytes) -> tuple[bytes, int]:
-    """Returns a request's model_id, and the number of its fields at all depths; each packed number counts as one.
+    """Returns a request's model_id, and the number of its fields at all depths; a packed number counts as a field.
 
     Raises:
         BatchError: there are too many fields.

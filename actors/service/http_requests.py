@@ -1,4 +1,4 @@
-"""Checks every HTTP request before its handler runs: key, sender and body; turns errors into answers."""
+"""Checks the key, the sender and the body of every HTTP request, and turns errors into answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ID_CHARACTERS = 200  # characters of an id in the log; clients may send ids of 
 
 
 class Refused(Exception):
-    """A request that is refused with an HTTP status; clients do not repeat it unless the status says so."""
+    """Refuses a request with an HTTP status. Clients repeat the request only after status 408, 429 or 503."""
 
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
@@ -48,7 +48,7 @@ class Refused(Exception):
 class RequestGuard:
     """Checks requests, receives bodies within limits on bytes and time, and turns errors into answers.
 
-    One thread decompresses and parses the bodies, and users take turns, since parsing holds the interpreter's lock.
+    One thread decompresses bodies and parses protobuf. Users take turns in it, as parsing holds the interpreter's lock.
     """
 
     def __init__(self, service: Service, users: Users) -> None:
@@ -62,10 +62,10 @@ class RequestGuard:
         self._receiving: set[asyncio.Timeout] = set()
 
     def guarded(self, path: str, handler: Handler) -> Handler:
-        """Wraps a handler: checks the key first, turns errors into answers, and counts and logs the request.
+        """Returns a handler that checks key and sender, calls `handler`, answers errors, and logs and counts requests.
 
         Args:
-            path: the name of the path in metrics and log, with placeholders for variable parts.
+            path: the path in metrics and log, with placeholders for variable parts.
         """
 
         async def logged(request: Request) -> Response:
@@ -100,22 +100,22 @@ class RequestGuard:
             except SlimeError as error:
                 statuses = {ResourceError: 429, CheckpointError: 404}
                 return error_response(statuses.get(type(error), 400), error_text(error, self._service.model_name))
-            except ClientDisconnect:  # before its body was complete: nobody reads this answer
+            except ClientDisconnect:  # the body was not complete; nobody reads this answer
                 return error_response(400, "the client is gone")
-            except Exception as error:  # a bug of the server, which repeating the request would hit again
+            except Exception as error:  # a bug of the server; a repetition of the request would fail too
                 print(f"{request.url.path}: {error!r}", file=sys.stderr, flush=True)
                 return error_response(400, f"{type(error).__name__} in the server")
 
         return logged
 
     def _check_sender(self, request: Request) -> None:
-        """Refuses requests that a web page of another site had a browser send; other programs send no Origin.
+        """Refuses requests that a browser sends for a web page of another site; only browsers send the header Origin.
 
-        Without keys, the Host header must be an address, too, since another site's name may resolve to this server.
+        If the server has no keys, Host must be an address, since another site's name may resolve to this server.
         """
         headers = request.headers
         host, origin, kind = headers.get("host"), headers.get("origin"), headers.get("content-type", "")
-        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have used the other one
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have used the other header
             raise Refused(400, "both Content-Length and Transfer-Encoding are given: send one of them")
         if origin is not None and _netloc(origin) != host:
             raise Refused(403, f"this is a request of a page of {origin[:200]!r}, which is another site")
@@ -126,7 +126,7 @@ class RequestGuard:
             raise Refused(415, f"content-type {kind[:200]!r} is not supported: send {_JSON} or {PROTOBUF}")
 
     def check_not_ending(self, request: Request) -> None:
-        """Refuses a request while the server ends, unless it fetches an answer."""
+        """Refuses the request if the server is ending, unless the request fetches an answer."""
         if self._service.is_ending and request.state.path != _ANSWERED_AT_THE_END:
             raise Refused(503, _ENDING)
 
@@ -166,9 +166,9 @@ class RequestGuard:
         """Receives a JSON body and checks its fields.
 
         Raises:
-            Refused: as in `body`, or a field is missing or invalid.
+            Refused: a field is missing or invalid; also as in `body`.
         """
-        # the event loop parses it, so its size must be limited; the longest JSON of clients is the tokens of a prompt
+        # the event loop parses the body, so its size must be limited; a client's longest JSON has a prompt's tokens
         data = await self.body(request, _JSON_BYTES + _BYTES_PER_TOKEN * self._service.most_tokens)
         try:
             body = kind.read(data)
@@ -186,12 +186,12 @@ class RequestGuard:
             return await asyncio.get_running_loop().run_in_executor(self._parsing, function, *arguments)
 
     def hold(self, request: Request, size: int) -> None:
-        """Counts bytes of a body until its request is answered.
+        """Counts `size` more bytes of a request's body, until the request is answered.
 
-        A single body may have any size, and small bodies are always accepted.
+        The first `_FREE_BYTES` of a body do not count. If no other body counts, the body may have any size.
 
         Raises:
-            Refused: the bodies of all users, or of this one, would exceed their limit.
+            Refused: the bodies of all users, or of this user, would exceed their limit.
         """
         size_before = request.state.held
         before, more = _counted(size_before), _counted(size_before + size) - _counted(size_before)
@@ -203,7 +203,7 @@ class RequestGuard:
         self._bodies.take(user, more)
 
     def stop_receiving(self) -> None:
-        """Gives up on bodies that have not come yet."""
+        """Stops receiving bodies that are not complete yet."""
         cut(self._receiving)
 
     def close(self) -> None:
@@ -224,14 +224,14 @@ def media_type(request: Request) -> str:
 
 
 def error_response(status: int, problem: str) -> Response:
-    """Returns an error in the API's form, with a header that tells clients whether to try again."""
+    """Returns an error in the API's form, with a header that tells clients whether to repeat the request."""
     retry = {"x-should-retry": "true" if status in (408, 429, 503) else "false"}
     return JSONResponse({"error": problem, "detail": problem}, status_code=status, headers=retry)
 
 
 @contextlib.asynccontextmanager
 async def within(seconds: float, deadlines: set[asyncio.Timeout]) -> AsyncIterator[None]:
-    """Raises TimeoutError after `seconds`, or when `cut` is called with this set."""
+    """Raises TimeoutError in the block after `seconds`, or when `cut` is called with `deadlines`."""
     async with asyncio.timeout(seconds) as deadline:
         deadlines.add(deadline)
         try:
@@ -271,7 +271,7 @@ def _decompressed(data: bytes, max_bytes: int) -> bytes:
 
 
 def _netloc(origin: str) -> str | None:
-    """Returns an origin's host and port; None if it cannot be parsed."""
+    """Returns the host and port in an Origin header; None if the header cannot be parsed."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus and a log of requests, for the operator of the service.
+"""Provides metrics for Prometheus and a log of requests, for the operator of the service.
 
-Neither contains any text that clients send or get.
+The metrics and the log contain no text that clients send or get.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _LOG_BYTES, _LOG_FILES = 16 * 2**20, 4
-_BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes up to 20
+_BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # upper bounds in seconds; a long poll takes up to 20
 _GAUGES = {
     "sessions": "Clients",
     "training_runs": "Training runs",
@@ -86,7 +86,7 @@ class RequestLog:
         self._logger.addHandler(self._handler)
 
     def write(self, path: str, status: int, seconds: float, **ids: str | None) -> None:
-        """Writes one line; ids of session, run and request that are None are left out."""
+        """Writes one line; `ids` that are None are left out."""
         known = {name: value for name, value in ids.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = {"time": now, "path": path, "status": status, "seconds": round(seconds, 4), **known}

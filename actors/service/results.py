@@ -34,7 +34,7 @@ _FORGOTTEN.set_result({"error": "the answer was kept long enough", "category": "
 
 
 class Result:
-    """The pending or known answer to one request.
+    """Holds the answer to one request, which may be pending.
 
     The event `fetched` is set when a client has got the answer.
 
@@ -49,7 +49,7 @@ class Result:
     def __init__(self, owner: str, fields: dict[str, Any], on_end: Callable[[Result], None]) -> None:
         self.id = uuid.uuid4().hex
         self.owner, self.fields = owner, fields
-        self.ended: float | None = None  # when the answer was set, by time.monotonic
+        self.ended: float | None = None  # the time.monotonic() at which the answer was set
         self.fetched = asyncio.Event()
         self._future: Future[Answer] = Future()
         self._on_end = on_end
@@ -62,7 +62,7 @@ class Result:
             self._on_end(self)
 
     def fail(self, error: Exception) -> None:
-        """Sets an error as the answer; clients do not repeat the request after it."""
+        """Sets an error as the answer. Clients do not repeat a request whose answer is an error."""
         self.set(failure(error))
 
     def forget(self) -> None:
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the answer: 0 while there is none, and an upper bound for JSON, which is short."""
+        """Returns the bytes of the answer: 0 without an answer, and an upper bound if it is JSON, which is short."""
         answer = self._future.result() if self._future.done() else b""
         return len(answer) if isinstance(answer, bytes) else _LONGEST
 
@@ -87,7 +87,7 @@ class Result:
 
 
 def typed(error: Exception) -> Exception:
-    """Returns the typed error inside of a Ray error, or the error itself if there is none."""
+    """Returns the typed error inside of a Ray error; any other error is returned as it is."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, SlimeError) else error
 
@@ -100,8 +100,8 @@ def failure(error: Exception) -> dict[str, Any]:
 def error_text(error: Exception, public: str = "") -> str:
     """Returns an error's text and hint for a client.
 
-    Paths on the server's disk are shortened: a path of a client's save becomes its tinker:// path, and any other path
-    its last name.
+    The text names no folder of the server's disk: the path of a client's save becomes the tinker:// path of the save,
+    and any other path becomes its last part.
 
     Args:
         public: a path that clients know, which stays unchanged.
@@ -132,8 +132,9 @@ def require_same_kind(field: str, number: int, known: str, kind: str) -> None:
     A request of the same kind may be a client's repetition.
 
     Args:
-        field: the field that has the number.
+        field: the field of the request that has the number.
         known: the kind of the earlier request.
+        kind: the kind of this request.
     """
     if known != kind:
         problem = f"{field}={number} was the number of a {known}, and is now that of a {kind}"
@@ -141,10 +142,10 @@ def require_same_kind(field: str, number: int, known: str, kind: str) -> None:
 
 
 class Results:
-    """The results of all requests by id; a result with an answer expires after a time, or earlier if bytes are scarce.
+    """Keeps the results of all requests by id. A result expires `kept_s` after its answer was set, or earlier if all
+    answers together exceed `most_bytes`.
 
     Args:
-        kept_s: how long a result is kept after its answer was set, in seconds.
         most_bytes: limit on the bytes of all answers.
         most_waiting: limit on the number of pending results of all users.
         most_waiting_bytes: limit on the bytes of all pending requests' bodies, which stay in memory until the answer.
@@ -171,7 +172,7 @@ class Results:
         """Returns a pending result for a request of the user with the id `owner`.
 
         Args:
-            size: bytes of the request; a request above the limit is only accepted if no other request waits.
+            size: bytes of the request. A request larger than the limit is accepted only if no other request waits.
             is_needed: whether the request is always accepted, since other pending requests may wait for it.
             fields: as in `Result`.
 

@@ -1,6 +1,6 @@
-"""Gives the runs of a server their weights: an adapter for each, or all weights of the model for one run at a time.
+"""Gives the runs of a server their weights: an adapter to each run, or all weights of the model to one run at a time.
 
-Runs are named by their ids. A rank of 0 stands for all weights, as in the clients' API.
+An argument `run` is the id of a run. A rank of 0 means all weights, as in the clients' API.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from slimefsdp.io.files import disk_reported, link_or_copy, remove
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 
-_BEGINNING = "beginning"  # a checkpoint's name that no run's checkpoint has
+_BEGINNING = "beginning"  # name of the checkpoint with the initial weights; no run's checkpoint has this name
 _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head"))
 
 
 class _RunWeights(ABC):
-    """The base class of both managers, with checks of clients' requests and the loading of checkpoints.
+    """The base of both classes below; checks clients' requests and loads checkpoints.
 
     Args:
-        group: the group as it was launched.
+        group: the group after its launch, still with its initial weights.
     """
 
-    trained: str  # what this server trains
+    trained: str  # what this server trains, for errors
 
     def __init__(self, config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> None:
         assert config.run.dir is not None
@@ -59,7 +59,7 @@ class _RunWeights(ABC):
         return rank
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns the values of a client's `train_*` fields for weights of this rank."""
+        """Returns name -> value of the `train_*` fields that the clients' API has for weights of this rank."""
         return {name: True for name, _ in _PARTS}
 
     @abstractmethod
@@ -68,37 +68,37 @@ class _RunWeights(ABC):
 
     @abstractmethod
     def calls(self, run: str) -> GroupCalls:
-        """Returns the group's calls for a run."""
+        """Returns the object whose calls on the group apply to the weights of a run."""
 
     @abstractmethod
     def reopen(self, run: str, rank: int) -> None:
-        """Prepares a run that will load a checkpoint next."""
+        """Gives a run weights, into which it will load a checkpoint next."""
 
     @abstractmethod
     def _store(self, run: str) -> CheckpointStore:
-        """Returns the folder of a run's checkpoints."""
+        """Returns the store of a run's checkpoints."""
 
     def begin_from(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
         """Gives a new run the weights of a checkpoint.
 
         Raises:
-            CheckpointError: its files are missing or damaged.
+            CheckpointError: the checkpoint's files are missing or damaged.
         """
         self.reopen(run, saved.rank)
         self.load(run, saved, with_optimizer=with_optimizer)
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Loads a checkpoint, also one of another run, into a run.
+        """Loads a checkpoint of this or another run into a run.
 
-        The loaded files are a copy by hard links, since a recovery may load them after a client has deleted the
-        checkpoint.
+        The checkpoint is first copied, by hard links, to the run's checkpoints. A recovery of ranks loads the copy,
+        since a client may have deleted the checkpoint.
 
         Raises:
-            CheckpointError: its files are missing or damaged.
+            CheckpointError: the checkpoint's files are missing or damaged.
         """
         target = self._store(run).named(_copy_name(saved)).root
         if not target.exists():
-            _copied(self._catalogue.folder(saved), target)
+            _copy_folder(self._catalogue.folder(saved), target)
         self.calls(run).load(name=target.name, weights_only=not with_optimizer)
 
 
@@ -114,7 +114,7 @@ class AdapterPerRun(_RunWeights):
         self._parts = ModelSpec.from_config(folder.config).adapted_parts(config.lora.targets)
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns True for each part that lora.targets adapts; all True for rank 0, a model of an earlier server."""
+        """Returns True for the parts that lora.targets adapts; for rank 0, which means all weights, for all parts."""
         return {name: rank == 0 or part in self._parts for name, part in _PARTS}
 
     def check_rank(self, rank: int) -> None:
@@ -133,7 +133,7 @@ class AdapterPerRun(_RunWeights):
         return self._group.adapter(adapter_of(run))
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
-        """Gives a new run an adapter with weights drawn from `seed`, or from a random seed if it is None."""
+        """Gives a new run an adapter with weights drawn from `seed`, or from a random seed if `seed` is None."""
         drawn_from = secrets.randbits(31) if seed is None else seed
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._alpha, seed=drawn_from)
 
@@ -141,7 +141,7 @@ class AdapterPerRun(_RunWeights):
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._alpha)
 
     def end(self, run: str) -> None:
-        """Deletes the run's adapter, and its files that no client can name: unnamed checkpoints and copies."""
+        """Deletes the run's adapter, and files that no client can name: copies, and checkpoints without a name."""
         try:
             self._group.delete_adapter(adapter_of(run))
         finally:
@@ -153,10 +153,10 @@ class AdapterPerRun(_RunWeights):
                     remove(path)
 
     def save(self, run: str, step: int, loop_state: dict[str, Any], name: str | None, *, overwrite: bool) -> None:
-        """Writes a checkpoint of a run, with a name or by its step.
+        """Writes a checkpoint of a run: under a name, or under `step` if `name` is None.
 
         Raises:
-            CheckpointError: the name is taken, or it cannot be written.
+            CheckpointError: the name is taken, or the checkpoint cannot be written.
         """
         self.calls(run).save(step, loop_state, name, overwrite)
 
@@ -168,7 +168,7 @@ class AdapterPerRun(_RunWeights):
             self.calls(run).load(name=checkpoint.name)
 
     def export(self, run: str, folder: Path) -> None:
-        """Writes a PEFT folder."""
+        """Writes the run's adapter as a PEFT folder."""
         self.calls(run).export_adapter(folder)
 
     def _store(self, run: str) -> CheckpointStore:
@@ -176,11 +176,11 @@ class AdapterPerRun(_RunWeights):
 
 
 class ModelByTurns(_RunWeights):
-    """Gives all weights of the model to one run at a time, from its beginning to its end.
+    """Gives all weights of the model to one run at a time, from the run's beginning to its end.
 
-    The initial weights of the group are saved once, and every new run begins with them. The numbered checkpoints of all
-    runs form one sequence, and each has the id of its run in its loop state. At the beginning of each run a checkpoint
-    without a run is written, so that a recovery of ranks never loads the state of an earlier run.
+    The initial weights of the group are saved once, and a new run begins with them or with a client's checkpoint. The
+    numbered checkpoints of all runs form one sequence; the loop state of each has the id of its run. When a run has
+    begun, a checkpoint without such an id is written, so that a recovery of ranks never loads an earlier run's state.
     """
 
     trained = "all weights of its model"
@@ -203,7 +203,7 @@ class ModelByTurns(_RunWeights):
             )
 
     def check_free(self, running: Sequence[str]) -> None:
-        """Raises StateError if another run exists that is not about to end."""
+        """Raises StateError if `running`, the runs that are not about to end, is not empty."""
         if running:
             raise StateError(
                 f"{running[0]} trains all weights of this server's model, which one run does at a time",
@@ -215,7 +215,7 @@ class ModelByTurns(_RunWeights):
         return self._group
 
     def begin(self, run: str, rank: int, seed: int | None) -> None:
-        """Loads the group's initial weights with a new optimiser; the seed is not used."""
+        """Waits until no run has the group, and loads the initial weights with a new optimiser; ignores `seed`."""
         self._take(run)
         self._group.load(name=_BEGINNING, weights_only=True)
         self._mark_beginning(None)
@@ -227,7 +227,7 @@ class ModelByTurns(_RunWeights):
         self._mark_beginning(_copy_name(saved))
 
     def reopen(self, run: str, rank: int) -> None:
-        """Gives the group to the run; raises StateError if another run has it."""
+        """Gives the group to the run; raises StateError if another run has the group."""
         if self._holder is not None:
             raise StateError(
                 f"{self._holder} and {run} had not ended, and all weights of a model are one run's at a time",
@@ -244,12 +244,12 @@ class ModelByTurns(_RunWeights):
                 self._changed.notify_all()
 
     def save(self, run: str, step: int, loop_state: dict[str, Any], name: str | None, *, overwrite: bool) -> None:
-        """Writes a checkpoint; one without a name gets the next number of the sequence of all runs."""
+        """Writes a checkpoint; if `name` is None, under the next number in the sequence of all runs."""
         if name is None:
             self._group.save(self._next_number(), loop_state)
         else:
             self._group.save(step, loop_state, whole_name(run, name), overwrite)
-        self._group.finish_save()  # clients expect it to be on disk
+        self._group.finish_save()  # clients expect the checkpoint to be on disk
 
     def load_own(self, run: str, checkpoint: Checkpoint) -> None:
         if checkpoint.name is None:
@@ -258,7 +258,7 @@ class ModelByTurns(_RunWeights):
             self._group.load(name=whole_name(run, checkpoint.name))
 
     def export(self, run: str, folder: Path) -> None:
-        """Writes a Hugging Face folder in the compute dtype of the model."""
+        """Writes the model as a Hugging Face folder in precision.compute_dtype."""
         self._group.export_hf(folder, self._dtype)
 
     def _store(self, run: str) -> CheckpointStore:
@@ -274,10 +274,10 @@ class ModelByTurns(_RunWeights):
         self._newest += 1
         return self._newest
 
-    def _mark_beginning(self, loaded: str | None) -> None:
+    def _mark_beginning(self, loaded_copy: str | None) -> None:
         self._group.save(self._next_number(), {})
         self._group.finish_save()
-        self._remove_copies(loaded)
+        self._remove_copies(but=loaded_copy)
 
     def _remove_copies(self, but: str | None = None) -> None:
         for folder in (self._store("").root / NAMED).glob(f"{COPY}*"):
@@ -297,7 +297,7 @@ def _copy_name(saved: Saved) -> str:
     return f"{COPY}{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
 
 
-def _copied(source: Path, target: Path) -> None:
+def _copy_folder(source: Path, target: Path) -> None:
     """Copies a checkpoint's folder, with hard links if the file system has them.
 
     Raises:
@@ -311,6 +311,6 @@ def _copied(source: Path, target: Path) -> None:
             shutil.copytree(source, part, copy_function=link_or_copy, ignore=shutil.ignore_patterns(".lock"))
         except FileNotFoundError as error:
             raise CheckpointError(f"{source.name} is not there any more", field="path", hint="load another") from error
-        except shutil.Error as error:  # has the errors of all files; the first one is enough
+        except shutil.Error as error:  # the error has the errors of all files; the first of them is enough
             raise OSError(error.args[0][0][2]) from error
         part.replace(target)

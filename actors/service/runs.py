@@ -1,4 +1,4 @@
-"""The training runs of a server: creating, saving, loading and ending them, and continuing them at the next start."""
+"""Creates, saves, loads and ends the training runs of a server, and continues them at the next start."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.io.files import disk_reported
 
-_MISSING_S = 60.0  # then a missing request counts as lost; clients repeat each request for half a minute
+_MISSING_S = 60.0  # a request that is missing for longer counts as lost; clients repeat requests for half a minute
 
 
 class Runs:
-    """The training runs of a server; `by_id` has the existing ones.
+    """Manages the training runs of a server; `by_id` has the runs that exist now.
 
     Each run is created, trained, saved and ended by its own thread, so all methods return at once, except
     `continue_kept` and `close`.
@@ -36,7 +36,7 @@ class Runs:
         self.by_id: dict[str, TrainingRun] = {}
         self._state, self._weights, self._samplers = state, weights, samplers
         self._catalogue, self._results = state.catalogue, state.results
-        self._made: dict[str, TrainingRun] = {}  # id -> run, for runs that were created in this start of the server
+        self._created: dict[str, TrainingRun] = {}  # id -> run, for runs that were created in this start of the server
         self._not_loaded: set[str] = set()  # ids of runs of earlier starts without a valid checkpoint
 
     def get(self, key: str, user: User) -> TrainingRun:
@@ -51,13 +51,13 @@ class Runs:
         self._state.saw_client_of(run.session)
         return run
 
-    # ------------------------------------------------------------------ making and ending
+    # ------------------------------------------------------------------ creating and ending
 
     def create_model(self, body: wire.CreateModel, user: User) -> Result:
         """Creates a new run; a repeated request returns the same run.
 
         Raises:
-            ConfigError: this server cannot train such a run. Also as `_make`.
+            ConfigError: this server cannot train such a run. Also the errors of `_create`.
         """
         self._state.check_base(body.base_model)
         rank = self._weights.check_asked(body.lora_config)
@@ -69,14 +69,14 @@ class Runs:
             self._weights.begin(run.id, rank, seed)
             return {"type": "create_model", "model_id": run.id}
 
-        return self._make("create_model", run, body.model_seq_id, begin)
+        return self._create("create_model", run, body.model_seq_id, begin)
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> Result:
         """Loads a checkpoint into a run, or creates a new run from it.
 
         Raises:
-            CheckpointError: the user has no such checkpoint. ConfigError: this server or run cannot load it.
-            Also as `_make`.
+            CheckpointError: the user has no such checkpoint. ConfigError: this server or run cannot load the
+                checkpoint. Also the errors of `_create`.
         """
         saved = self._catalogue.get(body.path, user)
         if saved.kind != "weights":
@@ -92,7 +92,7 @@ class Runs:
                 self._weights.begin_from(new.id, saved, with_optimizer=body.optimizer)
                 return {**answer, "model_id": new.id}
 
-            return self._make("load_weights", new, body.model_seq_id, begin)
+            return self._create("load_weights", new, body.model_seq_id, begin)
         if body.model_id is None or body.seq_id is None:
             raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
         run = self.get(body.model_id, user)
@@ -113,23 +113,23 @@ class Runs:
             key, session.id, session.owner, rank, calls, self._results, user_metadata or {}, next_number=MAKE
         )
 
-    def _make(self, call: str, run: TrainingRun, number: int, begin: Callable[[], Answer]) -> Result:
-        """Has the thread of a new run create it; returns the pending result of `begin`.
+    def _create(self, kind: str, run: TrainingRun, number: int, begin: Callable[[], Answer]) -> Result:
+        """Lets the thread of a new run call `begin`; returns the pending result.
 
         A repeated request gets the result of the first request.
 
         Args:
-            call: the name of the request; the same number with another name is no repetition but a conflict.
+            kind: the kind of the request. Two requests of different kinds may not have the same number.
             begin: gives the run its weights, and returns the client's answer.
 
         Raises:
             NotFound: the run has ended.
-            StateError: the number was used by another call or before the server was restarted, or another run has the
-                whole model.
+            StateError: the number was used by a request of another kind, or before the server was restarted; or
+                another run has the whole model.
             ResourceError: the server has as many runs as it takes.
         """
-        if (known := self._made.get(run.id)) is not None and known.made_by is not None:
-            require_same_kind("model_seq_id", number, known.made_by[0], call)
+        if (known := self._created.get(run.id)) is not None and known.made_by is not None:
+            require_same_kind("model_seq_id", number, known.made_by[0], kind)
             if known.is_ending:
                 raise NotFound(f"{run.id} has ended", is_gone=True)
             return known.made_by[1]
@@ -145,9 +145,9 @@ class Runs:
                 raise
             return answer
 
-        self.by_id[run.id] = self._made[run.id] = run
+        self.by_id[run.id] = self._created[run.id] = run
         result = run.submit(MAKE, "make", do)
-        run.made_by = call, result
+        run.made_by = kind, result
         return result
 
     def _check_room(self, new: TrainingRun) -> None:
@@ -192,7 +192,7 @@ class Runs:
         for run in [run for run in list(self.by_id.values()) if run.session == session]:
             run.is_ending = True
             run.stop(partial(self._end, run, is_overdue))
-        self._made = {key: run for key, run in self._made.items() if run.session != session}
+        self._created = {key: run for key, run in self._created.items() if run.session != session}
 
     def _end(self, run: TrainingRun, is_overdue: bool = False) -> None:
         if run.id not in self.by_id:  # the run could not be created
@@ -209,7 +209,7 @@ class Runs:
     # ------------------------------------------------------------------ saving
 
     def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
-        """Submits the request to write a checkpoint with a name."""
+        """Submits a request to write a checkpoint with a name."""
         run = self.get(body.model_id, user)
 
         def do(_: GroupCalls) -> Answer:
@@ -223,7 +223,7 @@ class Runs:
         return run.submit(body.seq_id, "save", do, body.size)
 
     def save_weights_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
-        """Submits the request to write weights to sample from, with a name or for a new sampling client."""
+        """Submits a request to write weights to sample from, with a name or for a new sampling client."""
         run = self.get(body.model_id, user)
         if body.kind == "inflight":
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
@@ -236,7 +236,7 @@ class Runs:
 
         Raises:
             ConfigError: a sampler of this number exists.
-            CheckpointError: weights of this name exist, or cannot be written. ResourceError: the disk is full.
+            CheckpointError: the name is taken, or the weights cannot be written. ResourceError: the disk is full.
         """
         sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
         if body.path is None and sampler_id in self._samplers.sessions:
@@ -327,10 +327,10 @@ class Runs:
                 self._catalogue.remove_made_at_starts(run.id, but=run.resumed_at)
             self.by_id[run.id] = run
             self._state.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
-            self._keep(run)  # not as finished, since the checkpoint does not have the requests to come
+            self._keep(run)  # not as finished, since this checkpoint does not cover the requests that follow
 
     def _load_newest(self, run: TrainingRun, checkpoints: list[Checkpoint]) -> Checkpoint | None:
-        """Loads the first valid one of a run's own checkpoints, and returns it, or None if all are damaged."""
+        """Loads the first valid checkpoint of a list into a run, and returns it; returns None if all are damaged."""
         for checkpoint in checkpoints:
             try:
                 self._weights.load_own(run.id, checkpoint)
@@ -340,7 +340,7 @@ class Runs:
         return None
 
     def _save_under_a_name(self, run: TrainingRun, checkpoint: Checkpoint) -> str:
-        """Gives the checkpoint from which a run was resumed a name, unless it has one; returns its path."""
+        """Saves a run again under a name, unless the checkpoint from which it was resumed has one; returns the path."""
         name = checkpoint.name
         if name is None:
             name = f"update-{run.updates}-request-{run.begun}"
@@ -349,7 +349,7 @@ class Runs:
         return self._record(saved) if self._catalogue.find(saved.path) is None else saved.path
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
-        """Records a run for the next start; `is_finished` says that its checkpoint includes all of its requests."""
+        """Records a run for the next start, with `is_finished` as in `RunRecord`."""
         session = self._state.sessions.get(run.session)
         sdk_version = "" if session is None else session.sdk_version
         self._catalogue.runs.keep(
@@ -363,7 +363,7 @@ class Runs:
             run.stop(finishes=True)
         for run in runs:
             run.join()
-            if run.id not in self.by_id:  # it has ended
+            if run.id not in self.by_id:  # the run has ended
                 continue
             try:
                 if run.lost is None:

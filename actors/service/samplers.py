@@ -1,4 +1,4 @@
-"""Sampling clients: their requests, their weights, and the loading of these weights into the engine."""
+"""Manages sampling clients: their requests, their weights, and the loading of these weights into the engine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from actors.service.users import NotFound, Session, User
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, StateError
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingParams
 
-_REMEMBERED = 4096  # limit on the requests of a sampler that get the same answer when they are repeated
+_REMEMBERED = 4096  # number of a sampler's newest requests that get the same answer when they are repeated
 _BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
-_NO_LOG_PROB = -99999.0  # with token 0, it marks a position without top tokens
+_NO_LOG_PROB = -99999.0  # this log-prob, with token 0, marks a position without top tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class SamplerSession:
     """A sampling client.
 
     Args:
-        owner: the id of the user whose client created it.
-        version: the weights; None for the base model.
-        path: the path of the saved weights in the clients' API.
+        owner: the id of the user who created the sampling client.
+        version: the weights; None means the base model.
+        path: the path of the weights in the clients' API; None means the base model, or weights without a name.
     """
 
     id: str
@@ -61,8 +61,8 @@ class SamplerSession:
     owner: str
     version: Version | None
     path: str | None = None
-    answers: dict[int, Result] = field(default_factory=dict)  # the newest results by number of the request
-    running: set[asyncio.Task[Any]] = field(default_factory=set)  # the tasks that sample for it
+    answers: dict[int, Result] = field(default_factory=dict)  # number of a request -> its result
+    running: set[asyncio.Task[Any]] = field(default_factory=set)  # the tasks that sample for this client
 
     @property
     def weights(self) -> str:
@@ -73,7 +73,7 @@ class SamplerSession:
 
 
 class Samplers:
-    """The sampling clients of one engine; service.max_samplers limits those of a session with unnamed weights."""
+    """The sampling clients of one engine; service.max_samplers limits the clients with unnamed weights in a session."""
 
     def __init__(self, state: ServiceState, engine: SupervisedEngine, weights: RunWeights) -> None:
         self.sessions: dict[str, SamplerSession] = {}
@@ -139,7 +139,7 @@ class Samplers:
         """Starts a sampling request; a repeated request returns the same result.
 
         Raises:
-            BatchError: a value cannot be served; the message names it. NotFound: as in `get`.
+            BatchError: a value of the request is not supported; the message names the value. NotFound: as in `get`.
         """
         sampler, state = self.get(body.sampling_session_id, user), self._state
         if (known := sampler.answers.get(body.seq_id)) is not None:
@@ -180,7 +180,7 @@ class Samplers:
     # ------------------------------------------------------------------ sampling
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
-        """Draws samples from the sampler's weights; if an engine is lost, draws them once more on the next engine.
+        """Draws samples from the sampler's weights. If the engine is lost, draws them once more on the next engine.
 
         Raises:
             StateError: the weights were deleted. ResourceError: the weights do not fit into an empty engine.
@@ -208,12 +208,12 @@ class Samplers:
 
     async def _sampled(self, version: Version, request: SampleRequest) -> SampleAnswer:
         name, used = version.name, self._engine.versions
-        if name in used and not self._needs_room:  # it need not wait for another version to be loaded
+        if name in used and not self._needs_room:  # no need to wait until another version is loaded
             used[name] = time.monotonic()
             self._running[name] += 1
         else:
             async with self._loading:
-                await self._have(version)
+                await self._ensure_loaded(version)
                 self._running[name] += 1
         try:
             return await self._engine.sample(request)
@@ -221,22 +221,22 @@ class Samplers:
             self._running[name] -= 1
             self._idle.set()
 
-    async def _have(self, version: Version) -> None:
-        """Loads a version if the engine does not have it; for room, drops the version that was unused for longest.
+    async def _ensure_loaded(self, version: Version) -> None:
+        """Loads a version, unless the engine has it. If there is no room, drops the version unused for longest.
 
-        If all versions are in use, this waits until one is idle. Requests for further versions wait for `_loading`.
+        If all versions are in use, waits until a version is idle. The caller must hold the lock `_loading`.
         """
         if version.name not in self._engine.versions:
             if not version.folder.is_dir():
                 problem = f"the weights of this sampler are not there any more: {version.name}"
                 raise StateError(problem, field="sampling_session_id", hint="save them again")
-            while not await self._loaded(version):
+            while not await self._try_to_load(version):
                 await self._make_room()
         else:
             self._engine.versions[version.name] = time.monotonic()
 
-    async def _loaded(self, version: Version) -> bool:
-        """Loads a version; returns False if the engine has no room besides its other versions.
+    async def _try_to_load(self, version: Version) -> bool:
+        """Loads a version; returns False if the engine has no room for it because of its other versions.
 
         The engine completes a load even if this task is cancelled. So a cancelled task still waits for the end of the
         load, and records the version before another version is loaded.
@@ -259,7 +259,7 @@ class Samplers:
         versions[version.name] = time.monotonic()
 
     async def _make_room(self) -> None:
-        """Waits for an idle version and drops the one that was unused for longest; drops none if the engine is lost."""
+        """Waits for an idle version, and drops the idle version unused for longest; a new engine has none to drop."""
         self._needs_room = True  # makes new requests for loaded versions wait, as otherwise none might become idle
         try:
             while not (idle := [name for name in self._engine.versions if not self._running[name]]):
@@ -274,13 +274,13 @@ class Samplers:
     async def _drop(self, name: str) -> None:
         self._engine.versions.pop(name, None)
         self._running += Counter()  # removes entries that are 0
-        with suppress(EngineReplaced, *LOST):  # an engine that is lost holds no version
+        with suppress(EngineReplaced, *LOST):  # a lost engine has no versions
             await self._engine.drop(name)
 
     # ------------------------------------------------------------------ removal, and starts of the server
 
     async def forget_oldest(self) -> None:
-        """Removes the oldest surplus samplers with unnamed weights; must be called every few seconds."""
+        """Removes the oldest samplers with unnamed weights beyond service.max_samplers; call it every few seconds."""
         unnamed: dict[str, list[SamplerSession]] = {}
         for sampler in list(self.sessions.values()):
             if sampler.version is not None and sampler.version.is_ephemeral:
@@ -321,7 +321,7 @@ class Samplers:
                 shutil.rmtree(sampler.version.folder, ignore_errors=True)
 
     def continue_kept(self) -> None:
-        """Restores the sampling clients that earlier starts with this run.dir recorded, if their weights exist."""
+        """Restores the sampling clients that earlier starts with this run.dir recorded and whose weights exist."""
         for record in self._state.catalogue.samplers.all():
             saved = None if record.path is None else self._state.catalogue.find(record.path)
             version = None if saved is None else self._version_of(saved)
@@ -338,14 +338,14 @@ class Samplers:
 def _request_of(
     body: wire.Sample, sampler: SamplerSession, end_token_ids: frozenset[int], most_tokens: int
 ) -> SampleRequest:
-    """Returns the engine's form of a sampling request.
+    """Converts a client's sampling request to a request for the engine.
 
     Args:
-        end_token_ids: the model's end tokens, used if the client names no stop.
+        end_token_ids: the model's end tokens, which end a response if the client gives no `stop`.
         most_tokens: limit on the tokens of a prompt with its response.
 
     Raises:
-        BatchError: a value cannot be served; the message names it.
+        BatchError: a value of the request is not supported; the message names the value.
     """
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
@@ -391,11 +391,11 @@ def _response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
             values[: max(0, values.size - last_n)] = np.nan
         response.prompt_logprobs = values.tobytes()
     if (top := answer.prompt_top_tokens) is not None:
-        # the first token has no log-probs, and those of tokens before the last `last_n` are not returned
-        nothing = max(1, 0 if last_n is None else len(top.tokens) + 1 - last_n)
+        # positions without top tokens: the first token, and all tokens before the last `last_n`
+        empty = max(1, 0 if last_n is None else len(top.tokens) + 1 - last_n)
         k = top.tokens.shape[1]
-        tokens = np.concatenate([np.zeros((nothing, k)), top.tokens[nothing - 1 :]]).astype("<i4")
-        log_probs = np.concatenate([np.full((nothing, k), _NO_LOG_PROB), top.log_probs[nothing - 1 :]]).astype("<f4")
+        tokens = np.concatenate([np.zeros((empty, k)), top.tokens[empty - 1 :]]).astype("<i4")
+        log_probs = np.concatenate([np.full((empty, k), _NO_LOG_PROB), top.log_probs[empty - 1 :]]).astype("<f4")
         response.topk_prompt_logprobs.CopyFrom(
             tinker_pb2.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=log_probs.tobytes(), k=k, length=len(tokens))
         )

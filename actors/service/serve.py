@@ -33,7 +33,7 @@ from slimefsdp.errors import ConfigError, ResourceError
 _BASE_S = 300.0  # extra time for an engine to read the base model before it starts its server
 _ENGINE_ENDS_S = 30.0  # how long an engine may take to end; it is killed afterwards
 _LAST_ANSWERS_S = 5.0  # how long clients may read answers after the runs are saved; then connections are cut
-_ENDS_S = 30  # limit on tasks whose connections were cut
+_ENDS_S = 30  # how long tasks may still run after their connections were cut
 
 
 def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]) -> None:
@@ -42,7 +42,7 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
     Ray must be connected, and the settings must have passed `actors.cli.serve.checked_to_serve`.
 
     Args:
-        on_start: is called with the address and a function that ends the serving, before requests are answered.
+        on_start: called with the address and a function that ends the server, before any request is answered.
 
     Raises:
         ConfigError: the variable with the keys is not set. ResourceError: the port is taken.
@@ -90,7 +90,7 @@ def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Ca
 
 @contextmanager
 def _ended_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """Calls `stop` with the name of a SIGTERM or SIGINT, if this is the main thread, which alone can handle signals."""
+    """Calls `stop` with the name of a SIGTERM or SIGINT that arrives in the block; only works in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -107,10 +107,10 @@ def _ended_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
 
 
 def keys_of(config: RunConfig) -> tuple[str, ...]:
-    """Returns the accepted API keys; none: requests need no key.
+    """Returns the accepted API keys; an empty tuple means that requests need no key.
 
     Raises:
-        ConfigError: the variable that should hold them is empty, or has a key twice.
+        ConfigError: the environment variable service.api_key_env has no keys, an empty key, or a key twice.
     """
     name = config.service.api_key_env
     if name is None:
@@ -197,11 +197,11 @@ def _say(what: str) -> None:
 class Server(uvicorn.Server):
     """Serves until `should_exit`, and then ends the application's work before it closes any connection.
 
-    Runs are thus saved however long clients take to send or to read.
+    So runs are saved even if clients take long to send or to read.
 
     Args:
-        end: finishes the work and saves it; the application answers requests that arrive during this.
-        receive_timeout_s: a connection is closed if the head of a request takes longer, or if it is idle for longer.
+        end: finishes and saves the clients' work; the application still answers requests during this.
+        receive_timeout_s: the time after which an idle connection, or one without a whole request head, is closed.
     """
 
     def __init__(self, app: Starlette, end: Callable[[], Awaitable[None]], receive_timeout_s: float) -> None:
@@ -219,7 +219,7 @@ class Server(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends the application's work, then the connections; uvicorn calls it."""
+        """Ends the application's work, then the connections; uvicorn calls this method."""
         try:
             await self._end()
         finally:
@@ -233,7 +233,7 @@ class Server(uvicorn.Server):
 
 
 class _Connection(H11Protocol):
-    """Closes itself if no complete request head comes in time; uvicorn's own timeout stops at the first byte."""
+    """A connection that closes if no complete request head arrives in time; uvicorn's timeout ends at a first byte."""
 
     head_timeout_s: float
     _waiting: asyncio.TimerHandle | None = None
@@ -251,7 +251,7 @@ class _Connection(H11Protocol):
         self._stop_waiting()
 
     def _wait_for_head(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # the head has come
+        if self.cycle is not None and not self.cycle.response_complete:  # the head is complete
             self._stop_waiting()
         elif self._waiting is None:
             self._waiting = self.loop.call_later(self.head_timeout_s, self._close_without_head)

@@ -1,4 +1,4 @@
-"""The service: the training runs and samplers of clients, on one group and one engine, and lists of what there is."""
+"""Performs clients' requests: trains runs on one group, samples from one engine, and lists runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slimefsdp.errors import CheckpointError, ConfigError, StateError
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.params import SamplingStats
 
-_MOST_LR = 1000.0  # an update of AdamW changes a weight by about this; finite gradients then never make it infinite
+_MOST_LR = 1000.0  # AdamW changes a weight by about the rate; so finite gradients never make a weight infinite
 _LEAST_EPS = 1e-15  # AdamW divides by eps alone if the second moment has decayed to 0 and the first has not
 _VERSIONS_SHOWN = 10
 
@@ -36,8 +36,8 @@ class Service(ServiceState):
     """Performs the requests that `actors.service.app` receives.
 
     Args:
-        group: the group as it was launched.
-        limits: on what clients may ask for at once.
+        group: the group after its launch, still with its initial weights.
+        limits: limits on the requests and objects of clients.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Service(ServiceState):
         return {"type": "session_heartbeat"}
 
     async def finish(self, user: User, id: str) -> Answer:
-        """Ends a session of the user; does nothing if it is unknown, has ended, or belongs to another user."""
+        """Ends a session of the user; does nothing if the session is unknown, has ended, or belongs to another user."""
         with suppress(NotFound):
             await self.end_session(self.session(id, user).id)
         return {}
 
     async def end_session(self, key: str, *, is_overdue: bool = False) -> None:
-        """Ends a session with its runs and samplers; what it saved under a name stays.
+        """Ends a session with its runs and samplers; what was saved under a name stays.
 
         Args:
             is_overdue: as in `Runs.end_session`.
@@ -98,7 +98,7 @@ class Service(ServiceState):
     # ------------------------------------------------------------------ training
 
     def forward_backward(self, message: Any, size: int, user: User) -> Result:
-        """Submits a ForwardBackwardRequest whose body has `size` bytes; it may ask for the forward pass only."""
+        """Submits a ForwardBackwardRequest, which may ask for the forward pass only; its body has `size` bytes."""
         run = self.training.get(message.model_id, user)
 
         def do(calls: GroupCalls) -> Answer:
@@ -106,7 +106,7 @@ class Service(ServiceState):
                 message,
                 vocab_size=self.vocab_size,
                 max_tokens=self.most_tokens,
-                max_targets=self.limits.body_bytes // 8,  # as many as fit into a body if they are dense
+                max_targets=self.limits.body_bytes // 8,  # as many dense targets as fit into a body
                 stable_reinforce=self.config.service.stable_reinforce,
             )
             run.tokens += work.num_tokens
@@ -169,7 +169,7 @@ class Service(ServiceState):
         return self._described(self.training.get(id, user), user)
 
     def checkpoints(self, user: User, id: str | None = None) -> list[Answer]:
-        """Lists what a user, or one of their runs, has saved."""
+        """Lists the saves of a user, or of one of the user's runs."""
         return [_listed(saved) for saved in self.catalogue.listed(user, id)]
 
     async def delete_checkpoint(self, user: User, id: str, kind: str, name: str) -> Answer:
@@ -237,7 +237,7 @@ class Service(ServiceState):
 
 
 def _lora(rank: int) -> dict[str, Any]:
-    """Returns the API's fields of a rank; rank 0 stands for all weights."""
+    """Returns the API's fields for the rank of weights; rank 0 means all weights."""
     return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
@@ -269,7 +269,7 @@ def _update_settings(params: wire.AdamParams) -> UpdateSettings:
 
 
 def _log_probs(calls: GroupCalls, work: Work) -> Any:
-    """Returns the log-probs of the targets, float32 [R]; adds their gradients unless the work is forward only."""
+    """Returns the log-probs of the targets, float32 [R]; adds the loss's gradients unless the work is forward only."""
     if work.forward_only:
         return calls.compute_log_probs(work.batch).log_probs
     output = calls.forward_backward(work.batch, work.loss, 1.0, settings=work.settings, with_log_probs=True)

@@ -35,7 +35,7 @@ class ServiceState:
         self.config, self.limits = config, limits
         self.model_name = config.service.model_name or path
         self.model_type, self.vocab_size = folder.model_type, folder.vocab_size
-        self.tokenizer_id = path  # a path on the server's disk, like that of the model
+        self.tokenizer_id = path  # clients get a path on the server's disk
         self.end_token_ids = frozenset(end_token_ids(path, load_tokenizer(path).eos_token_id))
         self.most_tokens = config.max_pack_tokens  # limit on the tokens of a datum
         self.most_context = longest_sample(config, folder)  # limit on the tokens of a prompt with its response
@@ -78,7 +78,7 @@ class ServiceState:
             self.sessions[session].seen = time.monotonic()
 
     def overdue_sessions(self) -> list[str]:
-        """Returns the ids of sessions without a sign of their clients for `SESSION_TIMEOUT_S`."""
+        """Returns the ids of the sessions whose clients have been silent for `SESSION_TIMEOUT_S`."""
         last = time.monotonic() - SESSION_TIMEOUT_S
         return [session.id for session in self.sessions.values() if session.seen < last]
 

@@ -33,7 +33,7 @@ class EngineReplaced(Exception):
     """The engine was lost before it answered, and was replaced by an engine without versions.
 
     Args:
-        loss: the error of the loss; None if the engine was lost before this call, and never got the request.
+        loss: how the engine was lost; None means that it was lost before this call, and never got the request.
     """
 
     def __init__(self, loss: SlimeError | None) -> None:
@@ -42,12 +42,12 @@ class EngineReplaced(Exception):
 
 
 class SupervisedEngine:
-    """A sampling engine, replaced when it is lost: at most cluster.max_restarts times, and three times in a row.
+    """Replaces a lost sampling engine, at most cluster.max_restarts times, and three times without a sampled request.
 
     All methods except `end` must be called from one event loop.
 
     Args:
-        start: starts an engine and returns its handle once it answers; it may block.
+        start: starts an engine and returns its handle when the engine answers; this function may block.
 
     Raises:
         Exception: the errors of `start`.
@@ -56,7 +56,7 @@ class SupervisedEngine:
     def __init__(self, config: RunConfig, start: Callable[[], Any]) -> None:
         self._start, self._limits = start, Limits.of(config)
         self._restarts = Restarts(config.cluster.max_restarts, "sampling engines")
-        self._loss: SlimeError | None = None  # the error because of which an engine is being, or could not be, replaced
+        self._loss: SlimeError | None = None  # why the engine is being replaced, or could not be replaced
         self._replacing: asyncio.Task[None] | None = None  # stays set if the replacement failed and there is no engine
         self._query: asyncio.Task[None] | None = None  # a pending request for the stats of the engine
         self._query_began = 0.0  # the time.monotonic() at which `_query` began
@@ -68,7 +68,7 @@ class SupervisedEngine:
         self._engine, self._began, self._last_stats = engine, time.monotonic(), _NOTHING
         self._watchdog = Watchdog([engine], self._limits, kind="sampling engine")
         self.versions: dict[str, float] = {}
-        """The versions that the engine was told to load, and when each was last used; `Samplers` maintains it."""
+        """Version that the engine has loaded -> time.monotonic() of its last use; `Samplers` maintains this."""
 
     @property
     def problem(self) -> str | None:
@@ -110,16 +110,16 @@ class SupervisedEngine:
         return answer
 
     async def stats(self) -> SamplingStats:
-        """Returns the engine's stats; the last known ones if it does not answer at once."""
+        """Returns the engine's stats, or its last known stats if the engine does not answer within `_ANSWER_S`."""
         if self._replacing is None:
-            await asyncio.wait([self._question()], timeout=_ANSWER_S)
+            await asyncio.wait([self._stats_query()], timeout=_ANSWER_S)
         return self._last_stats
 
     async def watch(self) -> None:
         """Checks whether the engine hangs or has ended; must be called about once a second."""
         if self._replacing is not None:
             return
-        self._question()
+        self._stats_query()
         engine, waiting = self._engine, Waiting("sample", [0], self._began)
         try:
             await asyncio.to_thread(self._watchdog.look, waiting)
@@ -130,7 +130,7 @@ class SupervisedEngine:
         """Ends the engine for good.
 
         Raises:
-            RayError: it did not end within `timeout_s`, and was killed.
+            RayError: the engine did not end within `timeout_s`, and was killed.
         """
         import ray
 
@@ -161,17 +161,17 @@ class SupervisedEngine:
             await asyncio.shield(self._replacing)  # shielded, since other tasks may wait when this one is cancelled
         raise EngineReplaced(loss)
 
-    def _question(self) -> asyncio.Task[None]:
+    def _stats_query(self) -> asyncio.Task[None]:
         if self._query is None or self._query.done():
-            self._query, self._query_began = asyncio.create_task(self._ask()), time.monotonic()
+            self._query, self._query_began = asyncio.create_task(self._query_stats()), time.monotonic()
         return self._query
 
-    async def _ask(self) -> None:
+    async def _query_stats(self) -> None:
         with suppress(EngineReplaced, SlimeError):
             self._last_stats = await self._call("stats")
 
     def _lost(self, engine: Any, error: SlimeError) -> None:
-        """Starts the replacement of an engine, unless it was started already."""
+        """Starts the replacement of an engine, unless its replacement has already started."""
         if self._engine is engine and self._replacing is None:
             self._loss, self._last_stats = error, _NOTHING
             self._replacing = asyncio.create_task(self._replace(error))
@@ -179,7 +179,7 @@ class SupervisedEngine:
 
     async def _replace(self, error: SlimeError) -> None:
         try:
-            engine = await asyncio.to_thread(self._another, error)
+            engine = await asyncio.to_thread(self._start_another, error)
         except Exception as failed:
             cause = typed(failed)
             self._loss = cause if isinstance(cause, SlimeError) else error
@@ -188,7 +188,7 @@ class SupervisedEngine:
         self.replacements += 1
         self._loss = self._replacing = None
 
-    def _another(self, error: SlimeError) -> Any:
+    def _start_another(self, error: SlimeError) -> Any:
         self._watchdog.kill_stopped()
         end_processes([self._engine])
 
@@ -196,7 +196,7 @@ class SupervisedEngine:
             if self._is_ended:
                 raise StateError("the server is ending", field="engine", hint="ask the next one")
             engine = self._start()
-            if self._is_ended:  # it ended during the start
+            if self._is_ended:  # the server ended during the start
                 end_processes([engine])
                 raise StateError("the server is ending", field="engine", hint="ask the next one")
             return engine

@@ -17,9 +17,9 @@ from slimefsdp.errors import SlimeError, StateError
 
 RequestKind = Literal["make", "forward", "forward_backward", "optim_step", "save", "save_for_sampler", "load"]
 MAKE = 0  # the number of the request that creates a run; clients number their requests from 1
-_REMEMBERED = 4096  # limit on the answered requests that get the same answer when they are repeated
-_GAP = 4096  # limit on the missing numbers before a request
-_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # clients send other kinds one after another
+_REMEMBERED = 4096  # number of the newest requests that get the same answer when they are repeated
+_GAP = 4096  # how far the number of a request may be ahead of the next request to perform
+_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # clients send only these kinds in parallel
 
 
 @dataclass(slots=True)
@@ -39,16 +39,16 @@ class TrainingRun:
         owner: the id of the user whose client created the run.
         rank: the rank of the run's adapter; 0 if it trains all weights.
         calls: the group's calls for this run.
-        made_by: (name, result) of the call that created the run; None if an earlier start of the server created it.
+        made_by: (kind, result) of the request that created the run; None means an earlier start of the server.
         next_number: the number of the next request to perform.
-        incomplete: the error because of which the gradients so far are incomplete.
+        incomplete: the error of a failed forward_backward, after which gradients are incomplete; None if none failed.
         has_gradients: whether there are gradients that no update has used.
-        redone: for a resumed run, (time of the start, number). Requests from this number on may have been performed
-            before the start; they are performed again.
-        resumed_at: the path of the checkpoint from which the run was resumed; None once it is clear whether requests
-            were lost.
-        lost: the first and last number of lost requests, and the path of the checkpoint to go back to; None once the
-            client has loaded a checkpoint.
+        redone: for a resumed run, (time of the server's start, number of a request). Requests from this number on may
+            have been performed before the start; they are performed again.
+        resumed_at: the path of the checkpoint from which the run was resumed, until it is known whether requests were
+            lost; then None.
+        lost: the first and last number of lost requests, and the path of the checkpoint to go back to, until the client
+            has loaded a checkpoint; then None.
         is_ending: whether the client has ended the run or its session.
     """
 
@@ -98,7 +98,7 @@ class TrainingRun:
                 require_same_kind("seq_id", number, known[0], kind)
                 return known[1]
             if self._is_stopped:
-                raise self._has_ended()
+                raise self._ended_error()
             if self.resumed_at is not None and kind not in _PARALLEL and number >= self.next_number:
                 self._skip_lost(number)
             if not self.next_number <= number < self.next_number + _GAP:
@@ -125,7 +125,7 @@ class TrainingRun:
         return self.next_number - 1
 
     def resume(self, progress: Progress) -> None:
-        """Sets the run's progress to that of a checkpoint, which was just loaded."""
+        """Sets the run's progress to the progress at a checkpoint, which was just loaded."""
         self.next_number = progress.next_number
         self.updates, self.tokens = progress.updates, progress.tokens
         self.redone = time.time(), progress.next_number
@@ -133,7 +133,7 @@ class TrainingRun:
             self.incomplete = StateError("the server was started anew", field="forward_backward")
 
     def was_lost(self, saved: Saved) -> bool:
-        """Returns whether the request that saved this was after the checkpoint from which the run was resumed."""
+        """Returns whether a request after the checkpoint from which the run was resumed wrote this save."""
         return self.redone is not None and saved.time < self.redone[0] and saved.request >= self.redone[1]
 
     def refuse_behind_lost(self, after_s: float) -> None:
@@ -150,10 +150,10 @@ class TrainingRun:
                     self._wake()
 
     def stop(self, at_end: Callable[[], None] | None = None, *, finishes: bool = False) -> None:
-        """Accepts no more requests, without waiting; the thread ends after the request in progress.
+        """Makes the run refuse new requests, and returns at once. The run's thread ends after the request in progress.
 
         Args:
-            at_end: a function that the thread calls at its end.
+            at_end: a function that the run's thread calls at its end.
             finishes: whether waiting requests are performed first, up to the first missing number; otherwise they fail.
         """
         with self._changed:
@@ -170,7 +170,7 @@ class TrainingRun:
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"run {self.id}", daemon=True)
+            self._thread = threading.Thread(target=self._run_thread, name=f"run {self.id}", daemon=True)
             self._thread.start()
         self._changed.notify()
 
@@ -181,17 +181,17 @@ class TrainingRun:
         return number
 
     def _skip_lost(self, number: int) -> None:
-        """Continues with the request of this number; all missing requests before it count as lost."""
+        """Makes the request of this number the next one; missing requests before it are lost, and waiting ones fail."""
         missing = self._first_missing()
         if number > missing and self.resumed_at is not None:
             last = min([number, *(waiting for waiting in self._waiting if waiting > missing)]) - 1
             self.lost = missing, last, self.resumed_at
             for early in [waiting for waiting in self._waiting if waiting < number]:
-                self._waiting.pop(early).result.fail(self._of_lost(self.lost))
+                self._waiting.pop(early).result.fail(self._lost_error(self.lost))
             self.next_number = number
         self.resumed_at = None
 
-    def _of_lost(self, lost: tuple[int, int, str]) -> StateError:
+    def _lost_error(self, lost: tuple[int, int, str]) -> StateError:
         first, last, path = lost
         return StateError(
             f"requests {first} to {last} of {self.id} were lost when the server ended, and it is where it was after "
@@ -200,12 +200,12 @@ class TrainingRun:
             hint=f"load {path} into it, or create a training client from that, and go on from there",
         )
 
-    def _has_ended(self) -> StateError:
+    def _ended_error(self) -> StateError:
         return StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
 
     def _fail_waiting(self) -> None:
         for request in self._waiting.values():
-            request.result.fail(self._has_ended())
+            request.result.fail(self._ended_error())
         self._waiting.clear()
 
     def _next(self) -> _Request | None:
@@ -221,10 +221,10 @@ class TrainingRun:
             self._is_busy = True
             return request
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         while (request := self._next()) is not None:
             try:
-                request.result.set(self._answer(request))
+                request.result.set(self._perform(request))
             except Exception as error:
                 if not isinstance(error, SlimeError):  # a bug of ours: the client gets the error, and the run continues
                     print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
@@ -233,9 +233,9 @@ class TrainingRun:
         if self._at_end is not None:
             self._at_end()
 
-    def _answer(self, request: _Request) -> Answer:
+    def _perform(self, request: _Request) -> Answer:
         if self.lost is not None and request.kind != "load":
-            raise self._of_lost(self.lost)
+            raise self._lost_error(self.lost)
         if request.kind == "optim_step" and self.incomplete is not None:
             why, self.incomplete, self.has_gradients = self.incomplete, None, False
             self.calls.zero_grad()

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_TIMES_FREE = 4
+_TIMES_FREE = 4  # a user may take this many times the amount that stays free
 
 
 class NotFound(Exception):
-    """A client's request has an unknown id; answered with status 404, or with 410 if the id was valid before."""
+    """A client's request has an unknown id. The answer has status 404, or 410 if the id was valid before."""
 
     def __init__(self, what: str, *, is_gone: bool = False) -> None:
         super().__init__(what)
@@ -46,10 +46,10 @@ class User:
     """A user, who is identified by an API key.
 
     Args:
-        id: a digest of the key, which is recorded as the owner of the user's objects; empty if no key is needed.
+        id: a digest of the key; records name it as the owner of the user's objects. It is empty if no key is needed.
         is_operator: whether the key is the first one. The operator may see the state of the service, and owns objects
             that were created without a key.
-        is_alone: whether there is no other user; then all objects in the run's folder belong to this user.
+        is_alone: whether there is no other user. If so, all objects in the run's folder belong to this user.
     """
 
     id: str
@@ -81,7 +81,7 @@ class Users:
         return bool(self._by_key)
 
     def of(self, key: str) -> User | None:
-        """Returns the user who has this key, or None.
+        """Returns the user who has this key, or None if no user has it.
 
         Args:
             key: the value of a request's header, decoded as Latin-1; empty if the request has no such header.
@@ -129,7 +129,7 @@ class Shares:
         return self._taken.total()
 
     def has_room(self, user: str, size: int) -> bool:
-        """Returns whether the user may take this much more."""
+        """Returns whether the user may take `size` more."""
         return self._taken[user] + size <= _TIMES_FREE * (self.most - self.taken - size)
 
     def take(self, user: str, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls that move, inspect, send, save, load and export the state of the ranks."""
+"""Defines the calls that move, inspect, send, save, load and export the state of the ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _check_receivers(role: str, arguments: Arguments) -> None:
             raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)
 
 
-# result types of calls that answer by rank: a Trainer returns its rank's result, a driver's handle all results
+# result types of calls that answer by rank: a Trainer returns one rank's result, a driver's handle a list of all
 MemoryReports = TypeVar("MemoryReports")
 Memories = TypeVar("Memories")
 Descriptions = TypeVar("Descriptions")
@@ -170,8 +170,8 @@ class StateCalls(Calls):
 
         Raises:
             SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; with `drop_failed`,
-                all receivers did. Receivers that have begun must not be used for sampling until the next update.
-            ConfigError: `drop_failed` was set without a driver.
+                all receivers did. A receiver that has begun the update must not sample before the next update.
+            ConfigError: `drop_failed` is set in a call on a Trainer.
         """
         from slimefsdp.models.lora import merged_rows
         from slimefsdp.training.build import compute_dtype
@@ -202,7 +202,7 @@ class StateCalls(Calls):
         """Copies the actor's weights to the reference model; shard by shard if the reference is colocated.
 
         Raises:
-            StateError: there is no reference model, it has another architecture, or a Trainer's is a separate group.
+            StateError: there is no reference model, its architecture differs, or on a Trainer it is a separate group.
             SyncError: as in `update_weights`, for a reference group.
         """
         from slimefsdp.models.decoder import PolicyModel
@@ -221,21 +221,21 @@ class StateCalls(Calls):
     ) -> Path:
         """Writes a checkpoint of everything that is needed to continue training, completely or not at all.
 
-        On a driver the checkpoint of an actor group also holds its critic and its reference group. With
+        On a driver the checkpoint of an actor group also contains its critic and its reference group. With
         `checkpoint.async_save` the call returns before the checkpoint is written, and `finish_save` waits for it; the
         checkpoint has the state at the time of the call. An actor's critic and reference group are written before
         the call returns.
 
         Args:
-            loop_state: the caller's own JSON, which `load` returns.
-            name: a named checkpoint is kept until its folder is removed; it counts neither for `checkpoint.keep_last`
-                nor as `latest`.
-            overwrite: replaces an existing checkpoint of this name.
+            loop_state: data of the caller, as for JSON, which `load` returns.
+            name: the checkpoint's name; None means no name. A named checkpoint is kept until its folder is removed; it
+                does not count for `checkpoint.keep_last`, and is never `latest`.
+            overwrite: whether the checkpoint replaces an earlier checkpoint of this name.
 
         Raises:
             ConfigError: `run.dir` is not set.
             CheckpointError: this or the previous save could not be written, or the name is invalid or taken.
-            StateError: a driver called it on a reference group.
+            StateError: a driver made this call on a reference group.
         """
         state, is_reference = self._state, self._state.role == "ref"
         state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -281,12 +281,12 @@ class StateCalls(Calls):
         state after an update that failed halfway.
 
         Args:
-            name: loads the checkpoint of this name.
-            weights_only: loads only the weights, with a new optimiser and counters at zero.
+            name: the name of the checkpoint; None means the checkpoint of `step`.
+            weights_only: whether only the weights are loaded, with a new optimiser and counters at zero.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it is incomplete, changed or of another model.
-            StateError: a driver called it on a reference group.
+            StateError: a driver made this call on a reference group.
         """
         state = self._state
         state.memory_manager.wake_up(("parameters", "optimizer"))
@@ -309,7 +309,7 @@ class StateCalls(Calls):
         return dict(info["loop_state"])
 
     def _load_reference_group(self, step: int | Literal["latest"], name: str | None) -> dict[str, Any]:
-        """Restores a reference group's weights, from its model folder if the checkpoint has no updated weights."""
+        """Restores a reference group's weights: from the checkpoint, or from the model folder if it has no others."""
         from slimefsdp.models.decoder import PolicyModel
         from slimefsdp.training.build import model_for
 
@@ -333,7 +333,7 @@ class StateCalls(Calls):
 
     @call("actor", "critic", is_exclusive=False)
     def restored(self) -> LoadReport | None:
-        """Returns what the last `load` has read and skipped; None before the first `load`."""
+        """Returns what the last `load` has read and skipped; None if there was no `load` yet."""
         return self._state.checkpoints.restored
 
     @call(*ROLES, needs_whole_weights=True, check=_check_path)

@@ -1,4 +1,4 @@
-"""Calls that compute and train, and calls for the adapters of one base model."""
+"""Defines the calls that compute and train, and the calls for the adapters of one base model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Calls:
     """Base of the classes whose methods are calls.
 
-    `Trainer` runs the bodies, which use the attributes declared here. A driver's handle has no such attributes and runs
-    no body: its `_make` sends the call to the ranks.
+    `Trainer` runs the bodies, which use the attributes below. A driver's handle has none of these attributes and runs
+    no body; its `_make` sends the call to the ranks.
     """
 
     _state: RankState
@@ -87,11 +87,12 @@ class TrainingCalls(Calls):
         """Computes the log-prob and entropy of every response token, including masked ones.
 
         Args:
-            model: the group's own weights, or the frozen reference model of an actor (loaded on first use).
+            model: `actor` means the group's own weights; `ref` the frozen reference model of an actor group, which is
+                loaded at its first use.
 
         Raises:
             BatchError: the batch does not fit the settings. ConfigError: the group has no such model.
-            StateError: the reference model is a separate group, on which the call must be made.
+            StateError: the reference model is a separate group; make the call on that group.
         """
         from slimefsdp.training import step
 
@@ -132,13 +133,13 @@ class TrainingCalls(Calls):
         gae_lambda: float | None = None,
         kl_coefficient: float | None = None,
     ) -> dict[str, float]:
-        """Takes all updates of one rollout batch; returns their mean metrics.
+        """Takes all updates of one rollout batch; returns the mean of the updates' metrics.
 
         If an error or loss.max_kl ends the call early, the gradients of the unfinished update are dropped.
 
         Args:
             plan: the result of `slimefsdp.training.plan.plan_training`; None means that this call makes the plan.
-            gae_lambda, kl_coefficient: replace the settings in the computation of a critic's targets.
+            gae_lambda, kl_coefficient: replace the settings of these names when a critic's targets are computed.
 
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
@@ -192,17 +193,17 @@ class TrainingCalls(Calls):
         settings: Mapping[str, Any] | None = None,
         with_log_probs: bool = False,
     ) -> dict[str, float] | ForwardBackward:
-        """Adds the gradients of all samples of a batch to those of the next update; returns the batch's metrics.
+        """Adds the gradients of all samples of a batch to the gradients of the next update; returns metrics.
 
         Args:
             batch: if it has no `old_log_probs`, the current log-probs are used, and the ratio is 1.
             loss: `policy` (the batch has advantages, or the estimator's inputs), `sft`, or `value` for a critic.
-            denominator: the divisor of the loss; None means the count of this batch. If two calls get half of a batch
-                each, and the whole batch's `slimefsdp.algorithms.reduction.update_denominator`, they equal one call.
+            denominator: the divisor of the loss; None means the divisor of this batch. Two calls with half of a batch
+                each equal one call if both get `slimefsdp.algorithms.reduction.update_denominator` of the whole batch.
             settings: settings of `loss` for this call only, such as {"policy": "cispo", "clip_high": 0.3}: the policy
                 loss and its parameters, `reduction`, `constant_length` and `entropy_coefficient`.
-            with_log_probs: returns a `ForwardBackward` with the metrics, and the log-probs of this forward pass in
-                batch order.
+            with_log_probs: whether the call returns a `ForwardBackward`: the metrics, and the log-probs of this forward
+                pass in batch order.
 
         Raises:
             BatchError: the batch does not fit the settings; no gradient was added.
@@ -290,7 +291,7 @@ class TrainingCalls(Calls):
 
     @call("actor", adapter="any")
     def adapters(self) -> list[AdapterInfo]:
-        """Lists all adapters in the order of their creation.
+        """Returns all adapters in the order of their creation.
 
         Raises:
             ConfigError: the run has no adapters.

@@ -27,7 +27,7 @@ def _name_in(table: Iterable[str], other: str, other_table: Iterable[str]) -> Ca
     """Returns a validator that accepts a name in the table, or a user's function as `module:function`.
 
     Args:
-        other: a setting with which this one is easily confused.
+        other: another setting, which users confuse with this setting.
         other_table: the names that the other setting accepts.
     """
     names, others = list(table), list(other_table)
@@ -56,15 +56,15 @@ class AdvantageSettings(Settings):
     """Chooses how advantages are computed from rewards, once for a whole rollout batch."""
 
     estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS, "loss.policy", POLICY_LOSSES))] | None = Field(
-        None, description=f"{_choices(ESTIMATORS)}; null: grpo, or gae under algorithm=ppo"
+        None, description=f"{_choices(ESTIMATORS)}; null means grpo, or gae under algorithm=ppo"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards a token")
-    gae_lambda: float = Field(1.0, ge=0, le=1, description="1 trusts rewards alone, 0 the critic")
-    pass_k: PositiveInt | None = Field(None, description="responses of a prompt, one of which has to be right")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards per token")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of GAE; 1 trusts only rewards, 0 only the critic")
+    pass_k: PositiveInt | None = Field(None, description="k of pass@k, where one of k responses has to be right")
     whiten: bool | None = Field(
         None,
-        description="give the advantages of a whole batch mean 0 and variance 1 over its trained tokens; null: as the "
-        "estimator's authors do",
+        description="give the advantages of a whole batch mean 0 and variance 1 over its trained tokens; null means "
+        "what the estimator's authors do",
     )
 
 
@@ -76,48 +76,49 @@ class LossSettings(Settings):
     )
     reduction: Literal["token_mean", "sequence_mean", "constant", "prompt_mean"] = Field(
         "token_mean",
-        description="1/N tokens; mean over samples of their token mean; sum over constant_length; mean over prompts of "
-        "their token mean",
+        description="token_mean: the mean over all tokens; sequence_mean: the mean over samples of each sample's token "
+        "mean; constant: the mean over samples of each sample's token sum, divided by constant_length; prompt_mean: "
+        "the mean over prompts of each prompt's token mean",
     )
     constant_length: Annotated[int, Field(ge=1, le=2**31)] | None = Field(None, description="the divisor (Dr.GRPO)")
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, le=LARGEST, description="and above at 1 + clip_high")
+    clip_high: float = Field(0.2, gt=0, le=LARGEST, description="the ratio is clipped above at 1 + clip_high")
     dual_clip: float | None = Field(
         None,
         gt=1,
         le=LARGEST,
-        description="bounds the loss of a negative advantage A by dual_clip x |A|; null: no bound",
+        description="bounds the loss of a negative advantage A by dual_clip x |A|; null means no bound",
     )
     beta: float = Field(
         0.1,
         gt=0,
         le=LARGEST,
-        description="dpo: how strongly the reference holds; dro: how strongly the old log-probs hold",
+        description="how strongly the policy is held near the reference (dpo) or the old log-probs (dro)",
     )
     kl_coefficient: float = Field(
-        0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); the first one, with kl_target"
+        0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); with kl_target, the initial weight"
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "k1_unbiased", "k3_unbiased"] | None = Field(
         None,
-        description="per-token estimator of that KL; full: exact over the vocabulary, from a colocated reference; "
-        "k1_unbiased, k3_unbiased: weighted by the ratio, so that the gradient is that of the KL however far the "
-        "policy has moved; null: k3 in the loss, k1 in the reward",
+        description="estimator of the KL of each token; full is the exact KL over the vocabulary, with a colocated "
+        "reference; k1_unbiased, k3_unbiased are weighted by the ratio, so that they have the KL's gradient "
+        "however far the policy has moved; null means k3 in the loss, k1 in the reward",
     )
     kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="a term of the loss, or taken off each token's reward before advantages are computed"
+        "loss", description="loss: the KL is a term of the loss; reward: it is subtracted from each token's reward"
     )
     kl_target: float | None = Field(
-        None, gt=0, description="adapt the coefficient after each step so that the KL nears this many nats a token"
+        None, gt=0, description="nats per token to which the KL is brought by adapting kl_coefficient after each step"
     )
     entropy_coefficient: float = Field(0.0, ge=0, le=LARGEST, description="weight of the entropy bonus")
     old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
-        description="where the batch brings none; auto: the current ones if the step has one update, else recompute; "
-        "rollout: the engine's",
+        description="where old log-probs come from if the batch has none. recompute: computed before the first update; "
+        "rollout: from the engine; auto: the current log-probs if the step has one update, else recomputed",
     )
     epochs: PositiveInt = Field(1, description="passes over one rollout batch")
     max_kl: float | None = Field(
-        None, gt=0, description="end the step before an update whose KL(old || policy) exceeds this; null: never"
+        None, gt=0, description="end the step before an update whose KL(old || policy) exceeds this; null means never"
     )
 
 
@@ -125,17 +126,17 @@ class CorrectionSettings(Settings):
     """Weights or masks tokens for which the probabilities of rollout engine and trainer differ."""
 
     method: Literal["none", "importance", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = (
-        Field("none", description=f"none, or one of {', '.join(CORRECTIONS)}; reads rollout_log_probs")
+        Field("none", description=f"none, or one of {', '.join(CORRECTIONS)}; a method needs rollout_log_probs")
     )
     low: float | None = Field(None, ge=0, le=LARGEST, description="lower bound of trainer / rollout probability")
-    high: float | None = Field(None, gt=0, le=LARGEST, description="upper bound of it")
+    high: float | None = Field(None, gt=0, le=LARGEST, description="upper bound of trainer / rollout probability")
     veto_below: float | None = Field(
-        None, gt=0, lt=1, description="drop a sequence with any token of a trainer / rollout probability below this"
+        None, gt=0, lt=1, description="drop a sequence if any token's trainer / rollout probability is below this"
     )
     opsm_threshold: float | None = Field(
         None,
         ge=0,
-        description="drop sequences of negative advantage whose mean log(engine / policy) exceeds this (OPSM)",
+        description="drop tokens of negative advantage in sequences with a mean log(engine / policy) above this (OPSM)",
     )
 
     @model_validator(mode="after")
@@ -158,18 +159,18 @@ class CriticSettings(PlacedSettings):
 
     path: PathOrIdSetting | None = Field(
         None,
-        description="its folder, or id: a causal LM, whose value head starts at 0, or a token classifier of one label; "
-        "null: model.path",
+        description="folder or id of the critic: a causal LM, whose value head starts at 0, or a token classifier of "
+        "one label; null means model.path",
     )
-    lr: float | None = Field(None, gt=0, le=LARGEST, description="peak learning rate; null: optim.lr")
+    lr: float | None = Field(None, gt=0, le=LARGEST, description="peak learning rate; null means optim.lr")
     clip: float | None = Field(
         0.2,
         gt=0,
         le=LARGEST,
-        description="values further than this from those before the step stop counting; null: no clipping",
+        description="the loss clips values to this distance from the values before the step; null means no clipping",
     )
     warmup_steps: int = Field(
-        0, ge=0, description="first steps of the run: the critic alone is trained, on rewards to go (lambda 1)"
+        0, ge=0, description="number of first steps in which only the critic is trained, on rewards to go"
     )
 
 
@@ -182,8 +183,8 @@ class AlgorithmSettings(Settings):
 
     algorithm: Literal["grpo", "ppo", "sft", "dpo"] = Field(
         "grpo",
-        description="grpo: reinforcement learning without a critic; ppo: with one; sft: supervised; dpo: direct "
-        "preference optimisation on pairs of responses from a file (docs/dpo.md)",
+        description="grpo: reinforcement learning without a critic; ppo: with a critic; sft: supervised training; dpo: "
+        "direct preference optimisation on pairs of responses from a file (docs/dpo.md)",
     )
     advantage: AdvantageSettings = AdvantageSettings()
     loss: LossSettings = LossSettings()
@@ -275,7 +276,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def kl_estimator(self) -> str:
-        """Returns the formula of the KL: that of `loss.kl_estimator`, or the formula with the right gradient."""
+        """Returns the formula of the KL: `loss.kl_estimator` without `_unbiased`, or its default."""
         chosen = self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
         return chosen.removesuffix("_unbiased")
 
@@ -299,7 +300,7 @@ class AlgorithmSettings(Settings):
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     def effective(self, field: str) -> Any:
-        """Returns the value of a setting, with a null replaced where it stands for another value."""
+        """Returns the value of a setting; if advantage.estimator is null, returns the estimator that is used."""
         return self.estimator if field == "advantage.estimator" else self.value_of(field)
 
     def value_of(self, field: str) -> Any:

@@ -35,7 +35,7 @@ def broken_rule(rule: str, hint: str) -> PydanticCustomError:
 
 
 MOST = 10**12
-"""The largest whole number of any setting: products of a few of them are still exact in 64 bits, or nearly so."""
+"""The largest whole number that a setting may have."""
 LARGEST = 1e30  # a float32 can represent it
 LONGEST_S = 1e9  # thirty years; system calls refuse much longer waits
 MOST_RANKS = 100_000
@@ -74,9 +74,9 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def function_name(value: str) -> str:
-    """Returns a value of the form `module:function` or `file.py:function`, with the path of a file made absolute.
+    """Checks the name of a user's function, `module:function` or `file.py:function`; makes the file's path absolute.
 
-    Raises the error of `broken_rule` for other values.
+    Raises the error of `broken_rule` if the name has another form.
     """
     return _named(value, "must be module:function or file.py:function", "actors.rollout.rewards:exact_match")
 
@@ -132,7 +132,7 @@ def keyword_arguments(value: Any) -> dict[str, Any]:
 
 
 def path_text(path: Path) -> str:
-    """Returns the text for a path in a YAML file, from which the same path is read back."""
+    """Returns a path as text for a YAML file; reading the file gives the same path."""
     return str(path).replace("$", "$$")
 
 
@@ -145,7 +145,7 @@ RankCount = Annotated[PositiveInt, BeforeValidator(within_ranks)]
 
 
 def chosen_by(name: str, *, default: str) -> Discriminator:
-    """Returns pydantic's discriminator for a section with several kinds, which one of its settings names.
+    """Returns pydantic's discriminator for a section of several kinds; a setting of the section names the kind.
 
     Args:
         name: the setting that names the kind.
@@ -162,15 +162,15 @@ def chosen_by(name: str, *, default: str) -> Discriminator:
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
     """Returns kind -> settings class for the type of a section.
 
-    If there is no choice, the only kind is "". For other types the result is empty.
+    If the section has only one kind, that kind is "". If the type is no section, the result is empty.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {"": annotation}
-    found: dict[str, type[BaseModel]] = {}
+    classes: dict[str, type[BaseModel]] = {}
     for member in get_args(annotation):
         model, *marks = get_args(member) or (None,)
-        found |= {mark.tag: model for mark in marks if isinstance(mark, Tag)}
-    return found
+        classes |= {mark.tag: model for mark in marks if isinstance(mark, Tag)}
+    return classes
 
 
 def _has_own_null(field: FieldInfo) -> bool:
@@ -178,12 +178,12 @@ def _has_own_null(field: FieldInfo) -> bool:
 
 
 def without_nulls(value: Any, *kinds: type[BaseModel]) -> Any:
-    """Removes the nulls of a section, so that these settings have their defaults and no rule sees them.
+    """Removes the null values of a section, so that these settings get their defaults.
 
-    Nulls with a meaning of their own stay, as for critic.clip. So do nulls of unknown names, for an error.
+    A null with a meaning of its own stays, as for critic.clip. A null under an unknown name stays, to be reported.
 
     Args:
-        kinds: the settings of the section, or of each kind that it can be of.
+        kinds: the settings classes of all kinds of the section.
     """
     if not isinstance(value, Mapping):
         return value

@@ -33,9 +33,9 @@ def load_function(
     Args:
         field: the setting with this name, for errors.
         example: a valid name, for errors.
-        takes: names of the positional arguments that the function must accept; None means that they are not checked.
+        takes: names of the positional arguments that the function must accept; None means any arguments.
         may_be_async: whether a coroutine function is allowed.
-        is_class: whether the name must be that of a class.
+        is_class: whether errors speak of a class instead of a function.
 
     Raises:
         ConfigError: the name has another form, the module cannot be imported or has no such callable, or the callable
@@ -55,7 +55,7 @@ def load_function(
         raise ConfigError(
             f"module {module_name!r} of {name!r} cannot be imported: {type(error).__name__}: {error}",
             field=field,
-            hint=_way_to(module_name, function_name, error),
+            hint=_import_hint(module_name, function_name, error),
         ) from error
     try:
         function: Callable[..., Any] = getattr(module, function_name)
@@ -97,7 +97,7 @@ def imported(name: str) -> ModuleType:
     return module
 
 
-def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
+def _import_hint(module_name: str, function_name: str, error: BaseException) -> str:
     also = f", or install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
     if module_name.endswith(".py"):
         if Path(module_name).is_file():
@@ -117,17 +117,17 @@ def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:
     names = [
-        one
-        for one, value in vars(module).items()
-        if not one.startswith("_") and (isinstance(value, type) if is_class else callable(value))
+        public_name
+        for public_name, value in vars(module).items()
+        if not public_name.startswith("_") and (isinstance(value, type) if is_class else callable(value))
     ]
-    lowered = {one.lower(): one for one in names}  # so that case does not matter
+    lowered = {known.lower(): known for known in names}  # so that case does not matter
     near = difflib.get_close_matches(name.lower(), lowered, n=2)
-    return f"did you mean {' or '.join(lowered[one] for one in near)}?" if near else ""
+    return f"did you mean {' or '.join(lowered[key] for key in near)}?" if near else ""
 
 
 def failure_of(name: str, error: BaseException) -> str:
-    """Returns a text with the error that a user's function raised, and the line."""
+    """Returns a text with a user's function, the error that it raised, and the line that raised the error."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     try:
         text = str(error)

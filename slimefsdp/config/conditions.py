@@ -1,6 +1,6 @@
-"""Lists which values of settings go together: settings that are read only with others, and contradictions.
+"""Lists which settings are read only with certain values of other settings, and which values contradict each other.
 
-A condition is a mapping from a setting, `section.name`, to the values with which the condition holds.
+A condition maps settings, `section.name`, to values. It holds if each of these settings has one of its values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _CLIPS: Condition = {"loss.policy": ("ppo", "gspo", "gspo_token", "cispo", "gmpo
 _KL: Condition = {"loss.kl_coefficient": SET}
 _LORA: Condition = {"lora.rank": SET}
 _SERVER: Condition = {"rollout.engine": But(("embedded",))}
-_ALL_LOG_PROBS: Condition = {"rollout.engine": ("embedded", OWN)}  # servers may return those over kept tokens only
+# servers may return log-probs over the kept tokens only
+_ALL_LOG_PROBS: Condition = {"rollout.engine": ("embedded", OWN)}
 _OWN_PLACE: Condition = {"rollout.placement": ("own",)}
 _FILES: Condition = {"algorithm": ("sft", "dpo")}
 
@@ -71,7 +72,7 @@ ONLY_WITH: dict[str, Condition] = {
     "environment": {"rollout.environment": SET},
     "cluster.allow_without_token": {"cluster.address": SET},
 }
-"""Setting, or section -> when it, or any setting of it, is read; all of the conditions must hold."""
+"""Setting, or section -> the condition under which the setting, or the section's settings, are read."""
 
 REQUIRED_WITH: dict[str, Condition] = {
     "advantage.pass_k": {"advantage.estimator": ("pass_at_k",)},
@@ -79,7 +80,7 @@ REQUIRED_WITH: dict[str, Condition] = {
     "correction.low": {"correction.method": ("icepop", "geometric_mis")},
     "correction.high": {"correction.method": ("tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis")},
 }
-"""Setting -> with which values of another one it must be set."""
+"""Setting -> other setting -> the values of the other setting with which the first must be set."""
 
 CONFLICTS: list[tuple[Condition, str, str]] = [
     (
@@ -158,11 +159,11 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         "remove rollout.overlong_buffer_tokens",
     ),
 ]
-"""Conditions that do not go together, the reason, and the way out. The first setting is named as the wrong one."""
+"""(Condition that must not hold, reason, way out). Errors blame the first setting of the condition."""
 
 
 def broken_condition(config: Any) -> BrokenRule | None:
-    """Returns the first rule of this module that the settings break, or None.
+    """Returns the first rule of this module that the settings break, or None if they break none.
 
     Args:
         config: the settings, with the method `effective` of `AlgorithmSettings`.

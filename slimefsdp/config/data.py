@@ -33,12 +33,12 @@ def _template_arguments(value: Any) -> dict[str, Any]:
 
 
 def heldout_field(name: str) -> str:
-    """Returns the setting with the path of a held-out set; if its name is empty, this is data.heldout itself."""
+    """Returns the setting that has the path of a held-out set; a set without a name has data.heldout itself."""
     return f"data.heldout.{name}" if name else "data.heldout"
 
 
-def _one_or_named(value: Any) -> Path | dict[str, Path]:
-    """Returns a path or id, or name -> path or id if there are several; an error about one of several has its name."""
+def _checked_heldout(value: Any) -> Path | dict[str, Path]:
+    """Checks data.heldout; returns a path or id, or name -> path or id of several sets. Errors name the set."""
     example = "write it like {math: math.jsonl, code: code.jsonl}"
     if isinstance(value, list | tuple):
         raise broken_rule("is a list, and several held-out sets have names", example)
@@ -47,26 +47,26 @@ def _one_or_named(value: Any) -> Path | dict[str, Path]:
     if not value:
         raise broken_rule("names no held-out set", f"{example}, or remove it")
     kept = {name: path for name, path in value.items() if path is not None}  # a null removes a set
-    found = {}
+    sets = {}
     for name, path in (kept or value).items():
         # the name is part of names of metrics and folders
         if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
             rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
             raise broken_rule(rule, "rename it, for its metrics are eval/NAME/..")
         try:
-            found[name] = path_or_id(path)
+            sets[name] = path_or_id(path)
         except PydanticCustomError as error:
             context = error.context or {}
             rule = f"has {short_text(path)} under {name}, which {context['rule']}"
             raise broken_rule(rule, context["hint"]) from None
-    return found
+    return sets
 
 
 HeldoutSetting = Annotated[
     Path | dict[str, Path],
-    BeforeValidator(_one_or_named),
+    BeforeValidator(_checked_heldout),
     PlainSerializer(
-        lambda one: path_text(one) if isinstance(one, Path) else {name: path_text(path) for name, path in one.items()},
+        lambda sets: path_text(sets) if isinstance(sets, Path) else {key: path_text(sets[key]) for key in sets},
         return_type=str | dict[str, str],
         when_used="json",
     ),
@@ -99,52 +99,52 @@ class DataSettings(Settings):
 
     train: PathOrIdSetting | None = Field(
         None,
-        description="records with `prompt` (under sft demonstrations: docs/sft.md; under dpo pairs: docs/dpo.md), "
-        "needed by `train`: a JSONL or Parquet file, a folder of such files or of `save_to_disk`, or an id of the "
+        description="records with `prompt`; demonstrations under sft (docs/sft.md), pairs under dpo (docs/dpo.md); "
+        "`train` needs this. A JSONL or Parquet file, a folder of such files or of `save_to_disk`, or an id of the "
         "Hugging Face hub like `openai/gsm8k:main#train` (docs/rollouts.md); `#[:1000]` at the end, as in "
-        "`train.jsonl#[:1000]` or `owner/name#train[:1000]`, takes these records alone",
+        "`train.jsonl#[:1000]` or `owner/name#train[:1000]`, takes only these records",
     )
     heldout: HeldoutSetting | None = Field(
         None,
-        description="records for evaluation, never trained on; written as data.train, or several sets by name, "
+        description="records for evaluation, never for training; in the form of data.train, or several sets by name, "
         "`{math: math.jsonl, code: owner/name#test}`, whose metrics are eval/NAME/.. (docs/evaluation.md)",
     )
     prompt_column: Annotated[str, Field(min_length=1), AfterValidator(_column_or_template)] = Field(
         "prompt",
-        description="the key or column whose values are the prompts; or a template of several columns in braces, like "
-        "'{instruction}\\n\\n{input}': space at the end of a prompt is removed",
+        description="the key or column with the prompts; or a template of several columns in braces, like "
+        "'{instruction}\\n\\n{input}' (space at the end of a prompt is removed)",
     )
-    answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
+    answer_column: str = Field("answer", min_length=1, description="the key or column with the answers")
     train_on: Literal["all_turns", "last_turn"] = Field(
         "all_turns",
-        description="of records with `messages`: the loss is on every turn of the assistant, or on the last "
-        "message alone (docs/sft.md)",
+        description="which turns of records with `messages` have a loss: every turn of the assistant, or only the "
+        "last message (docs/sft.md)",
     )
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
         {},
-        description="more arguments of the tokenizer's chat template, such as {enable_thinking: false}; a name that "
-        "the template does not read is refused; so are tools, which an environment returns with its prompts",
+        description="more arguments of the tokenizer's chat template, such as {enable_thinking: false}; names that the "
+        "template does not read are refused, and so is `tools`, which an environment returns with its prompts",
     )
     max_prompt_tokens: PositiveInt | None = Field(
         None,
-        description="longest prompt, chat template included; null: what leaves room for a response in a pack "
-        "(batch.max_tokens_per_rank x mesh.cp, rollout.max_new_tokens) and in the model's learned positions",
+        description="longest prompt, chat template included; null means what leaves room for rollout.max_new_tokens in "
+        "a pack (batch.max_tokens_per_rank x mesh.cp) and in the model's learned positions",
     )
     max_tokens: int | None = Field(
         None,
         ge=2,
-        description="longest sample, prompt and answer together; null: what a pack holds "
-        "(batch.max_tokens_per_rank x mesh.cp), and the model's learned positions",
+        description="longest sample, prompt and answer together; null means what fits into a pack "
+        "(batch.max_tokens_per_rank x mesh.cp) and the model's learned positions",
     )
     overlong_prompts: Literal["error", "skip", "truncate", "split"] = Field(
         "error",
-        description="records that are too long: error ends the run before it starts, naming the first; skip leaves "
-        "them out and lists them in run.dir/skipped_prompts.jsonl; under sft also truncate, which cuts off their ends, "
-        "and split, which cuts plain texts into pieces",
+        description="what happens to records that are too long. error: the run ends before it starts, and names the "
+        "first; skip: they are left out, and listed in run.dir/skipped_prompts.jsonl; truncate (sft): their ends are "
+        "cut off; split (sft): plain texts are cut into pieces",
     )
     allow_changed: bool = Field(
         False,
-        description="a resumed run takes other records in data.train than it began with, from the next epoch on",
+        description="a resumed run accepts other records in data.train than at its start, from the next epoch on",
     )
 
     @property
@@ -154,7 +154,7 @@ class DataSettings(Settings):
 
     @property
     def prompt_key(self) -> str:
-        """Returns the key or column that has the prompts; `prompt` if a template makes them."""
+        """Returns the key or column that has the prompts; `prompt` if a template makes the prompts."""
         return "prompt" if self.prompt_template else self.prompt_column
 
     @property

@@ -1,7 +1,7 @@
-"""Translates settings' names from earlier versions, so that files of earlier runs can still be read.
+"""Translates the settings of earlier versions, so that files of earlier runs can still be read.
 
-Translated are the settings.yaml in a run's folder, and the settings inside checkpoints and recorded batches. A settings
-file of the user is not translated: the error for an old name gives the new name.
+This module translates the settings.yaml in a run's folder, and the settings inside checkpoints and recorded batches. It
+does not translate a user's settings file; there, the error for an old name gives the new name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STORED = "# Every setting of this run."
-"""How the settings.yaml of a run begins."""
+"""The beginning of the settings.yaml in a run's folder."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ RENAMED: dict[str, str | Always | None] = {
     "fsdp.wrap_min_parameters": "fsdp.wrap",
     "lora.resident_adapters": None,
     "loss.dpo_beta": "loss.beta",
-    "loss.dro_beta": "loss.beta",  # listed after loss.dpo_beta, because it was null unless the loss was dro
+    "loss.dro_beta": "loss.beta",  # after loss.dpo_beta, to replace its value; it was null unless the loss was dro
     "loss.drop_zero_advantages": None,
     "loss.kl_horizon": Always(10_000),
     "loss.kl_unbiased": "loss.kl_estimator=k3_unbiased",
@@ -82,10 +82,10 @@ RENAMED: dict[str, str | Always | None] = {
     "service.result_kept_s": None,
     "service.session_timeout_s": None,
 }
-"""Earlier name -> what the setting is called now; None: it follows from another setting now, or is a constant
-that decides no number.
+"""Earlier name -> present name, or the constant that replaced the setting. None means that the setting now follows
+from another setting, or is a constant on which no result depends.
 
-`section.name=value` stands for an earlier switch: the setting has this value where the switch was on.
+`section.name=value` replaces an earlier switch: the setting has this value if the switch was on.
 """
 
 
@@ -110,13 +110,13 @@ def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(optim, dict) and optim.get("name") == "sgd":
         if optim.get("betas"):
             optim["momentum"] = optim["betas"][0]
-        for name in ("adamw_lr", "betas", "eps", "state_dtype"):  # all optimisers had them
+        for name in ("adamw_lr", "betas", "eps", "state_dtype"):  # earlier, all optimisers had these settings
             optim.pop(name, None)
     return tree
 
 
 def changed_constants(stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each setting of an earlier run that had another value than every run has now."""
+    """Yields a sentence for each setting of an earlier run that differs from the constant that replaced it."""
     for earlier, present in RENAMED.items():
         section, _, name = earlier.partition(".")
         values = stored.get(section)
@@ -130,7 +130,7 @@ def _text(value: Any) -> str:
 
 
 def _merge_settings(tree: dict[str, Any]) -> None:
-    """Computes the values of settings into which other settings were merged."""
+    """Changes `tree`: computes the values of settings into which other settings were merged."""
     loss, critic = (tree[name] if isinstance(tree.get(name), dict) else {} for name in ("loss", "critic"))
     if loss.get("kl_unbiased") and loss.get("kl_estimator"):
         loss["kl_estimator"] = f"{loss['kl_estimator']}_unbiased"
@@ -151,7 +151,7 @@ def _merge_settings(tree: dict[str, Any]) -> None:
 
 
 def hint_of(field: str) -> str:
-    """Returns a hint about a setting of an earlier version; empty if there was no setting of this name."""
+    """Returns a hint about a setting of an earlier version; an empty text if there was no setting of this name."""
     if field not in RENAMED:
         return ""
     present = RENAMED[field]

@@ -10,7 +10,7 @@ from slimefsdp.config.run import RunConfig
 from slimefsdp.errors import ConfigError, short_text
 
 MOST_SAMPLES = 10_000_000
-"""Samples of one step; a plan of more would take too long."""
+"""Limit on the samples of one step; planning more samples would take too long."""
 
 
 def check_ready_to_train(config: RunConfig) -> None:
@@ -51,7 +51,7 @@ def check_ready_to_train(config: RunConfig) -> None:
 
 
 def check_ready_to_serve(config: RunConfig) -> None:
-    """Checks that `slimefsdp serve` can run with these settings; those that requests choose must not be set.
+    """Checks that `slimefsdp serve` can run with these settings. What requests choose must not be set.
 
     Raises:
         ConfigError: a setting is missing, or is not supported by `serve`; the error names the first such setting.
@@ -102,7 +102,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
 
 
 def _check_server_that_samples(config: RunConfig) -> None:
-    """Checks that a service can sample with its engine, if this is not `embedded`."""
+    """Checks that a service can sample with an engine that is not `embedded`."""
     rollout, lora = config.rollout, config.lora
     embedded = "set rollout.engine=embedded"
     experts = [target for target in lora.targets if "experts" in target.split(".")]
@@ -157,7 +157,7 @@ def _check_estimator(config: RunConfig) -> None:
         )
     smallest = 2 if config.estimator in GROUPED else 1
     if config.estimator == "pass_at_k":
-        smallest = (config.advantage.pass_k or 1) + 1  # a group of k has no second subset to compare with
+        smallest = (config.advantage.pass_k or 1) + 1  # a group of k has only one subset of k, nothing to compare
     if config.rollout.samples_per_prompt < smallest:
         raise ConfigError(
             f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} makes groups in which advantage.estimator="

@@ -1,4 +1,4 @@
-"""Reads YAML by the core schema of version 1.2, and refuses texts that version 1.1 reads differently.
+"""Reads YAML by the core schema of version 1.2, and refuses texts that YAML 1.1 reads differently.
 
 `1e-6` is a float and `yes` is a string. Texts that two parsers may read differently (`010`, `1:30`, a repeated key) are
 refused. Aliases are refused too, because with them a small file can become a very large tree.
@@ -123,7 +123,8 @@ def _construct_text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
     text = str(node.value)
     if "\0" in text:
         _refuse(node.start_mark, f"{short_text(text)} holds a NUL", "remove the escape")
-    if any("\ud800" <= character <= "\udfff" for character in text):  # JSON's pairs of escapes; YAML has none
+    # JSON writes a large character as two such escapes, which YAML does not join
+    if any("\ud800" <= character <= "\udfff" for character in text):
         _refuse(node.start_mark, f"{short_text(text)} holds half a character", "write the character itself")
     return text
 
@@ -231,8 +232,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     FILE is relative to the folder of the file with the line. The base may have a base of its own.
 
     Raises:
-        ConfigError: see `read_yaml_mapping`, for each of the files; or a base is no path, or the files name each other
-            in a circle.
+        ConfigError: a file cannot be read (see `read_yaml_mapping`), a base is no path, or the files name each other in
+            a circle.
     """
     return with_base(read_yaml_mapping(path), path)
 
@@ -246,7 +247,7 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
             file = files[-1].parent / path_of(base)
         except NoPath as error:
             raise ConfigError(f"base={short_text(base)} {error.rule}", field="base", hint=error.hint) from None
-        if file.resolve() in [one.resolve() for one in files]:
+        if file.resolve() in [known.resolve() for known in files]:
             circle = " -> ".join(map(str, [*files, file]))
             raise ConfigError(f"base={short_text(base)} leads in a circle: {circle}", field="base", hint="remove one")
         if len(files) > MAX_BASES:
@@ -262,7 +263,7 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def find_code_beside(tree: dict[str, Any], folder: Path) -> None:
-    """Makes the file's path absolute in settings like `file.py:name`, if the file is in the folder; changes `tree`."""
+    """Changes `tree`: in settings like `file.py:name`, makes the path absolute if `folder` has the file."""
     for section, name in _NAMES_OF_CODE:
         values = tree.get(section)
         value = values.get(name) if isinstance(values, dict) else None
@@ -301,7 +302,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{name}= has no value", field=name, hint=f"write one, or {name}=null for the default")
     node = tree
     for depth, key in enumerate(keys[:-1], start=1):
-        if node.get(key) is None:  # a section that is null can still get values
+        if node.get(key) is None:  # a section that is null can still get settings
             node[key] = {}
         child = node[key]
         if not isinstance(child, dict):

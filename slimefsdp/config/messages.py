@@ -1,7 +1,7 @@
-"""Makes one `ConfigError` from all errors that pydantic and this project's rules find in settings.
+"""Makes one `ConfigError` of all errors that pydantic and this project's rules find in settings.
 
-A rule about several settings raises `BrokenRule`, with the field and the hint. This module does not import pydantic; it
-uses the dictionaries that `ValidationError.errors()` returns.
+A rule about several settings raises `BrokenRule`. This module does not import pydantic; it uses the dictionaries that
+pydantic's `ValidationError.errors()` returns.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slimefsdp.errors import ConfigError, short_text
 MAX_FINDINGS = 8
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""Section ("" for the top level) -> its names -> the pydantic field (`annotation`, `is_required()`)."""
+"""Section ("" for the top level) -> name of a setting -> its pydantic field."""
 Kinds = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""Section ("" for the top level) -> its kinds ("" where there is one) -> their names -> the pydantic field."""
+"""Section ("" for the top level) -> kind ("" if there is only one) -> name of a setting -> its pydantic field."""
 
 
 class BrokenRule(ValueError):
-    """Says that settings do not go together; raised by validators.
+    """Reports that settings break a rule about several settings; validators raise it.
 
     Args:
         field: the setting that the error is about.
@@ -35,7 +35,7 @@ class BrokenRule(ValueError):
         self.field, self.problem, self.hint = field, problem, hint
 
 
-UNKNOWN_KIND = "unknown_kind"  # error type of a section whose settings name an unknown kind
+UNKNOWN_KIND = "unknown_kind"  # error type of a section in which a setting names an unknown kind
 
 # pydantic's error type -> (rule, way out), formatted with the error's context
 _RULES = {
@@ -55,7 +55,7 @@ _RULES = {
     "rule": ("{rule}", "{hint}"),  # rules of slimefsdp/config about one value (broken_rule)
 }
 
-# names of settings in Accelerate, Axolotl, slime, TRL and verl, in the order of this project's sections
+# setting of this project -> its names in Accelerate, Axolotl, slime, TRL and verl
 _FOREIGN_NAMES = {
     "a line of a settings file, `base: FILE`, and no setting": ("base",),
     "run.dir": ("output_dir", "save", "default_local_dir"),
@@ -148,6 +148,7 @@ _FOREIGN_NAMES = {
     "advantage.gae_lambda": ("lam", "lambd"),
     "correction.method": ("use_tis", "vllm_importance_sampling_correction"),
 }  # fmt: skip
+# what this project does not have -> names of such settings in other trainers
 _ABSENT = {
     "tensor parallelism": ("tp", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size"),
     "pipeline parallelism": ("pp", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"),
@@ -161,7 +162,7 @@ _ABSENT = {
 NAMES_ELSEWHERE = {name: f"here it is {ours}" for ours, names in _FOREIGN_NAMES.items() for name in names} | {
     name: f"not in this version: {what}; remove it" for what, names in _ABSENT.items() for name in names
 }
-"""Names that other trainers have -> the hint for those who come from there."""
+"""Name of a setting in another trainer -> the hint with the setting of this project."""
 
 RECIPES = {
     "dapo": "DAPO is algorithm=grpo with loss.clip_high=0.28, rollout.filter=mixed_groups and "
@@ -172,14 +173,14 @@ RECIPES = {
     "loss.constant_length (docs/algorithms.md).",
     "rloo": "RLOO is algorithm=grpo with advantage.estimator=rloo and loss.policy=reinforce (docs/algorithms.md).",
 }
-"""Algorithms that are several settings here -> which ones, as docs/algorithms.md has them."""
+"""Algorithm that is a combination of settings here -> the hint with these settings."""
 
 
 def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigError:
-    """Returns one error for all findings, with the first in full, and the others as a list in it."""
+    """Returns one error for all findings. Its message is about the first finding, its `others` about the rest."""
     sections = {
-        section: {name: info for fields in one.values() for name, info in fields.items()}
-        for section, one in kinds.items()
+        section: {name: info for fields in fields_of.values() for name, info in fields.items()}
+        for section, fields_of in kinds.items()
     }
     # unknown names come first, because a misspelt name is often the reason for a missing one
     ordered = sorted(findings, key=lambda finding: finding["type"] != "extra_forbidden")
@@ -192,7 +193,7 @@ def config_error(findings: Sequence[Mapping[str, Any]], kinds: Kinds) -> ConfigE
 
 
 def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> tuple[str | None, str, str]:
-    """Returns (the setting, what is wrong with it, the way out)."""
+    """Returns (the setting of a finding, what is wrong with it, the way out)."""
     kind, value, context = finding["type"], short_text(finding["input"]), finding.get("ctx", {})
     loc, chosen = tuple(map(str, finding["loc"])), ""
     if len(loc) > 1 and loc[1] in kinds.get(loc[0], {}):  # pydantic puts the kind after the section
@@ -214,7 +215,7 @@ def _in_words(finding: Mapping[str, Any], sections: Sections, kinds: Kinds) -> t
     if kind == "extra_forbidden":
         *section, name = loc
         if chosen and name in sections[section[0]]:
-            owners = [one for one, fields in kinds[section[0]].items() if name in fields]
+            owners = [owner for owner, fields in kinds[section[0]].items() if name in fields]
             return (
                 field,
                 f"{field}={value} is not a setting of {section[0]} of the kind {chosen}",
@@ -247,12 +248,12 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _name(part: str) -> str:
-    """Returns a part of a name that a user typed, in printable form, shortened to 60 characters."""
+    """Returns a part of a name that a user typed; if it is long or not printable, a short printable form of it."""
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 
 def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
-    """Returns a hint which settings replace a name, or a section, of another trainer; empty if it is unknown."""
+    """Returns a hint which settings replace a name of an earlier version or another trainer; "" if it is unknown."""
     name, known = name.replace("-", "_"), sections.get(section, {})
     if hint := hint_of(f"{section}.{name}"):
         return hint
@@ -269,10 +270,10 @@ def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
 
 
 def _inner_names(value: Any, sections: Sections) -> str:
-    """Returns a hint which settings replace the names in a section of another trainer; empty if none is known.
+    """Returns a hint which settings replace the names in a section of another trainer; "" if no name is known.
 
     Args:
-        sections: this project's sections, whose names may occur inside, as in verl's actor_rollout_ref.actor.optim.lr.
+        sections: this project's sections; their names may be inside of `value`, as in actor_rollout_ref.actor.optim.lr.
     """
     inner = {}
     for parent, leaf in _leaves(value):
@@ -286,9 +287,9 @@ def _inner_names(value: Any, sections: Sections) -> str:
 
 def _leaves(value: Any, parent: str = "", levels: int = 4) -> Iterator[tuple[str, str]]:
     """Yields (name of the innermost mapping, name) of each value in nested mappings, up to `levels` deep."""
-    for name, one in value.items() if isinstance(value, Mapping) else ():
-        if isinstance(one, Mapping) and levels > 1:
-            yield from _leaves(one, str(name), levels - 1)
+    for name, inner in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(inner, Mapping) and levels > 1:
+            yield from _leaves(inner, str(name), levels - 1)
         else:
             yield parent, str(name)
 

@@ -1,4 +1,4 @@
-"""Defines the sections of rollouts, episodes and evaluations: how responses are sampled and rewarded, and by what."""
+"""Defines the sections `rollout`, `environment` and `evaluation`: how responses are sampled and rewarded."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ServerKind:
 
     Args:
         dialect: the class that implements the server's API, as `module:Class`.
-        temperatures: the lowest and the highest temperature at which it samples.
-        transports: the transports by which it can receive weights, the best first.
-        adapter_transports: the transports by which it can receive adapters.
-        adapter_ranks: the values of its limit on the rank of adapters, in ascending order; None means any.
-        compares_checksums: whether its workers can compare weights with checksums.
+        temperatures: the lowest and the highest temperature at which the server samples.
+        transports: the transports by which the server can receive weights, the best first.
+        adapter_transports: the transports by which the server can receive adapters.
+        adapter_ranks: the ranks that the server's limit on adapters may have, in ascending order; None means any rank.
+        compares_checksums: whether the server's workers can compare weights with checksums.
     """
 
     dialect: str
@@ -55,7 +55,7 @@ class ServerKind:
 SERVERS = {
     "vllm": ServerKind(
         "actors.engines.vllm:VllmDialect",
-        (0.01, 2.0),  # beyond these vLLM refuses, or silently samples at another temperature
+        (0.01, 2.0),  # vLLM refuses other temperatures, or silently replaces them
         ("broadcast", "disk", "ipc"),
         ("broadcast", "disk", "ipc"),
         (1, 8, 16, 32, 64, 128, 256, 320, 512),  # the values of --max-lora-rank
@@ -63,12 +63,12 @@ SERVERS = {
     ),
     "sglang": ServerKind(
         "actors.engines.sglang:SglangDialect",
-        (1e-6, math.inf),  # below, SGLang samples greedily
+        (1e-6, math.inf),  # at lower temperatures SGLang samples greedily
         ("broadcast", "disk"),
         ("disk",),
     ),
 }
-"""The rollout servers that `rollout.engine` may name. A new one is a row here and the class that it names."""
+"""The rollout servers that `rollout.engine` may name. A new server needs a row here, and the class that it names."""
 ENGINES = ("embedded", *SERVERS)
 _SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parallel-size")
 
@@ -90,7 +90,7 @@ def _engine_name(value: str) -> str:
 
 
 def _program(value: Any) -> Any:
-    """Looks up a name without a folder on PATH, like a shell; a name that is not found is kept as a path."""
+    """Looks up a name without a folder on PATH, like a shell; a name that is not on PATH stays as it is."""
     is_name = isinstance(value, str) and "/" not in value and "\0" not in value
     return (shutil.which(value) if is_name else None) or value
 
@@ -145,76 +145,76 @@ class Sampling:
     top_p: float
     top_k: int | None
     min_p: float
-    length_setting: str  # the setting that gives max_new_tokens
+    length_setting: str  # the setting that has the value of max_new_tokens
 
 
 class RolloutSettings(Settings):
     """Chooses sampling, engines and rewards. Engines and trainer use the same temperature."""
 
-    temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
+    temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="temperature of sampling and of log-probs")
     top_p: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="sample from the fewest likeliest tokens that have this probability together (nucleus sampling); "
-        "log-probs stay those over all tokens (docs/rollouts.md)",
+        description="sample only from the fewest likeliest tokens that together have this probability (nucleus "
+        "sampling); log-probs remain those over all tokens (docs/rollouts.md)",
     )
-    top_k: PositiveInt | None = Field(None, description="sample from so many likeliest tokens; null: from all")
+    top_k: PositiveInt | None = Field(None, description="sample only from so many likeliest tokens; null means all")
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="sample from tokens with at least this share of the likeliest one's probability"
+        0.0, ge=0, lt=1, description="sample only tokens with at least this share of the likeliest token's probability"
     )
     stop: Annotated[tuple[str, ...], _STOP_TEXTS] = Field(
-        (), description="texts that end a response, and belong to it, as an end token does; in evaluations too"
+        (), description="texts that end a response and are part of it, like an end token; also in evaluations"
     )
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
-    max_new_tokens: PositiveInt = Field(256, description="longest response; of an environment, in each turn")
+    max_new_tokens: PositiveInt = Field(256, description="longest response; with an environment, in a turn")
     curriculum: Annotated[tuple[CurriculumStage, ...], _STAGES] = Field(
         (),
-        description="stages of a curriculum of lengths: from the step `from_step` on, prompts of at most "
-        "`max_prompt_tokens` tokens (null: all) are drawn, and responses have at most `max_new_tokens` (null: "
-        "rollout.max_new_tokens), until the next stage begins; not in evaluations (docs/rollouts.md)",
+        description="stages of a curriculum of lengths: from the step `from_step` until the next stage, prompts of at "
+        "most `max_prompt_tokens` tokens are drawn (null means all), and responses have at most `max_new_tokens` (null "
+        "means rollout.max_new_tokens); not in evaluations (docs/rollouts.md)",
     )
     engine: Annotated[str, AfterValidator(_engine_name)] = Field(
         "embedded",
-        description="what samples: embedded, vllm, sglang, or a class of your own as `module:Class` (docs/engines.md)",
+        description="the engine: embedded, vllm, sglang, or a class of your own as `module:Class` (docs/engines.md)",
     )
-    engines: RankCount = Field(1, description="engines, each a process, or a server and the process that speaks to it")
+    engines: RankCount = Field(1, description="number of engines: processes, or servers with a process each")
     placement: Literal["own", "colocated"] = Field(
         "own",
-        description="where the engines run; own: on GPUs of their own; colocated: on the devices of the first ranks, "
-        "which engines and trainer use in turns",
+        description="where the engines run. own: on separate GPUs; colocated: on the devices of the first ranks, which "
+        "engines and trainer use in turns",
     )
     engine_python: Annotated[PathSetting, BeforeValidator(_program)] | None = Field(
         None,
-        description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts; "
-        "a name without a folder is looked for on PATH",
+        description="Python interpreter of the environment with the engine (vllm, sglang), for servers that the run "
+        "starts; a name without a folder is looked up on PATH",
     )
     engine_args: Annotated[tuple[str, ...], _ARGUMENTS] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
     )
     gpus_per_engine: RankCount = Field(
         1,
-        description="GPUs of each server that the run starts, over which it spreads the model (tensor parallel)",
+        description="GPUs of each server that the run starts; the model is spread over them (tensor parallel)",
     )
     engine_urls: Annotated[tuple[str, ...], _URLS, AfterValidator(_without_end_slash)] | None = Field(
-        None, description="URLs of running servers, one for each of rollout.engines; null: the run starts them"
+        None, description="URLs of running servers, one for each engine; null means that the run starts servers"
     )
     engine_logprob_bound: float | None = Field(
         None,
         gt=0,
         le=LARGEST,
-        description="largest mean difference of sampled tokens' log-probs between an engine that is not embedded and "
-        "the trainer, looked at after the first weights; beyond, the run ends; null: 0.001 under float32, else 0.05",
+        description="limit on the mean difference of sampled tokens' log-probs between trainer and engines that are "
+        "not embedded, checked after the first weights; null means 0.001 under float32, else 0.05",
     )
     weight_transport: Literal["auto", "object_store", "broadcast", "disk", "ipc"] = Field(
         "auto",
-        description="how weights reach the engines: through Ray's object store; broadcast in a group of trainer and "
-        "engines (gloo on CPU, NCCL on CUDA); as a folder below run.dir; or in memory shared with engines on the "
-        "machine, or the GPU, of the first rank (ipc); auto: broadcast to engines that are servers, else the store",
+        description="how weights reach the engines. object_store: through Ray; broadcast: in a group of trainer and "
+        "engines (gloo on CPU, NCCL on CUDA); disk: as a folder below run.dir; ipc: in memory shared with engines on "
+        "the machine, or the GPU, of the first rank; auto: broadcast for servers, else object_store",
     )
     weight_checksums: bool = Field(
-        False, description="engines compare every bucket of weights with a checksum that comes with it (not sglang)"
+        False, description="engines compare every bucket of weights with a checksum that is sent with it (not sglang)"
     )
     sync_interval_steps: PositiveInt = Field(
         1,
@@ -225,66 +225,66 @@ class RolloutSettings(Settings):
         0,
         ge=0,
         le=64,
-        description="how many steps of training the engines' weights may be behind when sampling of a batch begins, "
-        "which then runs while earlier batches are trained; 0: each batch is drawn from the weights that it trains",
+        description="how many training steps the engines' weights may be behind when the sampling of a batch begins; "
+        "above 0, batches are sampled while earlier batches are trained; 0 means that each batch is sampled with the "
+        "weights that it trains",
     )
     on_update: Literal["wait", "continue", "abort"] = Field(
         "wait",
-        description="samples that are being drawn when new weights come: wait for them; let them "
-        "continue with the new weights; or abort them and draw them anew",
+        description="what happens to unfinished samples when new weights arrive. wait: they are finished first; "
+        "continue: they go on with the new weights; abort: they are dropped and sampled again",
     )
     reward: Annotated[str, AfterValidator(_reward_name)] | None = Field(
         None,
-        description="reward function as `module:function`, or the URL of a server that answers as one would; "
-        "needed by `train` but under sft, or else rollout.environment",
+        description="reward function as `module:function`, or the URL of a server that takes its place; `train` needs "
+        "this or rollout.environment, except under sft and dpo",
     )
     environment: Annotated[str, AfterValidator(class_name)] | None = Field(
         None,
-        description="a class that answers and rewards each response, turn by turn, in place of a reward "
-        "function, as `module:Class` (docs/environments.md)",
+        description="class that answers and rewards each response, turn by turn, instead of a reward function, as "
+        "`module:Class` (docs/environments.md)",
     )
     reward_workers: int = Field(
         1,
         ge=0,
         le=4096,
-        description="processes that call the reward function, or hold the environment's episodes, on any node; 0: the "
-        "driver calls a plain function itself, without a deadline",
+        description="number of processes, on any node, that call the reward function or hold the environment's "
+        "episodes; 0 means that the driver itself calls a plain function, without a deadline",
     )
     reward_timeout_s: float = Field(
         60.0,
         gt=0,
         le=LARGEST,
-        description="for the reward of one response, or one answer of an environment; a process that takes longer is "
-        "replaced",
+        description="limit on the time of one response's reward, or of one answer of an environment; a process that "
+        "takes longer is replaced",
     )
     reward_concurrency: PositiveInt = Field(
-        32, description="coroutines, or requests to a URL, under way at once in each process"
+        32, description="coroutines, or requests to a URL, that run at the same time in each process"
     )
     reward_failure: Literal["error", "skip"] = Field(
         "error",
-        description="a reward or an environment that raises, does not return in time or returns what cannot be used: "
-        "error ends the run; skip leaves out the response's group and counts it in rollout/reward_failures",
+        description="what happens if a reward function or an environment raises, is late or returns an unusable value. "
+        "error: the run ends; skip: the response's group is left out, and counted in rollout/reward_failures",
     )
     filter: Annotated[str, AfterValidator(_filter_name)] | None = Field(
         None,
-        description="which prompts are trained on; mixed_groups: those whose responses got different rewards (dynamic "
-        "sampling of DAPO); or a function of your own as `module:function` (docs/rollouts.md); null: all",
+        description="which prompts are trained on. mixed_groups: those whose responses have different rewards (dynamic "
+        "sampling of DAPO); `module:function`: a function of your own decides (docs/rollouts.md); null means all",
     )
     max_rounds: PositiveInt = Field(
-        1,
-        description="how often prompts_per_step prompts may be drawn in a step until that many have passed the filter",
+        1, description="how often a step may draw prompts_per_step prompts until that many pass the filter"
     )
     overlong_buffer_tokens: PositiveInt | None = Field(
         None,
-        description="the last so many of max_new_tokens cost reward: nothing where they begin, 1 where the "
-        "response is cut (soft punishment of DAPO); null: they cost nothing",
+        description="number of tokens at the end of max_new_tokens in which a response loses reward: from 0 at the "
+        "first of them to 1 where the response is cut (soft punishment of DAPO); null means no penalty",
     )
     mask_truncated: bool = Field(
         False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
     )
 
     def limits_at(self, step: int) -> LengthLimits:
-        """Returns the limits on lengths in a step, counted from 1; without a curriculum they never change."""
+        """Returns the limits on lengths in a step, counted from 1; without a curriculum all steps have the same."""
         begun = [stage for stage in self.curriculum if stage.from_step <= step]
         if not begun:
             return LengthLimits(1, None, self.max_new_tokens)
@@ -395,35 +395,35 @@ class EnvironmentSettings(Settings):
     """Configures episodes with `rollout.environment`."""
 
     arguments: Annotated[dict[str, Any], BeforeValidator(keyword_arguments)] = Field(
-        {}, description="keyword arguments of the class, for each episode"
+        {}, description="keyword arguments of the class, the same for each episode"
     )
-    max_turns: PositiveInt = Field(8, description="responses in an episode; one that is not done then ends there")
+    max_turns: PositiveInt = Field(8, description="responses after which an episode ends even if it is not done")
     max_tokens: PositiveInt | None = Field(
         None,
-        description="longest episode with its prompt, responses and observations; one that has no room for more ends; "
-        "null: what a pack holds (batch.max_tokens_per_rank x mesh.cp), the model's learned positions and the engines",
+        description="longest episode (prompt, responses, observations); a full episode ends; null means what fits into "
+        "a pack (batch.max_tokens_per_rank x mesh.cp), the model's learned positions and the engines",
     )
 
 
 class EvaluationSettings(Settings):
-    """Configures evaluation on held-out prompts; a null takes the value of the same setting in `rollout`."""
+    """Configures evaluation on held-out prompts."""
 
-    interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
+    interval_steps: PositiveInt | None = Field(None, description="evaluate every so many steps, and at start and end")
     samples_per_prompt: PositiveInt = Field(1, description="responses sampled per held-out prompt")
     temperature: float | None = Field(
         None,
         ge=0,
         le=LARGEST,
-        description="of sampling; 0: greedy, the likeliest token each time; null: rollout.temperature",
+        description="temperature of sampling; 0 means greedy (the likeliest token); null means rollout.temperature",
     )
-    max_new_tokens: PositiveInt | None = Field(None, description="longest response; null: rollout.max_new_tokens")
-    top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p, which null stands for")
-    top_k: PositiveInt | None = Field(None, description="as rollout.top_k, which null stands for")
-    min_p: float | None = Field(None, ge=0, lt=1, description="as rollout.min_p, which null stands for")
+    max_new_tokens: PositiveInt | None = Field(None, description="longest response; null means rollout.max_new_tokens")
+    top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p; null means rollout.top_p")
+    top_k: PositiveInt | None = Field(None, description="as rollout.top_k; null means rollout.top_k")
+    min_p: float | None = Field(None, ge=0, lt=1, description="as rollout.min_p; null means rollout.min_p")
     pass_at: Annotated[tuple[PositiveInt, ...], BeforeValidator(_whole_numbers)] = Field(
         (),
-        description="each k of which eval/pass@k is to be logged, how likely one of k responses solves a prompt, with "
-        "the ends of its 95 % interval (_low, _high); also eval/finished and eval/solved_of_finished",
+        description="values of k for which eval/pass@k is logged: how likely at least one of k responses solves a "
+        "prompt, with the ends of its 95 % interval (_low, _high); also logs eval/finished and eval/solved_of_finished",
     )
 
     @model_validator(mode="after")

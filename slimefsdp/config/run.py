@@ -1,4 +1,4 @@
-"""Defines and reads the settings of a run: those of its Trainer, and data, rollouts, cluster and service."""
+"""Defines and reads the settings of a run: of its Trainer, and of data, rollouts, cluster and service."""
 
 from __future__ import annotations
 
@@ -34,36 +34,37 @@ from slimefsdp.errors import ConfigError, short_repr, short_text
 class ClusterSettings(Settings):
     """Chooses the Ray cluster, timeouts, and the number of restarts."""
 
-    address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
+    address: str | None = Field(None, min_length=1, description="a running cluster; null means a new local cluster")
     allow_without_token: bool = Field(
         False,
         description="join a cluster of other machines although RAY_AUTH_MODE is not `token`, as on KubeRay and "
-        "Anyscale: whoever reaches its ports can run code in the run",
+        "Anyscale; then whoever reaches the cluster's ports can run code in the run",
     )
-    launch_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="all ranks ready")
+    launch_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="time limit until all ranks are ready")
     call_timeout_s: float = Field(
-        3600.0, gt=0, le=LONGEST_S, description="one call on all ranks, from when it begins there"
+        3600.0, gt=0, le=LONGEST_S, description="time limit of one call, from when it begins on the ranks"
     )
-    sync_timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="one transfer of weights to the engines")
+    sync_timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="time limit of one transfer of weights")
     ping_timeout_s: float = Field(
         60.0,
         gt=0,
         le=LONGEST_S,
-        description="while a call waits: a process that does not answer a ping for so long counts as hung, and so does "
-        "one without progress for 10 times as long and for 10 times what is usual in that activity (at most 100 times "
-        "this setting more); the first time of an activity, and the launch, have as long as the call",
+        description="a process that does not answer a ping for so long during a call counts as hung. So does a process "
+        "without progress for 10 times this setting, and also for 10 times its usual time in that activity (at most "
+        "for the usual time plus 100 times this setting). A launch and an activity's first time have the call's limit",
     )
     grace_s: float = Field(
         120.0,
         gt=0,
         le=LONGEST_S,
-        description="after SIGTERM or SIGINT, for the end of the step and a checkpoint; then `train` ends without one",
+        description="time limit, after SIGTERM or SIGINT, for the end of the step and a checkpoint; after it, `train` "
+        "ends without the checkpoint",
     )
     max_restarts: int = Field(
         10,
         ge=0,
-        description="how often lost ranks are replaced, and how often lost engines, which are counted apart; 0: a loss "
-        "ends the run. `train` replaces ranks where checkpoint.interval_steps is set",
+        description="how often lost ranks, and separately lost engines, are replaced; 0 means that a loss ends the "
+        "run. `train` replaces them only if checkpoint.interval_steps is set",
     )
 
 
@@ -79,29 +80,29 @@ class ServiceSettings(Settings):
 
     address: Annotated[str, AfterValidator(_host_and_port)] = Field(
         "127.0.0.1:8000",
-        description="host and port where it listens; hosts other than loopback need api_key_env; port 0: a free one, "
-        "which is printed",
+        description="host and port at which the server listens; a host other than loopback needs api_key_env; port 0 "
+        "means a free port, which is printed",
     )
     api_key_env: str | None = Field(
         None,
         min_length=1,
-        description="environment variable with the keys of which requests must bring one, separated by commas: each is "
-        "a user with runs and checkpoints of their own, the first is the operator's; null: none is asked for",
+        description="environment variable with keys, separated by commas; each request must bring one. Each key is "
+        "a user with separate runs and checkpoints, and the first key is the operator's; null means no keys",
     )
     model_name: str | None = Field(
-        None, min_length=1, description="another name for the base model besides model.path; null: none"
+        None, min_length=1, description="another name for the base model besides model.path; null means no other name"
     )
     max_samplers: PositiveInt = Field(
         256,
-        description="samplers of a client whose weights have no name; the oldest ones are removed, also on disk",
+        description="limit on a client's samplers with unnamed weights; the oldest are removed, also from the disk",
     )
     stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = Field(
         None,
-        description="the loss that stands for `stable_reinforce`, whose formula is not published; null: that is "
-        "refused",
+        description="the loss that replaces `stable_reinforce`, whose formula is not published; null means that "
+        "`stable_reinforce` is refused",
     )
     max_version_bytes: int = Field(
-        2**30, ge=1024, description="size of what the sampling engine holds besides the base: adapters, or whole models"
+        2**30, ge=1024, description="most bytes of adapters or models in the sampling engine, besides the base"
     )
 
     @property
@@ -134,17 +135,17 @@ class RunConfig(TrainerConfig):
 
     def with_ranks(self, ranks: int) -> Self:
         """Extends `TrainerConfig.with_ranks`; raises a ConfigError if there are more colocated engines than ranks."""
-        made = super().with_ranks(ranks)
-        if problem := made._surplus_engines():
+        extended = super().with_ranks(ranks)
+        if problem := extended._surplus_engines():
             raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
-        return made
+        return extended
 
     def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> Self:
         """Extends `TrainerConfig.with_adapters`; raises a ConfigError if the engines do not support the adapters."""
-        made = super().with_adapters(rank, alpha, targets)
-        if wrong := made._why_no_engine_takes_adapters():
+        extended = super().with_adapters(rank, alpha, targets)
+        if wrong := extended._why_no_engine_takes_adapters():
             raise ConfigError(wrong[0], field="lora.sync", hint=wrong[1])
-        return made
+        return extended
 
     @model_validator(mode="after")
     def check_settings_without_rollouts(self) -> Self:
@@ -184,7 +185,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def sampling(self, *, evaluates: bool) -> Sampling:
-        """Returns how responses are sampled, for training, or in evaluations with the overrides in `evaluation`."""
+        """Returns how responses are sampled for training; or in evaluations, where `evaluation` overrides `rollout`."""
         rollout, own = self.rollout, self.evaluation
         training = Sampling(
             rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
@@ -229,7 +230,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def _why_no_engine_takes_adapters(self) -> tuple[str, str] | None:
-        """Returns (what is wrong with lora.sync=adapters, the way out), or None."""
+        """Returns (what is wrong with lora.sync=adapters, the way out), or None if nothing is wrong."""
         lora, rollout = self.lora, self.rollout
         others = "or set lora.sync=merged"
         if lora.sync == "merged":
@@ -340,7 +341,7 @@ class RunConfig(TrainerConfig):
 
     @property
     def samples_per_step(self) -> int:
-        """Returns the samples of a step: prompts x responses, or for sft and dpo those of an update (2 for a pair)."""
+        """Returns the samples of a step: prompts x responses, or the samples of an update under sft and dpo."""
         if not self.has_rollouts:
             return self.batch.samples_per_update or 1
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
@@ -388,7 +389,7 @@ _READ_WITHOUT_ROLLOUTS: dict[str, frozenset[str]] = {
     "sft": _OF_RECORDS | {"data.answer_column", "loss.reduction", "loss.constant_length", "loss.entropy_coefficient"},
     "dpo": _OF_RECORDS | {"loss.policy", "loss.reduction", "loss.beta", "reference.*"},
 }
-"""Algorithm -> the settings of these sections that it reads."""
+"""Algorithm -> the settings that it reads of the sections in `_OF_ROLLOUTS`."""
 
 
 def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

@@ -45,7 +45,7 @@ _BARE_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def _target_patterns(value: Any) -> tuple[str, ...]:
-    """Returns targets as keywords and patterns; the bare name of a module, such as `q_proj`, means it in all layers."""
+    """Returns targets as keywords and patterns; a module's bare name, such as `q_proj`, becomes `*.q_proj`."""
     value = [value] if value == "all-linear" else value  # peft writes this keyword without a list
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
@@ -64,7 +64,7 @@ def _count_or_auto(value: Any) -> Any:
 
 
 def _switch_or_name(value: Any) -> Any:
-    """Returns the name that true or false means; other values stay."""
+    """Returns `full` for true and `none` for false; other values stay."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -78,33 +78,33 @@ _DETAILS = list_of(
 class RunSettings(Settings):
     """Sets the length, seed and folders of a run."""
 
-    dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
+    dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; `train` needs it")
     steps: PositiveInt | None = Field(
         None,
-        description="steps of the loop: rollout batches, or updates under sft and dpo; needed by `train`, or else "
+        description="number of steps; a step is a rollout batch, or an update under sft and dpo; `train` needs this or "
         "run.epochs",
     )
     epochs: PositiveInt | None = Field(
         None,
-        description="how often each record is trained on; the steps follow from it, the last update "
-        "takes the records that are left, and run.steps beside it ends the run earlier",
+        description="how often each record is trained on, which decides the number of steps; the last update takes the "
+        "records that are left; if run.steps is set too, it may end the run earlier",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
     deterministic: bool = Field(
         False,
-        description="ranks use deterministic kernels alone, an operation without one being an error, and seed every "
-        "generator by run.seed, update and data rank before a train_step; slower on CUDA",
+        description="ranks use only deterministic kernels (an operation without one is an error), and before each "
+        "train_step seed every generator from run.seed, the update and the data rank; slower on CUDA",
     )
     export_dir: PathSetting | None = Field(
         None,
-        description="write a Hugging Face folder here after the last step, in precision.compute_dtype; adapters also "
-        "as a PEFT folder, adapter/ inside it",
+        description="after the last step, the model is written here as a Hugging Face folder in "
+        "precision.compute_dtype; adapters are also written as a PEFT folder, `adapter/` inside it",
     )
     wandb_project: str | None = Field(
         None,
         min_length=1,
-        description="also log to this Weights & Biases project, with all settings; a resumed run goes on in its wandb "
-        "run, whose id is in run.dir/wandb_id; WANDB_NAME and WANDB_RUN_GROUP in the environment name it and its group",
+        description="Weights & Biases project that also gets metrics and settings; a resumed run continues its wandb "
+        "run, whose id is in run.dir/wandb_id; the environment's WANDB_NAME and WANDB_RUN_GROUP name the run and group",
     )
 
 
@@ -112,31 +112,31 @@ class ModelSettings(Settings):
     """Describes the policy."""
 
     path: PathOrIdSetting = Field(
-        description="Hugging Face folder with safetensors weights; or, where there is none, the id of one on the hub, "
+        description="Hugging Face folder with safetensors weights; or, if there is no such folder, an id on the hub, "
         "`owner/name` or `owner/name@revision` (docs/models.md)"
     )
     init: Literal["folder", "random"] = Field(
         "folder",
-        description="random: draw the weights from run.seed by transformers' own rules, the same on every mesh; "
-        "model.path then needs config.json and the tokenizer alone",
+        description="folder: load the weights; random: draw them from run.seed by transformers' rules, the same on "
+        "every mesh; model.path then needs only config.json and the tokenizer",
     )
     read: Literal["every_rank", "first_rank"] = Field(
         "every_rank",
-        description="who reads model.path, reference.path and lora.path; first_rank: rank 0 reads the folder and sends "
-        "each rank its rows; the other ranks need no copy of it",
+        description="which ranks read model.path, reference.path and lora.path; first_rank: rank 0 reads a folder and "
+        "sends each rank its rows, so that the other ranks need no copy of the folder",
     )
     frozen: Annotated[tuple[str, ...], _NAME_PATTERNS] | None = Field(
         None,
-        description="patterns like `*.mlp.*` of parameter names, as `group.describe()` lists them: these parameters "
-        "keep their values, and take no gradient and no optimiser state; null: all are trained",
+        description="patterns, like `*.mlp.*`, of the names of parameters that keep their values and have no gradient "
+        "and no optimiser state; `group.describe()` lists the names; null means that all parameters are trained",
     )
     activation_checkpointing: Annotated[
         Literal["none", "full", "selective", "offload"], BeforeValidator(_switch_or_name)
     ] = Field(
         "none",
-        description="recompute decoder layers in backward; selective: all but matrix products and attention outputs; "
-        "offload: everything, and the input of a recomputed layer waits in the host's memory until backward "
-        "(docs/long_context.md); true is full, false none",
+        description="what backward recomputes. full: decoder layers; selective: all of a layer except matrix products "
+        "and attention outputs; offload: as full, and the input of each layer waits in the host's memory until "
+        "backward (docs/long_context.md). true means full, false means none",
     )
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
 
@@ -145,31 +145,31 @@ class LoraSettings(Settings):
     """Configures low-rank adapters, trained instead of the parameters of the policy and the critic (docs/lora.md)."""
 
     rank: PositiveInt | None = Field(
-        None, description="columns of an adapter's B, rows of its A; null: no adapters, the parameters are trained"
+        None, description="columns of an adapter's B and rows of its A; null means no adapters: parameters are trained"
     )
     alpha: float = Field(32.0, gt=0, le=LARGEST, description="a module computes W x + (alpha / rank) B A x")
     targets: Annotated[tuple[str, ...], BeforeValidator(_target_patterns)] = Field(
         ("attention", "mlp"),
-        description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, `all-linear`, "
-        "names like `q_proj`, or patterns like `*.layers.0.*.q_proj`; `experts`: the stacks of experts, "
-        "`*.experts.down_proj` some of them; `head` or `lm_head`: the LM head, where no embedding is tied to it",
+        description="modules with an adapter. `attention`, `mlp`, `all-linear`, names like `q_proj` and patterns like "
+        "`*.layers.0.*.q_proj`: `nn.Linear` modules of the decoder layers; `experts`: the stacks of experts, or some "
+        "of them by a pattern like `*.experts.down_proj`; `head` or `lm_head`: the LM head, if no embedding is tied",
     )
     sync: Literal["merged", "adapters"] = Field(
         "merged",
-        description="what a weight update sends to engines. merged: weights with the adapters added; adapters: the "
-        "base weights once and then adapters alone, with which engines compute W x + B A x as the trainer does",
+        description="what a weight update sends to engines. merged: weights with the adapters added; adapters: first "
+        "the base weights, then only adapters, with which engines compute W x + B A x as the trainer does",
     )
     path: PathOrIdSetting | None = Field(
         None,
-        description="begin with the adapters of this folder, or id, in peft's format; rank, alpha and targets are "
-        "those of the folder",
+        description="folder or id, in peft's format, of the adapters to begin with; the folder decides rank, alpha and "
+        "targets",
     )
 
     @property
     def are_trained(self) -> bool:
         """Returns whether there are adapters.
 
-        If they come from a folder, lora.rank is null until `with_adapters` sets it.
+        If they come from lora.path, lora.rank is null until `with_adapters` sets it.
         """
         return self.rank is not None or self.path is not None
 
@@ -178,7 +178,7 @@ class PlacedSettings(Settings):
     """Chooses the processes of a reference or a critic."""
 
     dp: RankCount | None = Field(
-        None, description="data ranks of a worker group of its own; null: it is colocated, in the actor's processes"
+        None, description="data ranks of a separate worker group; null means colocated, in the actor's processes"
     )
 
     @property
@@ -189,15 +189,15 @@ class PlacedSettings(Settings):
 class ReferenceSettings(PlacedSettings):
     """Describes the frozen model of the KL and of DPO; it is needed only by some losses, or on request."""
 
-    path: PathOrIdSetting | None = Field(None, description="its folder, or id; default: model.path")
+    path: PathOrIdSetting | None = Field(None, description="folder or id of the reference; null means model.path")
     offload: Literal["sleep", "swap", "fsdp", "none"] = Field(
         "sleep",
-        description="where it is between uses; sleep: its shards go to the host and come back "
-        "whole; swap: the same, and while it computes the policy and its optimiser state wait on the host; fsdp: its "
-        "shards stay on the host, and units are gathered from there; none: on the device",
+        description="where the reference is between uses. sleep: on the host; all shards come back for a use; swap: as "
+        "sleep, and the policy and its optimiser state are on the host while the reference computes; fsdp: on the "
+        "host, and units are gathered from there; none: on the device",
     )
     update_interval_steps: PositiveInt | None = Field(
-        None, description="it takes the policy's weights after every so many steps; null: it keeps its own"
+        None, description="the reference takes the policy's weights after every so many steps; null means never"
     )
 
 
@@ -205,14 +205,14 @@ class MeshSettings(Settings):
     """Describes the device mesh (dp_replicate, dp, cp). The product is the number of ranks; cp ranks are adjacent."""
 
     dp_replicate: RankCount = Field(
-        1, description="copies of the sharded model; gradients are summed over them, parameters sharded inside each"
+        1, description="copies of the model; parameters are sharded inside a copy, gradients summed over all copies"
     )
     dp: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_count_or_auto)] = Field(
-        1, description="data-parallel ranks of a copy; auto: as many as the ranks started, or the cluster, leave for it"
+        1, description="data-parallel ranks of a copy; auto means as many as the started ranks or the cluster allow"
     )
     cp: RankCount = Field(1, description="context-parallel ranks that share each pack")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda where this machine, or the cluster that is joined, has GPUs"
+        "auto", description="auto means cuda if this machine, or the joined cluster, has GPUs, else cpu"
     )
 
 
@@ -221,14 +221,14 @@ class AttentionSettings(Settings):
 
     strategy: Literal["auto", "ring", "ulysses", "all_gather", "ring_flash_attn"] = Field(
         "auto",
-        description="how cp ranks exchange keys and values; auto: chosen by model and mesh, as `train` prints",
+        description="how cp ranks exchange keys and values; auto chooses by model and mesh; `train` prints the choice",
     )
     kernel: Literal["torch", "flash_attn", "flash_attn_3"] = Field(
         "torch",
-        description="torch's own kernels, the flash-attn package, or FlashAttention 3 in the place of torch's flash "
-        "kernels, on Hopper GPUs where torch has a switch for it (2.13) and the package flash_attn_interface is. The "
-        "packages take heads of a multiple of 8 features, at most 256. FlashAttention 3 takes no soft-cap, and under "
-        "run.deterministic at most 192 features. What they would not compute is refused",
+        description="torch: torch's kernels; flash_attn: the flash-attn package; flash_attn_3: torch with "
+        "FlashAttention 3 as its flash kernel, on Hopper GPUs, if flash_attn_interface is installed and torch has a "
+        "switch for it (2.13). The packages support heads of a multiple of 8 features, at most 256; FlashAttention 3 "
+        "no soft-cap, and under run.deterministic at most 192 features. What is not supported is refused",
     )
 
 
@@ -236,16 +236,16 @@ class PrecisionSettings(Settings):
     """Chooses dtypes. Master weights are float32, or float64 if precision.compute_dtype is float64."""
 
     compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = Field(
-        "bfloat16", description="parameters and activations in forward and backward"
+        "bfloat16", description="dtype of parameters and activations in forward and backward"
     )
     reduce_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
         "auto",
-        description="in which gradients are summed over ranks; auto: that of the masters; float16 needs "
-        "precision.compute_dtype=float16, whose loss scale follows what overflows",
+        description="dtype in which gradients are summed over ranks; auto means the dtype of the master weights; "
+        "float16 needs precision.compute_dtype=float16, whose loss scale is lowered at overflows",
     )
 
     loss_scale_init: Annotated[int, BeforeValidator(_power_of_two)] = Field(
-        2**16, description="the loss is multiplied by this at first; a power of two, halved at each overflow"
+        2**16, description="initial factor of the loss; a power of two, which is halved at each overflow"
     )
 
 
@@ -255,17 +255,17 @@ class FsdpSettings(Settings):
     sharding: Literal["full", "keep_parameters", "optimizer", "replicate", "auto"] = Field(
         "full",
         description="full (as ZeRO-3): parameters are gathered for each use; keep_parameters (as ZeRO-2, FSDP2's "
-        "reshard_after_forward=False): they stay whole from forward to backward; optimizer (as ZeRO-1): they stay "
-        "whole, and gradients too, over all micro-batches of an update, which are summed over ranks once; replicate "
-        "(as DDP): every rank holds everything; auto: of the first three the one that sends least and, by the estimate "
-        "of `slimefsdp plan`, fits the memory that is free; a resumed run of the same mesh keeps it",
+        "reshard_after_forward=False): parameters stay whole from forward to backward; optimizer (as ZeRO-1): "
+        "parameters and gradients stay whole over all micro-batches of an update, and gradients are summed over ranks "
+        "once; replicate (as DDP): every rank holds everything; auto: of the first three, the one that sends least and "
+        "fits the free memory by the estimate of `slimefsdp plan`; a resumed run on the same mesh keeps the choice",
     )
     wrap: Annotated[tuple[str, ...] | int, BeforeValidator(_class_names_or_size)] | None = Field(
         None,
         description="which modules are FSDP units: those of the named classes; or, given a number, the smallest "
-        "modules with at least so many parameters; null: decoder layers and an untied embedding",
+        "modules with at least so many parameters; null means decoder layers and an untied embedding",
     )
-    cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
+    cpu_offload: bool = Field(False, description="parameters, gradients and optimiser are on the host between uses")
 
 
 class BatchSettings(Settings):
@@ -273,18 +273,18 @@ class BatchSettings(Settings):
 
     samples_per_update: PositiveInt | None = Field(
         None,
-        description="samples per optimiser update; the last one of a step takes what is left over; null: all at once",
+        description="samples per optimiser update; the last update of a step takes the rest; null means all samples",
     )
     max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
     cost_model: PathSetting | None = Field(
         None,
-        description="file of `slimefsdp plan --calibrate`, the same on every machine: packs and ranks are balanced by "
-        "what it measured of attention and of sending; null: by the model's dimensions",
+        description="file of `slimefsdp plan --calibrate`, the same on every machine, with the measured cost of "
+        "attention and communication, by which packs and ranks are balanced; null means by the model's dimensions",
     )
     share_prefixes: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="compute what samples of a pack have in common at their beginning, such as a group's prompt, once; "
-        "auto: where it saves at least 5 % of the estimated time",
+        description="compute once the tokens with which several samples of a pack begin, such as a group's prompt; "
+        "auto: if this saves at least 5 % of the estimated time",
     )
 
 
@@ -309,25 +309,25 @@ class _OptimSettings(Settings):
 
     lr: float = Field(1e-6, gt=0, le=LARGEST, description="peak learning rate")
     weight_decay: float = Field(
-        0.0, ge=0, le=LARGEST, description="decoupled decay; none on norms, biases and embeddings"
+        0.0, ge=0, le=LARGEST, description="decoupled weight decay; norms, biases and embeddings have none"
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up")
     warmup_updates: Annotated[int | float, BeforeValidator(_count_or_share)] = Field(
         0,
-        description="updates in which the rate rises from 0 to lr; or, between 0 and 1, their share of all updates, "
-        "rounded up to whole ones",
+        description="number of updates in which the rate rises from 0 to lr; a value between 0 and 1 is a share of all "
+        "updates, rounded up",
     )
     total_updates: PositiveInt | None = Field(
-        None, description="where the schedule ends; null: with the last update of run.steps or run.epochs"
+        None, description="number of updates until the schedule ends; null means all of run.steps or run.epochs"
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
-    max_grad_norm: float = Field(1.0, ge=0, description="global-norm clipping; 0: none")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at this share of lr")
+    max_grad_norm: float = Field(1.0, ge=0, description="clip gradients to this global norm; 0 means no clipping")
     log_layer_norms: bool = Field(False, description="metrics also have the gradient norm of each layer")
 
 
 class _AdamMoments(_OptimSettings):
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
-        (0.9, 0.95), description="AdamW's decay of the momentum and of the second moment; each in [0, 1)"
+        (0.9, 0.95), description="AdamW's decay rates of the first and of the second moment; each in [0, 1)"
     )
     eps: float = Field(1e-8, gt=0, le=LARGEST, description="AdamW's epsilon")
 
@@ -338,8 +338,8 @@ class AdamWSettings(_AdamMoments):
     name: Literal["adamw"] = Field("adamw", description="the optimiser")
     state_dtype: Literal["auto", "bfloat16", "8bit"] = Field(
         "auto",
-        description="of the moments between updates. auto: as the masters; bfloat16: half of float32's, rounded "
-        "stochastically by run.seed, the update and the element; 8bit: a quarter, codes in blocks with a scale each",
+        description="dtype of the moments between updates. auto: as the master weights; bfloat16: half of float32's "
+        "memory, rounded stochastically by run.seed, update and element; 8bit: a quarter, codes in blocks with a scale",
     )
 
 
@@ -352,8 +352,8 @@ class MuonSettings(_AdamMoments):
         None,
         gt=0,
         le=LARGEST,
-        description="peak rate of what AdamW updates; it follows lr's schedule, and a critic's lr in proportion; null: "
-        "lr",
+        description="peak learning rate of the parameters that AdamW updates, on the schedule of lr; in a "
+        "critic it has the same proportion to critic.lr; null means lr",
     )
 
 
@@ -361,7 +361,7 @@ class SgdSettings(_OptimSettings):
     """Stochastic gradient descent with momentum."""
 
     name: Literal["sgd"] = Field("sgd", description="the optimiser")
-    momentum: float = Field(0.9, ge=0, lt=1, description="share of the last step in the next one")
+    momentum: float = Field(0.9, ge=0, lt=1, description="SGD's momentum")
 
 
 OptimSettings = AdamWSettings | MuonSettings | SgdSettings
@@ -377,11 +377,11 @@ class CheckpointSettings(Settings):
 
     interval_steps: PositiveInt | None = Field(
         None,
-        description="every so many steps, and `slimefsdp train` replaces lost ranks and engines; null: none are "
-        "written, and a loss ends it",
+        description="steps between checkpoints; if this is set, `slimefsdp train` replaces lost ranks and engines; "
+        "null means that no checkpoints are written, and a loss ends the run",
     )
-    keep_last: PositiveInt = Field(2, description="older ones are removed")
-    resume: bool = Field(False, description="continue from the newest verified one; an error where there is none")
+    keep_last: PositiveInt = Field(2, description="how many of the newest checkpoints are kept")
+    resume: bool = Field(False, description="continue from the newest valid checkpoint; an error if there is none")
     async_save: bool = Field(
         False,
         description="save() returns at once: copying to host buffers, writing, hashing and the commit go on in the "
@@ -394,15 +394,15 @@ class ProfileSettings(Settings):
 
     updates: Annotated[tuple[int, ...], _UPDATE_NUMBERS] | None = Field(
         None,
-        description="updates of train_step to profile, 1 is the run's first: traces of all ranks and a table of "
-        "compute, communication and idle shares, and of communication by phase, in run.dir/profile; null: none",
+        description="updates of train_step to profile, counted from 1 over the run; run.dir/profile gets traces of all "
+        "ranks, the shares of compute, communication and idle time, and communication by phase; null means none",
     )
     details: Annotated[tuple[Literal["memory", "shapes", "stacks"], ...], _DETAILS] = Field(
         (),
-        description="what the traces have besides: memory: every allocation and the peak, and on CUDA a snapshot of "
-        "its allocator; shapes: of operators' inputs; stacks: the Python frames that call operators, with which traces "
-        "grow tenfold",
+        description="what the traces also have. memory: every allocation and the peak, and on CUDA a snapshot of the "
+        "allocator; shapes: the shapes of operators' inputs; stacks: the Python frames that call operators, which "
+        "makes traces ten times as large",
     )
     peak_tflops: float | None = Field(
-        None, gt=0, description="dense TFLOP/s of one rank's device, which `mfu` is a share of; null: by its name"
+        None, gt=0, description="dense TFLOP/s of a rank's device, for `mfu`; null means by the device's name"
     )

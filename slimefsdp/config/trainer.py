@@ -1,7 +1,7 @@
 """Defines the settings that a Trainer reads, and the rules between them.
 
-They are about models, meshes, optimisers and losses. `RunConfig` (run.py) adds engines, service and cluster. Settings
-are read once, checked once and frozen. This file does not import torch, so that a wrong setting is reported quickly.
+These settings are about models, meshes, optimisers and losses. `RunConfig` (run.py) adds engines, service and cluster.
+Settings are read once, checked once and frozen. This module does not import torch, to report wrong settings quickly.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TrainerConfig(AlgorithmSettings):
         known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
         shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
         sections = [getattr(self, name) for name in self.model_fields_set]
-        given = sum(len(one.model_fields_set) if isinstance(one, BaseModel) else 1 for one in sections)
+        given = sum(len(value.model_fields_set) if isinstance(value, BaseModel) else 1 for value in sections)
         return f"{type(self).__name__}({self.algorithm}, {', '.join([*shown, mesh])}; {given} settings given)"
 
     __str__ = __repr__
@@ -101,10 +101,7 @@ class TrainerConfig(AlgorithmSettings):
         return {name: kinds for name, kinds in sections.items() if kinds}
 
     def effective(self, field: str) -> Any:
-        """Returns the effective value of a setting, as the base class does.
-
-        lora.rank counts as set if lora.path is, since that folder has the rank.
-        """
+        """Extends `AlgorithmSettings.effective`: with lora.path, lora.rank counts as set, as its folder has it."""
         return self.lora.rank or self.lora.path if field == "lora.rank" else super().effective(field)
 
     @model_validator(mode="after")
@@ -131,7 +128,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_muon_with_adapters(self) -> Self:
-        """Refuses Muon if lora.targets has no matrix for it. Patterns are checked later, when the model is built."""
+        """Refuses Muon, or optim.adamw_lr, if no adapter would use it. Patterns are checked when the model is built."""
         targets, optim = self.lora.targets, self.optim
         # a critic's head is a matrix for the optimiser, and the critic has the same settings
         if not isinstance(optim, MuonSettings) or self.lora.rank is None or self.algorithm == "ppo":
@@ -267,7 +264,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def model_paths(self) -> dict[str, Path]:
-        """Returns setting -> path for all set settings that name a model or adapters."""
+        """Returns setting -> path for the settings that name a model or adapters and are not null."""
         fields = ("model.path", "reference.path", "critic.path", "lora.path")
         found = {field: self.value_of(field) for field in fields}
         return {field: path for field, path in found.items() if path is not None}
@@ -275,7 +272,7 @@ class TrainerConfig(AlgorithmSettings):
     def with_loss(self, settings: Mapping[str, Any]) -> Self:
         """Returns these settings with changes to the loss, for one call of `forward_backward`.
 
-        If `settings` names a policy loss, parameters of the loss that are not given have their defaults.
+        If `settings` names a policy loss, parameters of this loss that `settings` lacks have their defaults.
 
         Args:
             settings: settings of the section `loss` that change only the loss of each token, and not the step, the plan
@@ -344,7 +341,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def warmup_updates(self) -> int:
-        """Returns the number of warm-up updates; if it is a share of `total_updates`, 0 until that is known."""
+        """Returns the number of warm-up updates; for a share of `total_updates`, 0 until `total_updates` is known."""
         warmup = self.optim.warmup_updates
         if isinstance(warmup, int):
             return warmup
@@ -360,6 +357,6 @@ _LOSS_OF_A_CALL = ("policy", *_OF_POLICY, "reduction", "constant_length", "entro
 
 
 def changed(section: BaseModel, names: Iterable[str]) -> list[str]:
-    """Returns those of the named settings that differ from their defaults."""
+    """Returns the names of the settings in `names` that differ from their defaults."""
     fields = type(section).model_fields
     return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
