@@ -2,7 +2,7 @@
 
 This file is also run as a program, the keeper, which is the server's parent. When the server ends, or a pipe shows that
 the owner has ended, the keeper ends the rest of the server's process group. The keeper is not a child of the owner,
-because Ray kills the children of an actor that it ends. The keeper needs only the standard library. Linux only.
+because Ray kills an actor's children with the actor. The keeper needs only the standard library. Linux only.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _tell(line: str) -> None:
 def _reap() -> None:
     """Reaps orphaned processes of the server; in a container there may be no init process that reaps them."""
     deadline = time.monotonic() + 1.0
-    with suppress(ChildProcessError):  # there are none
+    with suppress(ChildProcessError):  # there are no children
         while time.monotonic() < deadline:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The interface for kinds of rollout servers, and the start of a server.
+"""Defines the interface for kinds of rollout servers, and starts servers.
 
 `ServedEngine` has all code that does not depend on the kind of server. To support another kind, write a subclass of
 `ServerDialect` in a new module and add a row to `slimefsdp.config.rollout.SERVERS`; docs/contributing.md shows how.
@@ -76,7 +76,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def environment(self, logs: Path) -> dict[str, str]:
-        """Returns the environment variables of a started server; `logs` is a folder for files that it needs."""
+        """Returns the environment variables of a server to start; `logs` is a folder for files that it needs."""
 
     @abstractmethod
     def check(self, client: ServerClient) -> ServerFacts:
@@ -90,7 +90,7 @@ class ServerDialect(ABC):
         """Returns the error of a server that the run cannot use.
 
         Args:
-            field: the setting at fault; None means the setting that has the server's arguments or its URL.
+            field: the setting at fault; None means rollout.engine_args or, for a server at a URL, rollout.engine_urls.
         """
         if field is None:
             field = "rollout.engine_args" if self.config.rollout.engine_urls is None else "rollout.engine_urls"
@@ -137,7 +137,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def end_requests(self, client: ServerClient, ids: Sequence[str], *, are_all: bool) -> None:
-        """Has the server abort requests; `are_all` says that these are all requests in flight."""
+        """Has the server abort the requests `ids`; `are_all` says whether no other request is in flight."""
 
     # ------------------------------------------------------------------ weights
 
@@ -178,7 +178,7 @@ class ServerDialect(ABC):
 
     @abstractmethod
     def is_of_group(self, route: str, refusal: Refusal) -> bool:
-        """Returns whether a broken broadcast group may be the cause of the refusal that a request for weights got."""
+        """Returns whether a broken broadcast group may be why the server refused a request for weights."""
 
     # ------------------------------------------------------------------ memory
 
@@ -238,7 +238,7 @@ def facts_of(dialect: ServerDialect, client: ServerClient, config: RunConfig, in
     """Waits until a server answers, and returns the properties that `dialect.check` returns.
 
     Raises:
-        EngineError: the server ended, does not exist, or cannot be used. WorkerHung: its start takes too long.
+        EngineError: the server ended, does not exist, or cannot be used. WorkerHung: the server starts too slowly.
     """
     _wait_until_ready(dialect.NAME, client, config, index)
     try:
@@ -259,7 +259,7 @@ def free_port() -> int:
 
 
 def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
-    """Returns the limit on the tokens of a prompt with its response: the pack size or, if fewer, the positions."""
+    """Returns the most tokens of a prompt with its response: the pack size, or the model's positions if fewer."""
     pack = config.batch.max_tokens_per_rank * config.mesh.cp
     positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
     return pack if positions is None else min(pack, int(positions))

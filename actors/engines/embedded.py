@@ -1,4 +1,4 @@
-"""The embedded rollout engine: samples a Hugging Face model in its own process with this project's sampler.
+"""Provides the embedded rollout engine, which samples a Hugging Face model in its own process with our sampler.
 
 The engine loads the model's architecture and tokenizer from model.path; the weights come from the trainer.
 """
@@ -69,7 +69,7 @@ class EmbeddedEngine(Engine):
         self._calls: dict[int, tuple[_Call, int]] = {}
         self._group: BroadcastGroup | None = None
         self._buffers = OpenedBuffers()
-        self._arriving = host_buffers(1)  # receives broadcasts
+        self._arriving = host_buffers(1)  # a buffer into which broadcasts are received
         self._bytes: dict[Any, int] = {}  # parameter -> bytes of its storage, while the engine sleeps
         self._thread = SamplingThread(
             self._step, lambda: self._sampler.is_idle or self._receiver.version is None,

@@ -85,7 +85,7 @@ class EnginePool(EngineUpdates, EndsWithBlock):
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not start.
-            EngineError: the run cannot use an engine. StateError, ConfigError: as `EngineProcesses` (`group`).
+            EngineError: the run cannot use an engine. StateError, ConfigError: as in `EngineProcesses`.
         """
         pool = cls(with_model_folders(config), beside, restarts=restarts)
         try:

@@ -1,4 +1,4 @@
-"""The processes of a run's rollout engines: starts them, watches them, puts them to sleep, and ends them."""
+"""Starts, watches, puts to sleep and ends the processes of a run's rollout engines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ColocatedRanks:
 
 
 class EngineProcesses:
-    """The engines of a pool, which are Ray actors.
+    """Holds the engines of a pool, which are Ray actors.
 
     Args:
         group: the actor's group with which engines share devices, if rollout.placement=colocated.
@@ -138,7 +138,7 @@ class EngineProcesses:
                     )
                 _require_usable(config, index, info, self.vocab_size)
                 self.max_tokens[index] = info.max_tokens
-        first = indices[0]  # an engine that was just started: the engines from before may be lost
+        first = indices[0]  # an engine that was just started, since earlier engines may be lost
         with errors_of(first, "end_token_ids"):
             (self.end_token_ids,) = self.wait(
                 [engines[first].end_token_ids.remote()], "launch", "launch_timeout_s", began, first_rank=first

@@ -1,4 +1,4 @@
-"""The interface of rollout engines: requests, samples, and new weights.
+"""Defines the interface of rollout engines: requests, samples, and new weights.
 
 An engine is a Ray actor of a subclass of `Engine`. `rollout.engine` names an engine of the project, or a user's class
 as `module:Class`. Importing this file does not import torch.
@@ -52,7 +52,7 @@ class Sample:
     """Holds a response; `log_probs[i]` belongs to `tokens[i]`, also for an end token."""
 
     request: int  # index of the sample's request in the call of `generate`
-    number: int  # index of this sample among those of the request
+    number: int  # index of this sample among the samples of the request
     tokens: list[int]  # of the response, without the prompt
     log_probs: list[float]  # [tokens]; `tempered` and `renormalized` of the request's params define the distribution
     finish_reason: FinishReason

@@ -34,12 +34,12 @@ class EngineRequests:
         self._aborts = 0  # number of calls of `abort`
 
     def _replace_lost(self, index: int, engine: Any, error: SlimeError) -> None:
-        """Replaces `engine`, the lost engine of this index, or raises the error of its loss."""
+        """Replaces `engine`, the lost engine of this index, or raises `error`, which reports the loss."""
         raise NotImplementedError
 
     @property
     def max_tokens(self) -> int | None:
-        """Returns the lowest limit of an engine on prompt plus response tokens; None means that memory is the limit."""
+        """Returns the engines' lowest limit on prompt plus response tokens; None means that memory is the limit."""
         return min((most for most in self._processes.max_tokens.values() if most is not None), default=None)
 
     # ------------------------------------------------------------------ requests
@@ -251,7 +251,7 @@ class EngineRequests:
 
 
 def is_complete(index: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
-    """Returns whether `given`, pairs of (index of the request, number), has all samples of this request."""
+    """Returns whether `given`, pairs of (index of a request, number of a sample), has all samples of this request."""
     return all((index, number) in given for number in range(request.samples))
 
 

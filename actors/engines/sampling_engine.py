@@ -214,7 +214,7 @@ class _Answer(NamedTuple):
 
 
 def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
-    """Returns the actor of an engine with these settings, which is starting. `ray.kill` ends it and its server.
+    """Starts an engine with these settings; returns its actor at once. `ray.kill` ends the actor and its server.
 
     Args:
         config: with rollout.engine=vllm the actor is a `VllmSamplingEngine`, whose `begin` must be called first.

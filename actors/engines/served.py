@@ -1,10 +1,11 @@
 """Provides the engine that samples at a rollout server, which the engine starts or finds at a URL.
 
-A `ServerDialect` has what differs between kinds of servers. The server runs in its own Python environment. The engine
-sends it HTTP requests with token ids. New weights do not pass through the engine: it posts a request for each bucket,
-and the server's workers take the bytes from the broadcast group of rank 0, from shared memory or from a folder. An
-update aborts the running samples. Once the weights are committed, each sample's tokens so far are sent again as part of
-the prompt. With lora.sync=adapters the server gets the model's own weights once, and then an adapter in each update.
+A `ServerDialect` has what differs between kinds of servers. The server runs in its own Python environment, and the
+engine sends HTTP requests with token ids to the server. New weights do not pass through the engine. The engine posts a
+request for each bucket, and the server's workers take the bytes from the broadcast group of rank 0, from shared memory
+or from a folder. An update aborts the running samples. Once the weights are committed, each sample's tokens so far are
+sent again as part of the prompt. With lora.sync=adapters, the server gets the whole model only in its first update, and
+an adapter in each update.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:  # importing this file does not import torch
 
 
 class ServedEngine(Engine):
-    """Samples at a server; log-probs are at the sampling temperature, but of greedy samples at temperature 1.
+    """Samples at a server. Log-probs are at the sampling temperature, and for greedy samples at temperature 1.
 
     Args:
         config: with rollout.engine_python, the engine starts a server; rollout.engine_urls names running servers.
@@ -69,7 +70,7 @@ class ServedEngine(Engine):
         )
         self._updating = threading.Lock()
         self._progress = UpdateProgress()
-        self._adapter_scale: float | None = None  # of the adapter of the latest update; None means no adapter
+        self._adapter_scale: float | None = None  # in the latest update; None means that it has no adapter
         self._asleep: frozenset[EngineTag] = frozenset()
 
     def health(self) -> None:
@@ -83,7 +84,7 @@ class ServedEngine(Engine):
         """Waits until the server is ready, and returns its properties.
 
         Raises:
-            EngineError: the server ended, does not exist, or cannot be used. WorkerHung: its start takes too long.
+            EngineError: the server ended, does not exist, or cannot be used. WorkerHung: the server starts too slowly.
         """
         facts = self._ready_facts()
         heartbeat.enter(heartbeat.IDLE)

@@ -62,7 +62,7 @@ def check_request(
         problem = f"rollout.temperature={params.temperature:g}: {engine} samples from {low:g} to {high:g}"
         hint = "set one of these, or rollout.engine=embedded"
         raise EngineError(problem, field="rollout.temperature", hint=hint)
-    # Servers return log-probs of the distribution that they draw from, and for greedy tokens those of softmax(logits).
+    # Servers return log-probs of the distribution that they draw from; for greedy tokens this is softmax(logits).
     if params.temperature != 1 and params.tempered == params.greedy:
         kind = "greedy tokens at a temperature" if params.greedy else "logits without the temperature they are drawn at"
         problem = f"rollout.temperature={params.temperature:g}: {engine} has no log-probs of {kind}"
@@ -167,9 +167,10 @@ def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: boo
 
 
 def length_with_stop(tokens: Sequence[int], first: int, params: SamplingParams, decode: Any) -> int | None:
-    """Returns the number of tokens up to the token, from index `first` on, that completes a stop text; None without it.
+    """Returns the number of tokens up to the first token that completes a stop text; None means that no token does.
 
-    A stop text may begin before `first`; a server that continues a sample at `first` does not find such a text.
+    Only tokens from index `first` on are tested. A stop text may begin before them, in tokens that a server that
+    continues a sample does not search.
     """
     tail = 4 * max(map(len, params.stop), default=0) + 4
     for length in range(first + 1, len(tokens) + 1):

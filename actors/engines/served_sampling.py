@@ -289,7 +289,7 @@ class ServedSampling:
                     self._activity.close()
 
     def _end_at_server(self, calls: Sequence[_Call], timeout_s: float) -> bool:
-        """Aborts the requests of calls that send no new ones; returns whether the server ended the requests in time."""
+        """Aborts all requests of `calls`, which send no further requests; returns whether all ended in time."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:

@@ -41,7 +41,7 @@ class EngineUpdates(EngineRequests):
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
         """Sends a trainer group's weights to the engines, and returns the version of these weights.
 
-        The turn of colocated engines begins.
+        With this call, the turn of colocated engines begins.
 
         Args:
             aborts: whether running samples are aborted and drawn again with the new weights; otherwise these samples

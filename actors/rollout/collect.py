@@ -143,7 +143,7 @@ class Collector:
             sent: the version that the engines were sent.
 
         Raises:
-            EngineError: the versions differ.
+            EngineError: the versions differ in another way.
         """
         may_be_newer = self._config.rollout.sync_interval_steps > 1
         if drawn is None or drawn < sent or (drawn > sent and not may_be_newer):
@@ -310,8 +310,8 @@ class Collector:
             greedy: whether responses are greedy.
             environment_seeds: one seed for each record; None means that they are derived from `purpose`.
             most: limit on the tokens of a response; None means the limit of the settings.
-            failures: a list to which skipped failures are added. With such a list, every group may have failures. None
-                means that at least one group must have none.
+            failures: a list to which skipped failures are added; all groups may then have failures. With None, at least
+                one group must be without failures.
         """
         evaluates = purpose[0] == EVALUATION
         most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
@@ -438,7 +438,7 @@ class AheadCollector:
             self._ready.get(timeout=timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Stops collecting. Waits up to `timeout_s` for a collection in progress, which fails as the engines end."""
+        """Stops collecting; waits up to `timeout_s` for a running collection, which fails once engines have ended."""
         self._is_closed = True
         self._allowed.release()
         self._thread.join(timeout_s)

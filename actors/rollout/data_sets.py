@@ -42,7 +42,7 @@ _SELECTION = re.compile(
 )
 _SPLITS = {"train": "train", "heldout": "test"}  # the split of several that is read if the settings name no split
 _SAVED = ("dataset_dict.json", "state.json")  # `save_to_disk` writes the first for several splits, the second for one
-_FORMATS = ("parquet", "json", "csv", "arrow")  # file formats; for others, `datasets` would run more code
+_FORMATS = ("parquet", "json", "csv", "arrow")  # file formats that are read; for others, `datasets` runs more code
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def _table(source: DataSource, field: str, default_split: str) -> tuple[str, lis
 
 
 def fetched(hub_id: HubId, field: str) -> Path:
-    """Returns the local folder of a hub data set, which is named by the commit. Raises the errors of `read_rows`."""
+    """Returns the local folder of a hub data set, named by its commit, after a download if needed; see `read_rows`."""
 
     def progress() -> str:
         return f"{byte_text(bytes_there(hub_id, 'dataset'))} in the cache"

@@ -74,7 +74,7 @@ class Evaluator:
         return metrics | solved
 
     def progress(self) -> str:
-        """Returns a text about the progress of an evaluation before which the collector has drawn nothing."""
+        """Returns a text about the progress of a run's first evaluation, before which nothing was sampled."""
         each, collector = self._config.evaluation.samples_per_prompt, self._collector
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
@@ -179,7 +179,7 @@ def pass_probability(k: int, solved: int, drawn: int) -> float:
 
 
 def solved_metrics(groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], prefix: str) -> dict[str, float]:
-    """Returns pass@k for each k of `pass_at`, the share of finished responses, and how many of these solve the prompt.
+    """Returns pass@k for each k of `pass_at`, the share of responses that finished, and of these the share that solved.
 
     Args:
         groups: the responses to each prompt.

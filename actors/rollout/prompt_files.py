@@ -45,7 +45,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The records of data.train and of each held-out set in file order, without those that were left out."""
+    """Holds the records of data.train and of each held-out set in file order, without those in `skipped`."""
 
     train: list[Record]
     heldout: dict[str, list[Record]]  # by name, as in `DataSettings.heldout_sets`

@@ -162,7 +162,7 @@ def _prompt_of_template(template: str, row: Mapping[str, Any], place: str, field
 
 
 def prompt_fault(prompt: Any) -> str | None:
-    """Returns the reason why a prompt is neither a text nor a list of chat messages; None if it is valid."""
+    """Returns the reason why a prompt is neither a text nor a list of chat messages; None means a valid prompt."""
     if isinstance(prompt, str):
         return text_fault(prompt) or (None if prompt.strip() else "is empty")
     if not isinstance(prompt, list | tuple):
@@ -204,7 +204,7 @@ def check_answers(records: Sequence[Record], *, field: str) -> None:
 
 
 def answer_fault(answer: Any) -> str | None:
-    """Returns the reason why an answer is neither a text nor a number; None if it is valid."""
+    """Returns the reason why an answer is neither a text nor a number; None means that the answer is valid."""
     is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
     is_text = isinstance(answer, str) and answer.strip() and not text_fault(answer)
     return None if is_number or is_text else f"is {short_repr(answer)}"

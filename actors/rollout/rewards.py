@@ -190,7 +190,7 @@ def _last_number(text: str) -> Decimal | None:
 
 
 def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Gives half a reward for the exact `answer`, and half for the share of correct positions; 0 if unfinished.
+    """Gives a reward of 0.5 for the exact `answer`, and up to 0.5 for the share of right positions; 0 if unfinished.
 
     The share is relative to the longer of response and answer, so that neither padding nor cutting a response raises
     the share. The score `exact` is 1 for a finished response that equals the answer, otherwise 0.

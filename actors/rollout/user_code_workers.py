@@ -72,7 +72,7 @@ class _Worker:
     """The driver's record of one process."""
 
     actor: Any
-    ref: Any  # reference to the process's start or to its running calls; None if the process is idle
+    ref: Any  # reference to the process's start or to its running calls; None means that the process is idle
     waiting: deque[_Queued] = field(default_factory=deque)  # calls that only this process may run
     running: list[_Queued] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
@@ -250,7 +250,7 @@ class UserCodeWorkers:
         return self.code.timeout_s * runs + self._more_s
 
     def _most_runs(self, worker: _Worker, call: EpisodeCall) -> int:
-        """Returns how often one call may run the user's code: once, or for every part of an episode to repeat."""
+        """Returns how often one call may run the user's code: once, or once for each part of an episode to repeat."""
         has_environment = self.code.is_reward or self._kept_by.get(call.key) is worker.actor
         return 1 if has_environment else call.turn + 2  # the constructor, the prompt, and each turn
 
