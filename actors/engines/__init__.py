@@ -1,1 +1,1 @@
-"""The engines that sample, in runs and for the service: the embedded one, and those of servers such as vLLM."""
+"""Engines that sample, in runs and for the service: the embedded engine, and engines with a server such as vLLM's."""

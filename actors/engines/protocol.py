@@ -113,7 +113,7 @@ class Engine(Watched):
         """
 
     def end_token_ids(self) -> frozenset[int]:
-        """Returns the tokens that end a response: those of the tokenizer and of generation_config.json."""
+        """Returns the tokens that end a response, which the tokenizer and generation_config.json name."""
         return self._end_token_ids
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:

@@ -117,7 +117,7 @@ class EngineRequests:
         Args:
             greedy: whether the most likely token is always drawn; evaluations at temperature 0 are always greedy.
             max_new_tokens: a lower limit than in the settings; None means the limit in the settings.
-            evaluates: whether the settings are those of evaluations.
+            evaluates: whether to use the settings of evaluations.
         """
         sampling = self._config.sampling(evaluates=evaluates)
         greedy = greedy or sampling.temperature == 0

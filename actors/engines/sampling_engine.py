@@ -214,7 +214,7 @@ class _Answer(NamedTuple):
 
 
 def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
-    """Starts an engine with these settings; returns its actor at once. `ray.kill` ends the actor and its server.
+    """Starts an engine with these settings; returns the actor without waiting. `ray.kill` ends it and its server.
 
     Args:
         config: with rollout.engine=vllm the actor is a `VllmSamplingEngine`, whose `begin` must be called first.

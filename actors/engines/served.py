@@ -142,7 +142,7 @@ class ServedEngine(Engine):
         return self.config.lora.sync == "adapters"
 
     def has_frozen(self, source: str) -> bool:
-        """Implements `Engine.has_frozen`; False without adapters, as servers fuse frozen weights with trained ones."""
+        """Implements `Engine.has_frozen`; False without adapters, as servers then fuse frozen and trained weights."""
         with self._updating:
             are_present = self._progress.has_frozen(source if self.takes_adapters() else None)
             committed = self._versions.committed
@@ -298,7 +298,7 @@ class ServedEngine(Engine):
             )  # fmt: skip
 
     def stop(self) -> None:
-        """Ends a server that this engine has started, but not one at a URL; idempotent."""
+        """Ends a server that this engine has started, but not a server at a URL; idempotent."""
         self._versions.fail()
         self._sampling.give_up()
         self._client.end()

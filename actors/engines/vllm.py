@@ -346,7 +346,7 @@ def _refused(refusal: Refusal) -> EngineError:
 
 
 def _refusal_of(client: ServerClient, route: str) -> Refusal | None:
-    """Posts an empty request; returns the refusal if the server lacks the route, and None if it has the route."""
+    """Posts an empty request; returns the refusal of a server without this route; None means that it has the route."""
     try:
         client.post(route, {}, timeout_s=ASK_S)
     except Refusal as refusal:

@@ -79,7 +79,7 @@ def check_request(request: SampleRequest, facts: SamplingFacts) -> None:
     """Checks that vLLM supports a request; the caller has checked the prompt and the number of samples.
 
     Raises:
-        BatchError: the request has a parameter that vLLM does not support; the error names it.
+        BatchError: vLLM does not support a parameter of the request; the error names the parameter.
     """
     params, length = request.params, len(request.prompt)
     low, high = SERVERS["vllm"].temperatures

@@ -308,7 +308,7 @@ class Collector:
             purpose: the numbers that follow run.seed in the seeds of the draws.
             seconds: as in `collect`.
             greedy: whether responses are greedy.
-            environment_seeds: one seed for each record; None means that they are derived from `purpose`.
+            environment_seeds: one seed for each record; None means that the seeds are derived from `purpose`.
             most: limit on the tokens of a response; None means the limit of the settings.
             failures: a list to which skipped failures are added; all groups may then have failures. With None, at least
                 one group must be without failures.

@@ -85,7 +85,7 @@ class Environment:
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:
-        """Frees resources after the last call of an episode; not called if the process is lost."""
+        """Frees resources after the last call of an episode; not called if the environment's process is lost."""
         return None
 
 

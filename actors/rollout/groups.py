@@ -83,7 +83,7 @@ def mean_scores(config: RunConfig, groups: Sequence[Group], prefix: str) -> Metr
     """Returns mean scores of the groups without failures.
 
     With rollout.reward_failure=skip the result also has the share of failed rewards. With an environment, a score is
-    averaged over the episodes that have it, since an episode may end before it gets a score.
+    averaged over the episodes that have this score, since an episode may end without it.
     """
     scored = [(group.record, sample.scores) for group in groups if not group.failures for sample in group.samples]
     scores = [score for _, score in scored]
@@ -168,7 +168,7 @@ def load_filter(name: str) -> Filter:
     The returned filter raises BatchError if the user's function raises, or returns neither True nor False.
 
     Raises:
-        ConfigError: the module cannot be imported, or it has no such callable.
+        ConfigError: the module cannot be imported, or has no such callable.
     """
     if name == "mixed_groups":
         return mixed_groups
