@@ -37,8 +37,8 @@ class SamplingEngine(Watched):
     """A Ray actor that samples for the service; `start_sampling_engine` starts the actor.
 
     The base model has the weights of model.path in precision.compute_dtype. These weights are bit-equal to the first
-    weights of a trainer with the same settings. A version is an adapter of lora.rank and lora.targets; without
-    lora.rank, a version is a whole model.
+    weights of a trainer with the same settings. A version is an adapter with the rank lora.rank for the modules
+    lora.targets; without lora.rank, a version is a whole model.
 
     Args:
         config: the settings, with a folder as model.path.

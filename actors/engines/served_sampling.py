@@ -69,7 +69,7 @@ class CommittedVersions:
         failures: int = 0,
         commits: Sequence[int] = (),
     ) -> None:
-        """Changes fields on the client's event loop; `weights` are the new (committed, incoming)."""
+        """Changes fields on the client's event loop; `weights` are new values of (`committed`, `incoming`)."""
 
         async def change() -> None:
             async with self._changed:
