@@ -1,6 +1,6 @@
-"""The part of slimefsdp that uses Ray: worker processes, the driver's handle of them, rollouts and the command line.
+"""The part of slimefsdp that uses Ray: worker processes, the driver's handles on them, rollouts and the command line.
 
-Names are imported on first use, since `actors.connect` has to prepare the environment before ray is imported.
+Names are imported on first use, since `connect` has to set environment variables before ray is imported.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Lists also the names that were not imported yet, for completion."""
+    """Lists all public names, including those not imported yet, so that interactive completion offers them."""
     return sorted({*globals(), *__all__})

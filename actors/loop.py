@@ -1,6 +1,6 @@
-"""Runs `slimefsdp train` on the driver: generate, reward, train, update weights, evaluate, save.
+"""Runs the training loop of `slimefsdp train` on the driver: generate, reward, train, update weights, evaluate, save.
 
-The groups that it launches replace lost ranks and engines by themselves.
+If a run on Ray writes checkpoints, its ranks and engines are replaced when they are lost; the loop does not notice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from slimefsdp.monitoring.progress import GRPO_COLUMNS, Column, Progress, with_h
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup | TorchrunGroup
-_CLOSE_S = 10.0  # limit on the wait for the collecting thread, which ends when its engines have ended
+_CLOSE_S = 10.0  # limit in seconds on a wait for the thread that collects batches ahead
 _CHECKED_PROMPTS = 4  # number of prompts for checking the log-probs of engines that do not run the trainer's code
 
 
@@ -55,12 +55,12 @@ def train(
 ) -> str:
     """Runs all steps, from the start or a checkpoint, and returns a summary of the run in one line.
 
-    docs/checkpoints.md lists what it leaves in `run.dir`.
+    docs/checkpoints.md lists the files that a run leaves in `run.dir`.
 
     Args:
-        interrupts: tells whether the run shall end before the last step.
+        interrupts: tells whether the run was asked to end before the last step.
         prompts: the records, with their lengths checked; None means that this function reads and checks them.
-        launch: starts the ranks; None means that they are started by Ray.
+        launch: starts the ranks; None means that Ray starts them.
 
     Raises:
         Interrupted: the run was asked to end; `run.dir` has a checkpoint of the last completed step.
@@ -109,10 +109,10 @@ class Run:
         self._curves = RunCurves(
             config.run.dir, algorithm=config.algorithm_title, heldout_sets=config.data.heldout_sets
         )
-        stack.callback(self._curves.draw)  # however the run ends, and after its processes
+        stack.callback(self._curves.draw)  # called however the run ends, after its processes have ended
         self._group = launch(config)
         stack.callback(self._group.shutdown)
-        launched = self._group.config  # where mesh.dp is a number
+        launched = self._group.config  # in which mesh.dp is a number
         self._loop: RolloutLoop | SftLoop
         if not config.has_rollouts:
             self._loop = (SftLoop if config.algorithm == "sft" else DpoLoop)(launched, self._group, prompts)
@@ -133,11 +133,15 @@ class Run:
         )
 
     def begin(self) -> int:
-        """Loads or writes the first checkpoint, sends the first weights, evaluates; returns how many steps are done."""
+        """Prepares the first step; returns how many steps are done.
+
+        A resumed run loads its newest checkpoint; another run writes the checkpoint of step 0, if it keeps checkpoints.
+        The engines receive the first weights. A run that starts at step 0 is evaluated.
+        """
         config = self._config
         start = _resume(config, self._group, self._loop.prompts, self._log)
-        # only now, so that a refused resume leaves the files of the run that it would have continued
-        self._folder.write_settings(self._group.config)  # where mesh.dp is a number
+        # written only now, so that a refused resume does not change the files of the earlier run
+        self._folder.write_settings(self._group.config)  # in which mesh.dp is a number
         self._folder.write_skipped([asdict(record) for record in self._skipped])
         self._progress = Progress(self._loop.columns, total_steps=self._steps)
         if self._keeps and not config.checkpoint.resume:
@@ -151,10 +155,10 @@ class Run:
         return start
 
     def step(self, step: int) -> None:
-        """Runs one step, logs it, and saves a checkpoint if one is due.
+        """Runs one step, logs its metrics, and saves a checkpoint if one is due or the run was asked to end.
 
         Raises:
-            Interrupted: an end was asked for; the checkpoint of this step is on disk.
+            Interrupted: the run was asked to end; the checkpoint of this step is on disk.
         """
         config, done = self._config, step + 1
         began = time.perf_counter()
@@ -201,8 +205,8 @@ class Run:
 class RolloutLoop:
     """Runs reinforcement learning: samples, rewards, trains policy and critic, and sends the weights to the engines.
 
-    With rollout.placement=colocated the engines take the weights when their turn begins, before they sample; outside of
-    `step` and `before_training` they sleep.
+    With rollout.placement=colocated, the engines receive the weights when their turn begins, before they sample. They
+    sleep outside of `step` and `before_training`.
     """
 
     def __init__(
@@ -220,15 +224,15 @@ class RolloutLoop:
         self._collector = Collector(config, engines, recorded, prompts, rewards)
         self._evaluator = Evaluator(config, self._collector)
         self._are_colocated = config.rollout.placement == "colocated"
-        self._version = -1  # of the engines' weights; where they are colocated, of the policy's
+        self._version = -1  # version of the engines' weights; with colocated engines, of the policy's weights
         self._engines_are_outdated = True
         self._has_warned = False  # whether a warning was given that a step had nothing to learn from
-        self._ahead: AheadCollector | None = None  # with rollout.max_staleness, from the first step on
-        self._trained_prompts: dict[str, Any] | None = None  # state of the prompts after the batch trained on last
+        self._ahead: AheadCollector | None = None  # set in the first step, if rollout.max_staleness is set
+        self._trained_prompts: dict[str, Any] | None = None  # with `_ahead`: state of `prompts` after the newest batch
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Returns the columns of the progress lines, with one for each held-out set."""
+        """Returns the columns of the progress lines, including one for each held-out set."""
         return with_held_out(GRPO_COLUMNS, self._evaluator.columns())
 
     @property
@@ -236,7 +240,10 @@ class RolloutLoop:
         return self._collector.prompts
 
     def prompts_state(self) -> dict[str, Any]:
-        """Returns the state of the prompts after the last batch trained on; the stream itself may be further."""
+        """Returns the state of `prompts` after the last batch that was trained on.
+
+        The current state of `prompts` may be further, since a thread may collect batches ahead.
+        """
         return self.prompts.state() if self._trained_prompts is None else self._trained_prompts
 
     def settle(self) -> None:
@@ -245,13 +252,13 @@ class RolloutLoop:
             self._ahead.settle(_CLOSE_S)
 
     def close(self) -> None:
-        """Stops collecting batches ahead, and ends the engines that it uses."""
+        """Ends the thread that collects batches ahead, if there is one, and the engines that this thread uses."""
         if self._ahead is not None:
             self._engines.shutdown()
             self._ahead.close(_CLOSE_S)
 
     def before_training(self, *, evaluates: bool) -> Metrics:
-        """Sends the first weights to the engines, and returns held-out metrics of this policy if `evaluates`."""
+        """Sends the first weights to the engines; if `evaluates`, evaluates the policy and returns the metrics."""
         self.rest_critic()
         with stage("sending the first weights to the engines"):
             self._update_engines()
@@ -268,9 +275,9 @@ class RolloutLoop:
         return metrics
 
     def step(self, step: int) -> Metrics:
-        """Collects one rollout batch and trains on it; evaluates if that is due.
+        """Collects one rollout batch and trains on it; evaluates if an evaluation is due.
 
-        A batch with nothing to train on leaves the weights as they are.
+        If nothing in the batch can be trained on, the weights stay unchanged.
         """
         seconds: Metrics = {"generate": 0.0, "reward": 0.0, "train": 0.0, "sync": 0.0}
         seconds |= {"turn": 0.0} if self._are_colocated else {}
@@ -289,7 +296,7 @@ class RolloutLoop:
         evaluates = interval is not None and (is_last or _is_due(step + 1, interval))
         if self._are_colocated:
             self._version += int(metrics["updates"])
-        # a resumed run starts its engines with the checkpoint's weights, so this run updates them at each checkpoint
+        # a resumed run starts its engines with the checkpoint's weights, so this run updates its engines then, too
         elif self._engines_are_outdated and (
             evaluates
             or _is_due(step + 1, self._config.rollout.sync_interval_steps)
@@ -306,7 +313,7 @@ class RolloutLoop:
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
 
     def _warn_if_nothing_is_learned(self, step: int, batch: RolloutBatch | None, metrics: Metrics) -> None:
-        """Warns once that a step has nothing to learn from; the metrics of later steps show it."""
+        """Warns if a step has nothing to learn from; warns only once, since the metrics show this for every step."""
         rewards_differ = self._config.estimator not in GROUPED or metrics.get("zero_variance_groups") != 1.0
         if self._has_warned or (batch is not None and rewards_differ):
             return
@@ -315,7 +322,7 @@ class RolloutLoop:
         print(f"step {step + 1}: {reason}, so the rewards teach nothing in it (said once)", file=sys.stderr, flush=True)
 
     def _evaluated(self, done: int, seconds: Metrics) -> Metrics:
-        """Returns held-out metrics after `done` steps; colocated engines get a turn for it."""
+        """Evaluates the policy after `done` steps and returns the metrics; colocated engines get a turn for this."""
         if self._are_colocated:
             self._engines.take_turn(seconds)
         with timed(seconds, "evaluate"):
@@ -326,12 +333,11 @@ class RolloutLoop:
         return metrics
 
     def _show_example(self) -> None:
-        """Prints an example of the last evaluation."""
         if self._evaluator.example:
             print(self._evaluator.example, flush=True)
 
     def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
-        """Returns the batch of a step. With rollout.max_staleness a thread has drawn it ahead."""
+        """Returns the batch of a step and its metrics; with rollout.max_staleness, a thread collects batches ahead."""
         settings = self._config.rollout
         if not settings.max_staleness:
             return self._collector.collect(step, self._version, seconds)
@@ -348,7 +354,7 @@ class RolloutLoop:
         return collected.batch, collected.metrics
 
     def _staleness(self, batch: RolloutBatch) -> Metrics:
-        """Returns the age, in updates, of the weights that drew the tokens."""
+        """Returns the age, in updates, of the weights that sampled the batch; empty without rollout.max_staleness."""
         if not self._config.rollout.max_staleness:
             return {}
         versions = batch.weight_versions
@@ -356,7 +362,10 @@ class RolloutLoop:
         return {"rollout/staleness": float(ages.mean()), "rollout/staleness_max": float(ages.max())}
 
     def _trained(self, step: int, batch: RolloutBatch, seconds: Metrics) -> Metrics:
-        """Trains the policy, and under PPO the critic, which is alone in the first steps; returns their metrics."""
+        """Trains the policy and, under PPO, the critic; returns their metrics.
+
+        In the first critic.warmup_steps steps of PPO, only the critic is trained.
+        """
         group, critic, settings = self._group, self._group.critic, self._config.critic
         if critic is None:
             with timed(seconds, "train"):
@@ -371,7 +380,7 @@ class RolloutLoop:
         if is_policy_trained:
             with timed(seconds, "train"):
                 metrics |= group.train_step(batch)
-        # after the policy, whose step may change the KL coefficient; the batch has the values from before both
+        # the critic trains after the policy, since the policy's step may change the KL coefficient
         gae_lambda = None if is_policy_trained else 1.0
         coefficient = metrics.get("kl_coefficient") if self._config.has_kl_in_reward else None
         with timed(seconds, "critic"):
@@ -380,7 +389,7 @@ class RolloutLoop:
         return metrics | {f"critic/{name}": value for name, value in of_critic.items()}
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Adds the log-probs of policy and reference before the step, from which both roles compute the KL."""
+        """Adds the log-probs of the policy (before its update) and the reference, from which both roles get the KL."""
         group, old = self._group, batch.rollout_log_probs
         if self._config.loss.old_log_probs != "rollout":
             old = group.compute_log_probs(batch).log_probs
@@ -388,19 +397,17 @@ class RolloutLoop:
         return batch.replace(old_log_probs=old, ref_log_probs=reference)
 
     def _update_engines(self) -> None:
-        """Sends new weights; rollout.on_update decides what happens to samples that are being drawn."""
+        """Sends the policy's weights to the engines; rollout.on_update decides what happens to unfinished samples."""
         on_update = self._config.rollout.on_update
         with self._collector.engines_at_rest() if on_update == "wait" else nullcontext():
             self._version = self._engines.update_from(self._group, aborts=on_update == "abort")
         self._engines_are_outdated = False
 
     def rest_critic(self) -> None:
-        """Puts a colocated critic to sleep."""
         if self._group.critic is not None and self._config.critic.is_colocated:
             self._group.critic.sleep()
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
-        """Returns a summary of the run in one line."""
         config = self._config
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         result = self._evaluator.summary(rows)
@@ -421,13 +428,13 @@ def _wandb_arguments(config: RunConfig) -> dict[str, Any] | None:
     if run.wandb_project is None:
         return None
     assert run.dir is not None
-    # wandb reads WANDB_RUN_GROUP itself; WANDB_NAME it ignores when it is given a name
+    # wandb itself reads WANDB_RUN_GROUP, but it ignores WANDB_NAME when its argument `name` is given
     name = os.environ.get("WANDB_NAME") or run.dir.resolve().name
     return {"project": run.wandb_project, "name": name, "config": config.model_dump(mode="json")}
 
 
 def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: MetricsLog) -> int:
-    """Loads the newest checkpoint if the run resumes; returns how many steps are done."""
+    """Loads the newest checkpoint of a resumed run; returns how many steps are done."""
     if not config.checkpoint.resume:
         return 0
     with stage("loading the checkpoint"):
@@ -458,12 +465,12 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
 
 
 class ProfiledTables:
-    """Prints the tables that rank 0 writes of the updates in `profile.updates`, if it shares `run.dir`."""
+    """Prints the profiler's tables of the updates in `profile.updates`, if the driver shares `run.dir` with rank 0."""
 
     def __init__(self, config: RunConfig) -> None:
         folder = Path(str(config.run.dir)) / "profile"
         self._folders = [folder, folder / "critic"] if config.profile.updates else []
-        self._shown = self._tables()  # tables of earlier starts
+        self._shown = self._tables()  # tables of earlier starts are not printed again
 
     def show_new(self) -> None:
         """Prints the tables that were written since the last call."""
@@ -478,7 +485,7 @@ class ProfiledTables:
 
 
 def _memory_metrics(group: Group) -> Metrics:
-    """Returns the memory of the rank that uses most; empty if no rank answers now."""
+    """Returns the most memory that any rank has allocated, now and at its peak; empty if no rank answers."""
     answers = [health for health in group.health() if isinstance(health, Health)]
     if not answers:
         return {}
@@ -489,7 +496,7 @@ def _memory_metrics(group: Group) -> Metrics:
 
 
 def _save(step: int, group: Group, loop: RolloutLoop | SftLoop, folder: RunFolder) -> None:
-    """Writes a checkpoint for `_resume`. Samples need no state: they follow from run.seed, the step and the weights."""
+    """Writes a checkpoint for `_resume`. Sampling has no state: samples follow from run.seed, step and weights."""
     group.save(step, {"step": step, "prompts": loop.prompts_state()})
     if isinstance(loop, RolloutLoop):
         loop.rest_critic()

@@ -1,7 +1,7 @@
-"""Replaces hub ids of models in the settings by local folders; the driver downloads each once, before a run starts.
+"""Replaces hub ids of models in the settings by local folders; the driver downloads each model before a run starts.
 
-All other processes get the folder in the user's cache, which is named by the commit. `run.dir/settings.yaml` records id
-and commit, so that a resumed run uses the commit with which it began.
+All other processes get the path in the user's cache, which contains the commit. `run.dir/settings.yaml` records id and
+commit, so that a resumed run uses the same commit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ DOWNLOADED = "downloaded from the Hugging Face hub when the run starts"
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """A model or data set that valid settings name and that this machine does not have yet.
+    """Describes something that valid settings name and that this machine lacks, such as a model or a data set.
 
     Args:
-        name: as written in the settings.
-        comes: how it will be obtained.
+        field: the setting.
+        name: the value of the setting.
+        comes: says where the missing thing comes from.
     """
 
     field: str
@@ -40,13 +41,13 @@ class NotHere:
 
 
 def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[RunConfig, list[NotHere]]:
-    """Finds the models' folders without downloading weights; lists models that are missing.
+    """Returns settings with local model folders, and a list of missing models; downloads no weights.
 
-    A missing model is replaced by a folder with its config.json, from the hub or `slimefsdp.models.hf_folder`. It is
-    listed if its weights are needed.
+    In the settings, a missing model is a folder with only its config.json, which comes from the hub or this package. A
+    missing model of the hub is listed only if its weights are needed.
 
     Raises:
-        As `with_model_folders`; also ModelError if a missing model has no known config.json.
+        As `with_model_folders`; also ModelError if the config.json of a missing model is not available.
     """
     folders: dict[str, Path] = {}
     absent: list[NotHere] = []
@@ -67,10 +68,10 @@ def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[
 
 
 def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
-    """Returns a hub model's folder without downloading weights, or its named shape if the hub is out of reach.
+    """Returns the folder of a hub model without downloading its weights.
 
-    Raises:
-        ModelError: as in `slimefsdp.io.hub.snapshot`, if the model has no named shape.
+    Args:
+        shape: the folder to return if the hub is out of reach, as in `shape_of`; None means that this is an error.
     """
     with stage(f"fetching config.json of {hub_id} from the Hugging Face hub", is_short=True):
         try:
@@ -83,13 +84,13 @@ def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
 
 
 def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunConfig:
-    """Replaces the ids of models by local folders, and adds rank, alpha and targets of the adapters in lora.path.
+    """Replaces hub ids of models by local folders, and adds rank, alpha and targets of the adapters in lora.path.
 
     Args:
-        with_weights: whether to download the models' weights; configurations, tokenizers and adapters always are.
+        with_weights: whether to download weights; configurations, tokenizers and adapters are always downloaded.
 
     Raises:
-        ModelError: a model is not available, as `slimefsdp.io.hub.snapshot` says, or lora.path is not usable.
+        ModelError: a model is not available, as in `slimefsdp.io.hub.snapshot`, or lora.path is not usable.
         ConfigError: as in `RunConfig.with_adapters`. ResourceError: the disk is full.
     """
     config = _with_local_folders(config, with_weights)
@@ -125,7 +126,7 @@ def _with_local_folders(config: RunConfig, with_weights: bool) -> RunConfig:
 
 
 def _begun_with(config: RunConfig) -> dict[str, HubId]:
-    """Returns hub name (owner/name) -> id with commit, of each model with which the run to be resumed began."""
+    """Returns hub name (owner/name) -> id with commit, for the models of the run that is resumed; empty without one."""
     recorded = recorded_settings(config)
     sections = [recorded.get(field.partition(".")[0]) for field in config.model_paths]
     texts = [section.get("path") for section in sections if isinstance(section, dict)]
@@ -134,7 +135,7 @@ def _begun_with(config: RunConfig) -> dict[str, HubId]:
 
 
 def recorded_settings(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings that a run to be resumed recorded at its newest start; empty if the run is not resumed."""
+    """Returns the settings that the resumed run recorded at its last start; empty if no run is resumed."""
     if not config.checkpoint.resume or config.run.dir is None:
         return {}
     try:

@@ -1,13 +1,13 @@
 """Reads and writes what a run keeps in `run.dir` besides metrics and checkpoints.
 
-    .lock          held by the process that runs `train`, until it ends
+    .lock          locked by the process that runs `train`, until that process ends
     settings.yaml  every setting of the newest start, with defaults as comments and commits of hub models and data;
                    settings.1.yaml, .. of earlier starts
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out at the newest start
-    batches/       what each step since the oldest checkpoint trained on
+    batches/       the batch of each step since the oldest checkpoint
     samples/       texts of a few groups of each step, to be read by people
-    evaluations/   responses of each evaluation, one per line (.jsonl), and the first ones as text (.txt); several
-                   held-out sets have a folder each
+    evaluations/   responses of each evaluation, one per line (.jsonl), and the first responses as text (.txt); if there
+                   are several held-out sets, each has its own folder
 
 A recorded batch is written atomically like a checkpoint, with the sha256 of its bytes.
 """
@@ -52,10 +52,10 @@ _SYSTEM_FOLDERS = frozenset(
 
 
 class RunFolder:
-    """The folder `run.dir`, locked for one process at a time; use it as a context.
+    """The folder `run.dir`, which this process locks in a `with` block.
 
     Raises:
-        CheckpointError: (on entering) another process uses it; the error names its pid and host.
+        CheckpointError: (on entering) another process uses the folder; the error names that process's pid and host.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +67,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        FolderLock(self.batches.root).release()  # taken when batches were written
+        FolderLock(self.batches.root).release()  # writing a batch acquires this lock
         FolderLock(self.path).release()
 
     @property
@@ -83,7 +83,7 @@ class RunFolder:
         return state if isinstance(state, dict) else {}
 
     def write_settings(self, config: RunConfig) -> None:
-        """Writes all settings as a file that `slimefsdp train` accepts; renames a different existing one.
+        """Writes all settings as a file that `slimefsdp train` accepts; renames an existing file with other settings.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -116,7 +116,7 @@ class RunFolder:
 
 
 class RecordedBatches:
-    """The recorded batch of each step with its metrics, written before the step trains on it."""
+    """Writes the batch of each step, with notes, before the step trains on the batch, and reads it again."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -127,7 +127,7 @@ class RecordedBatches:
 
         Args:
             step: counted from 0.
-            notes: plain JSON.
+            notes: JSON values to store with the batch.
 
         Raises:
             CheckpointError: the disk is full or fails.
@@ -141,7 +141,7 @@ class RecordedBatches:
             self._store.commit(step, notes, [record_of(file)])
 
     def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:
-        """Returns the batch of a step and its notes, or None if there is none; warns if the batch is damaged."""
+        """Returns the batch of a step and its notes; None if there is no batch, or, with a warning, a damaged one."""
         if step not in self._store.steps():
             return None
         folder = self._store.path_of(step)
@@ -153,7 +153,7 @@ class RecordedBatches:
             return None
 
     def remove_before(self, step: int) -> None:
-        """Removes the batches of earlier steps.
+        """Removes the batches of all steps before `step`.
 
         Raises:
             CheckpointError: the disk fails.
@@ -166,7 +166,7 @@ class RecordedBatches:
 
 
 def settings_text(config: RunConfig) -> str:
-    """Returns all settings as YAML, from which loading gives equal settings; settings with defaults are comments."""
+    """Returns all settings as YAML; loading the text gives equal settings. Settings with defaults are comments."""
     lines = [f"{STORED} Those behind a # were not given and had this value."]
     for name, value in with_model_ids(config).model_dump(mode="json").items():
         if not isinstance(value, dict):
@@ -179,7 +179,7 @@ def settings_text(config: RunConfig) -> str:
 
 
 def with_model_ids(config: RunConfig) -> RunConfig:
-    """Replaces folders in this machine's hub cache by id and commit."""
+    """Replaces each model folder in this machine's hub cache by the model's hub id with the commit."""
     ids = {field: hub_id for field, path in config.model_paths.items() if (hub_id := id_of_snapshot(path))}
     return config.with_model_paths({field: Path(str(hub_id)) for field, hub_id in ids.items()})
 
@@ -190,7 +190,7 @@ def _line(name: str, value: Any, *, is_given: bool) -> str:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Refuses folders that cannot take a run's files, or in which another process runs.
+    """Refuses a run.dir or run.export_dir that cannot take a run's files, and a run.dir that another process uses.
 
     Raises:
         ConfigError: a folder cannot be used. CheckpointError: another process uses run.dir.
@@ -236,7 +236,7 @@ def _check_can_be_made(folder: Path, field: str) -> None:
         if can_keep_files(folder) and existing.is_dir() and os.access(existing, os.W_OK):
             return
         problem = f"cannot be made in {existing}"
-    except (OSError, RuntimeError) as error:  # a name that is too long, or links that lead round in a circle
+    except (OSError, RuntimeError) as error:  # a name that is too long, or symbolic links in a circle
         problem = f"cannot be made: {getattr(error, 'strerror', None) or error}"
     raise ConfigError(f"{field}={folder} {problem}", field=field, hint="choose another folder")
 
@@ -245,10 +245,10 @@ def check_leftovers(config: RunConfig) -> None:
     """Raises a ConfigError if an earlier run has left files where this run would write; the error names all folders."""
     run_dir, export_dir, resumes = config.run.dir, config.run.export_dir, config.checkpoint.resume
     assert run_dir is not None
-    left: dict[str, tuple[str, str]] = {}  # problem and hint by setting
+    left: dict[str, tuple[str, str]] = {}  # setting -> (problem, hint)
     with _folder_errors():
         metrics = run_dir / _METRICS
-        # without a row nothing was trained: a run that ended while it started may start again
+        # without a row of metrics nothing was trained, so a run that failed during its start may start again
         if not resumes and metrics.exists() and metrics.stat().st_size:
             hint = "choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints"
             left["run.dir"] = (f"run.dir={run_dir} holds an earlier run", hint)

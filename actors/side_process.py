@@ -41,12 +41,12 @@ class SideProcessError(Exception):
         self.printed = " ".join(printed.decode(errors="replace").split())[-500:] or "nothing"
 
     def reported(self, work: str, limit: str, field: str) -> ResourceError:
-        """Returns the typed error.
+        """Returns the typed error for the user.
 
         Args:
             work: what the process did, for the message.
-            limit: the setting that limits its time.
-            field: the setting that the error names if the process ended.
+            limit: the setting that limits the process's time; the error names it if the process was overdue.
+            field: the setting that the error names if the process ended by itself.
         """
         if self.is_overdue:
             return ResourceError(f"{work} {self.reason}", field=limit, hint=f"raise {limit}")
@@ -71,7 +71,7 @@ def call(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as printed:
         asked.write(request)
         asked.seek(0)
-        # files, not pipes: a process that the user's code started has them open too, and may outlive this one
+        # files instead of pipes, since processes that the user's code starts inherit them and could keep a pipe open
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "actors.side_process", str(answered.fileno())],
             stdin=asked,
@@ -87,7 +87,7 @@ def call(function: Callable[..., T], *args: Any, timeout_s: float) -> T:
             raise SideProcessError(f"took more than {timeout_s:g} s", _content(printed), is_overdue=True) from None
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started, which nobody would end later
+                os.killpg(process.pid, signal.SIGKILL)  # also ends processes that the called code has started
             process.wait()
         try:
             value, error = pickle.loads(_content(answered))
@@ -104,7 +104,7 @@ def _content(file: IO[bytes]) -> bytes:
 
 
 def answer(value: Any, error: SlimeError | None = None) -> NoReturn:
-    """Answers the call and ends the side process, without waiting for threads that its code left running."""
+    """Sends the answer to the caller and ends this side process, without waiting for threads that still run."""
     with os.fdopen(_answer_stream, "wb") as stream:
         stream.write(pickle.dumps((value, error and portable(error))))
     os._exit(0)
@@ -131,6 +131,6 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    from actors import side_process  # the module that functions import; this one is named __main__
+    from actors import side_process  # functions import this module by its name, and not this copy, `__main__`
 
     side_process._main()

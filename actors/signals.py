@@ -1,4 +1,4 @@
-"""Treats SIGTERM and SIGINT as requests: the run ends after the step in progress, with a checkpoint."""
+"""Treats SIGTERM and SIGINT as requests to end the run after the step in progress, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from typing import Any, NoReturn, Self
 from actors.startup import waited_for
 from slimefsdp.errors import Interrupted
 
-# signals within this time after the first count as one: `timeout`, shells and schedulers signal the process, and then
-# its group
+# Signals within this time after the first belong to the same request, since `timeout`, shells and schedulers signal the
+# process and then its process group.
 ONE_REQUEST_S = 1.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _GO_ON = "go on from its newest checkpoint, if there is one, with checkpoint.resume=true"
 
 
 class Interrupts:
-    """Tells whether the run is asked to end. The loop asks once per step; `listening` makes signals such requests."""
+    """Records requests to end the run: `listening` receives them as signals, and the loop checks once per step."""
 
     def __init__(self) -> None:
-        self._first: float | None = None  # when the request came, on the monotonic clock
+        self._first: float | None = None  # time of the first request, by `time.monotonic`
         self._in_steps = False
         self._is_done = False
         self._grace_s = 0.0
-        self._step = self._steps = 0  # the step in progress, and the last one of the run
+        self._step = self._steps = 0  # numbers of the step in progress and of the run's last step
 
     @property
     def requested(self) -> bool:
         return self._first is not None
 
     def steps_begin(self, step: int, steps: int) -> None:
-        """Makes requests wait for the end of a step from now on; before, there was nothing to save.
+        """Marks the begin of the first step: from now on, a request ends the run only after a step.
 
         Args:
-            step: the first step, which begins now.
+            step: the number of the step that begins now.
             steps: the number of the last step.
         """
         self._in_steps, self._step, self._steps = True, step, steps
 
     def step_done(self, step: int) -> bool:
-        """Returns whether the run ends after this step, which lacks only its checkpoint."""
+        """Returns whether the run was asked to end, so that it ends after this step's checkpoint."""
         is_requested = self.requested
         self._step = step if is_requested else step + 1
         return is_requested
@@ -58,12 +58,12 @@ class Interrupts:
         """Handles SIGTERM and SIGINT, unless this process ignores them; call it in the main thread.
 
         The first signal asks the run to end after its step and checkpoint; before the first step it ends this process
-        at once. A second signal ends the process with status 128 + its number. If the grace period passes first, the
-        process ends with the status of `Interrupted`. An immediate end
-        runs no `finally`: what was committed to disk is valid, and the cleanup process ends the cluster.
+        at once. A second signal ends the process with status 128 + the signal's number. If the grace period passes
+        first, the process ends with the status of `Interrupted`. Such an immediate end skips all `finally` blocks: what
+        was committed to disk is valid, and the cleanup process ends the cluster.
 
         Args:
-            grace_s: how long the step and its checkpoint may take after the request, until `done`.
+            grace_s: seconds between the request and the call of `done`, in which step and checkpoint must be finished.
         """
         self._grace_s = grace_s
         listener, handlers = os.getpid(), {}
@@ -71,7 +71,7 @@ class Interrupts:
         def receive(number: int, frame: Any) -> None:
             if os.getpid() == listener:
                 self._receive(signal.Signals(number))
-            else:  # a forked process, which a pool ends like this
+            else:  # this is a forked process: a pool ends its processes by a signal
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
@@ -118,11 +118,11 @@ def _end(message: str, hint: str, exit_code: int) -> NoReturn:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # not through sys.stderr, in which the interrupted code may be printing
+    with suppress(OSError):  # sys.stderr is not used, since the interrupted code may be printing to it
         os.write(2, text.encode())
 
 
-# Python drops a signal that a forked process gets before its interpreter is ready, so they are blocked until then
+# Python drops a signal that a forked process gets before its interpreter is ready, so signals are blocked until then
 _forking = threading.local()
 
 

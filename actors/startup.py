@@ -1,4 +1,4 @@
-"""Reports on stderr what a command does: a line per stage until its first step, and the progress of long waits.
+"""Reports on stderr what a command does: one line per stage until the first step, and the progress of long waits.
 
 Only the command line reports (`reporting`); in a user's own program the functions are silent.
 """
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO
 
-HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # when a long stage gets a further line in a log file; then every minute
-REFRESH_S = 1.0  # between updates of the line on a terminal
-WAITING_S = 30.0  # before a step reports its progress, and between its lines
+HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # ages at which a stage writes one more line to a log file; later once a minute
+REFRESH_S = 1.0  # interval in which a stage's line on a terminal is updated
+WAITING_S = 30.0  # interval in which a step reports its progress
 _reporter: Reporter | None = None
 _waited_for: Callable[[], str] | None = None
 
@@ -46,7 +46,7 @@ class Reporter:
                 print(file=self._stream, flush=True)
 
     def waiting(self, what: str, progress: Callable[[], str]) -> AbstractContextManager[None]:
-        """Reports progress now and then while a block runs, on separate lines between those of the table."""
+        """Reports progress every `WAITING_S` seconds while a block runs, each time on a new line."""
 
         def report() -> None:
             print(f"[{time.monotonic() - self._began:4.0f} s] {what}: {progress()}", file=self._stream, flush=True)
@@ -63,7 +63,7 @@ class Reporter:
 
 @contextmanager
 def _repeated(report: Callable[[], None], pauses: Iterator[float]) -> Iterator[None]:
-    """Calls a function in a thread after each of these pauses, in seconds, while the block runs."""
+    """Calls `report` in a thread while the block runs, after each of these pauses, which are in seconds."""
     over = threading.Event()
 
     def run() -> None:
@@ -98,7 +98,7 @@ def reporting(stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool = False) -> Iterator[None]:
-    """Reports a stage of the start while the block runs, inside of `reporting`.
+    """Reports a stage of a command's start while the block runs; does nothing outside of `reporting`.
 
     Args:
         progress: returns a text about the stage's progress, or ""; called from another thread.
@@ -113,7 +113,7 @@ def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool
 
 @contextmanager
 def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
-    """Names the work that a step waits for while the block runs; progress is only printed if it takes long.
+    """Names the work that a step waits for while the block runs; prints progress only if the work takes long.
 
     Args:
         progress: returns a text about the progress of the work; called from another thread.
@@ -128,7 +128,7 @@ def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
 
 
 def waited_for() -> str:
-    """Returns the work that is being waited for and its progress; "" if there is none."""
+    """Returns the name and the progress of the work in the current `waiting` block; "" outside of such blocks."""
     describe = _waited_for
     return "" if describe is None else describe()
 
@@ -139,7 +139,7 @@ def is_reporting() -> bool:
 
 
 def answered(refs: Sequence[Any]) -> Callable[[], str]:
-    """Returns the progress function of a stage that waits for these answers of Ray actors."""
+    """Returns a progress function for a stage that waits for answers of Ray actors, which `refs` refer to."""
 
     def progress() -> str:
         import ray

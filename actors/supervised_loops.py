@@ -20,7 +20,7 @@ from slimefsdp.monitoring.curves import CURVES
 from slimefsdp.monitoring.progress import DPO_COLUMNS, SFT_COLUMNS, Column, with_held_out
 
 _OF_OLD_POLICY = ("ratio", "clip_", "kl_", "advantage")
-"""Prefixes of metrics that compare with the policy that sampled, which is unknown for pairs."""
+"""Prefixes of metrics that compare the policy with the policy that sampled; pairs come from no known policy."""
 
 
 class SftLoop:
@@ -43,23 +43,23 @@ class SftLoop:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Returns the columns of the progress lines, with one for each held-out set."""
+        """Returns the columns of the progress lines, including one for each held-out set."""
         held_out = [Column(name or "held-out", f"{metric_prefix(name)}loss", ".4f") for name in self._heldout]
         return (*SFT_COLUMNS[:1], *held_out, *SFT_COLUMNS[1:])
 
     def prompts_state(self) -> dict[str, Any]:
-        """Returns the position in the demonstrations after the last one that was trained on."""
+        """Returns the position in the demonstrations after the last demonstration that was trained on."""
         return self.prompts.state()
 
     def settle(self) -> None:
-        """Does nothing, since no batch is made during the training on another."""
+        """Does nothing, since this loop collects no batches ahead."""
 
     def before_training(self, *, evaluates: bool) -> Metrics:
-        """Returns the metrics of the held-out sets before training, if asked for."""
+        """Returns the metrics of the held-out sets before training if `evaluates`, otherwise no metrics."""
         return self._evaluated() if evaluates else {}
 
     def step(self, step: int) -> Metrics:
-        """Takes one update on the next `batch.samples_per_update` samples; evaluates held-out sets if due.
+        """Takes one update on the next `batch.samples_per_update` samples; evaluates held-out sets if that is due.
 
         Under run.epochs, the last update takes the remaining records.
         """
@@ -67,7 +67,7 @@ class SftLoop:
         count = self._config.samples_per_step // self._samples_of_record
         if self._config.run.epochs is not None:
             left = self._config.run.epochs * self._num_records - self.prompts.records_passed
-            count = left if 0 < left < count else count  # not above 0 if a resumed run has fewer records than before
+            count = left if 0 < left < count else count  # `left` may be negative: a resumed run may have fewer records
         batch = self._batch([sample for record in self.prompts.take(count) for sample in record])
         with timed(seconds, "train"):
             metrics: Metrics = self._trained(batch)
@@ -89,7 +89,7 @@ class SftLoop:
         return {f"{metric_prefix(name)}loss": self._mean_loss(samples) for name, samples in self._heldout.items()}
 
     def _mean_loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Returns -log p, averaged over every token of the set that training would use."""
+        """Returns the mean of -log p over all tokens of the set on which training would compute a loss."""
         total, tokens, size = 0.0, 0, self._config.samples_per_step
         for start in range(0, len(demonstrations), size):
             batch = batch_of(demonstrations[start : start + size])
@@ -114,7 +114,7 @@ class SftLoop:
 
 
 class DpoLoop(SftLoop):
-    """The loop of supervised training on pairs of a chosen and a rejected response."""
+    """Takes one DPO update per step on pairs of a chosen and a rejected response, without rollouts."""
 
     _samples_of_record = 2
 
@@ -139,7 +139,7 @@ class DpoLoop(SftLoop):
         return metrics
 
     def _held_out_values(self, samples: Sequence[Demonstration]) -> dict[str, np.ndarray]:
-        """Returns each metric of all pairs, in batches of the size of an update."""
+        """Returns metric -> its value for every pair; computes log-probs in batches of the size of an update."""
         size, group = self._config.samples_per_step, self._group
         batches: list[dict[str, np.ndarray]] = []
         for start in range(0, len(samples), size):
@@ -182,11 +182,11 @@ def batch_of_pairs(samples: Sequence[Demonstration]) -> RolloutBatch:
 def pair_metrics(
     batch: RolloutBatch, log_probs: np.ndarray, reference: np.ndarray, beta: float
 ) -> dict[str, np.ndarray]:
-    """Returns the metrics that `train_step` has of pairs, under the same names; float64 [pairs].
+    """Returns the metrics that `train_step` reports for pairs, with the same names; each is float64 [pairs].
 
     Args:
         batch: made by `batch_of_pairs`.
-        log_probs, reference: of the policy and of the reference model, [R].
+        log_probs, reference: log-probs of the policy and of the reference model, [R] as in `RolloutBatch`.
         beta: the value of loss.beta.
     """
     policy, ref = (

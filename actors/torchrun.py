@@ -1,4 +1,4 @@
-"""Runs the loop on ranks that torchrun started: the first rank runs the loop, and the others repeat its calls.
+"""Runs the loop on ranks that torchrun started: rank 0 runs the loop, and the other ranks repeat its calls.
 
 Rank 0 sends every call to all ranks before it makes the call, so that all ranks call the same method of their `Trainer`
 with the same arguments. Ray is not used.
@@ -33,9 +33,10 @@ _CALLS = frozenset(
 
 
 class TorchrunGroup:
-    """The loop's handle of all ranks, on rank 0; the other ranks are in `follow` until `shutdown`.
+    """The loop's handle on all ranks, used on rank 0; the other ranks are in `follow` until `shutdown`.
 
-    It has the calls of `Trainer` that supervised training needs; they return and raise what rank 0's trainer does.
+    The handle has the calls of `Trainer` that supervised training needs. Each call returns or raises what rank 0's
+    trainer returns or raises.
     """
 
     critic = None
@@ -48,16 +49,16 @@ class TorchrunGroup:
 
     @classmethod
     def launch(cls, config: RunConfig) -> Self:
-        """Makes the trainer of rank 0, while the other ranks make theirs in `follow`.
+        """Builds the trainer of rank 0, while the other ranks build their trainers in `follow`.
 
-        A model of the Hugging Face hub is sent as id and commit, and each machine uses its own cache.
+        A model of the Hugging Face hub is sent as id and commit, since each machine has its own cache.
         """
         config = with_model_ids(config)
         return cls(_trainer(_sent(config)), config)
 
     @property
     def config(self) -> RunConfig:
-        """Returns the settings, with mesh.dp as a number and all else that the trainer has found out."""
+        """Returns the settings, with the values that the trainer chose for settings such as fsdp.sharding=auto."""
         found = self._trainer.config
         return self._config.model_copy(update={name: getattr(found, name) for name in TrainerConfig.model_fields})
 
@@ -86,7 +87,7 @@ class TorchrunGroup:
 
 
 def follow() -> None:
-    """Repeats the calls of rank 0 on another rank until its group is shut down.
+    """Repeats the calls of rank 0 on this rank until rank 0 shuts its `TorchrunGroup` down.
 
     Raises:
         SlimeError: a call failed.
@@ -105,7 +106,7 @@ def _trainer(config: RunConfig) -> Trainer:
 
 
 def _sent(value: Any) -> Any:
-    """Returns the value of rank 0 on all ranks; collective, and the values of other ranks are ignored."""
+    """Returns the value of rank 0 on all ranks; ignores the values of other ranks. Collective."""
     import torch
     import torch.distributed as dist
 

@@ -39,7 +39,7 @@ MAX_PRINTED = 40  # differences to print; --json has all
 
 
 class Unusable(Exception):
-    """Says that the comparison cannot be made, and what to do."""
+    """The comparison cannot be made; the message says why, and what to do."""
 
 
 # ---------------------------------------------------------------------- comparing
@@ -77,10 +77,10 @@ def compare(
     """Returns the differences between two commits, job by job.
 
     Args:
-        equals: name of a record -> name of another record of the other commit that it must equal, too.
-        sizes: (job, what) -> difference of two arrays, relative to their largest value, if known.
-        tolerance: metrics and arrays that differ by at most this count as equal; 0 means that bits must be equal.
-        expected: patterns of `job: what`; differences that match one are expected.
+        equals: record -> a second record; each must also equal the other one of the other commit.
+        sizes: (job, what) -> known difference of two arrays, relative to their largest value.
+        tolerance: metrics and arrays with a relative difference of at most this count as equal; 0 means bit-equal.
+        expected: patterns for `job: what`; a difference that matches a pattern is expected.
     """
     pairs = [(name, name) for name in dict.fromkeys([*old, *new])]
     for name, other in (equals or {}).items():
@@ -119,10 +119,10 @@ def _readable(value: str | None) -> str:
 
 
 def sizes_of_weights(jobs: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, str], float]:
-    """Returns the relative difference of exported weights by (job, what).
+    """Returns (job, what) -> relative difference of the exported weights of both commits.
 
     Args:
-        jobs: name of a job -> side -> the folder into which that commit's job exported.
+        jobs: name of a job -> {side, old or new: the folder of the weights that this side's job exported}.
     """
     sizes = {}
     for name, sides in jobs.items():
@@ -154,7 +154,7 @@ def git(*arguments: str, **environment: str) -> str:
 
 
 def resolved(name: str, folder: Path) -> str:
-    """Returns the commit with a name; for `.` makes a commit of the working tree that is on no branch."""
+    """Returns the id of a commit; for `.`, first commits the working tree, without changing any branch."""
     if name != ".":
         return git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}") if _is_known(name) else _unknown(name)
     index = {"GIT_INDEX_FILE": str(folder / "index")}
@@ -247,7 +247,7 @@ def clean_environment() -> dict[str, str]:
 def run_both(
     pythons: Mapping[str, Path], requests: Mapping[str, compare_jobs.Request], folder: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs the jobs of both commits at the same time and prints progress; returns the lines of each."""
+    """Runs the jobs of both commits at the same time and prints progress; returns the output lines of each commit."""
     processes: dict[str, subprocess.Popen[str]] = {}
     total = len(requests["old"].jobs)
     start = time.monotonic()
@@ -300,7 +300,7 @@ def write_shared(folder: Path, jobs: Sequence[compare_jobs.Job]) -> None:
 
 
 def chosen_jobs(*, is_quick: bool, patterns: Sequence[str]) -> list[compare_jobs.Job]:
-    """Returns the jobs of a form whose names match one of the patterns, or all if there are no patterns.
+    """Returns the jobs (with `is_quick`, only quick jobs) whose names match a pattern; without patterns, all of them.
 
     Raises:
         Unusable: no job matches.
@@ -409,7 +409,6 @@ def report(
     seconds: float,
     commits: Mapping[str, str],
 ) -> int:
-    """Prints the result, writes the record, and returns the exit status."""
     for side in SIDES:
         for setting in requests[side].settings:
             if all(setting in line["unread"] for line in lines[side]):

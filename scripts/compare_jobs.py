@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-# ---------------------------------------------------------------------- what is taken from a commit
+# ---------------------------------------------------------------------- imports from a commit
 
 NAMES = {  # name -> possible import paths; the first that exists is used
     "Trainer": ("slimefsdp:Trainer",),
@@ -49,7 +49,7 @@ TRAIN = ("-m", "actors.cli", "train")  # CONFIG, the command `slimefsdp train`
 COST_OF_A_TRAINER = ("policy.attention.cost",)  # attribute paths of the cost model that balances a Trainer's own plans
 PLAN_FIELDS = ("num_dropped", "num_skipped_updates", "num_first_epoch_updates", "max_pack_tokens")
 
-# measured by the clock or the allocator, and not computed from the batch
+# parts of the names of metrics that are measured and not computed from the batch
 UNSTEADY = ("seconds", "per_second", "tflops", "mfu", "bytes", "memory", "time")
 
 
@@ -76,7 +76,7 @@ def cost_of(trainer: Any) -> Any:
 
 
 def float64_throughout() -> Any:
-    """Returns a context in which float64 models stay in float64 although transformers casts some parts to float32."""
+    """Returns a context in which float64 models stay in float64, though transformers casts some parts to float32."""
     import torch
     from torch.autograd.graph import _engine_run_backward
     from torch.overrides import TorchFunctionMode
@@ -110,7 +110,7 @@ def float64_throughout() -> Any:
 class Job:
     """Describes a job: settings, a kind of batches, and the calls to make.
 
-    `calls` are names in `CALLS`, called one after another; each `train` uses the next batch.
+    `calls` names methods in `CALLS`, which run one after another; each `train` uses the next batch.
     """
 
     name: str
@@ -120,11 +120,10 @@ class Job:
     model: str = "qwen3"
     ranks: int = 1
     is_quick: bool = False
-    runs: str = "trainer"  # or supervised, replay, train
+    runs: str = "trainer"  # what runs the job: trainer, supervised, replay or train
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns the names of the job's records."""
         return (UNDISTURBED, KILLED) if self.runs == "supervised" else (self.name,)
 
 
@@ -206,7 +205,7 @@ def ranks_of(mesh: dict[str, int]) -> int:
 
 
 def job(name: str, *trees: dict[str, Any], mesh: str = "1", **fields: Any) -> Job:
-    """Makes a Job on one of MESHES, with the sections of BASE and the given ones."""
+    """Makes a Job on one of MESHES, with the settings in BASE and in `trees`."""
     settings = merged(BASE, {"mesh": MESHES[mesh]}, *trees)
     return Job(name, settings, ranks=ranks_of(MESHES[mesh]), **fields)
 
@@ -228,7 +227,7 @@ def jobs() -> list[Job]:
 
 
 def algorithm_jobs() -> Iterator[Job]:
-    """Yields jobs that cover every name of every table of docs/algorithms.md."""
+    """Yields jobs that cover every name in the tables of docs/algorithms.md."""
     for name, loss in POLICIES.items():
         yield job(f"policy/{name}", {"loss": {"policy": name, **KL, **loss}}, is_quick=True)
     pairs = {"loss": {"policy": "dpo", "dpo_beta": 0.2, "reduction": "sequence_mean"}}
@@ -336,7 +335,7 @@ def supervised(name: str, *trees: dict[str, Any], **fields: Any) -> Job:
 
 
 def state_jobs() -> Iterator[Job]:
-    """Yields jobs of features that must not change numbers: recomputation, offloading, sleep, checkpoints, others."""
+    """Yields jobs with features that must not change results, such as recomputation, offloading and checkpoints."""
     for choice in ("full", "selective"):
         tree = {"model": {"activation_checkpointing": choice}, "loss": KL}
         yield job(f"recomputed/{choice}", tree, is_quick=choice == "full")
@@ -393,7 +392,7 @@ def model_jobs() -> Iterator[Job]:
 
 
 def mixed_jobs(count: int = 120) -> Iterator[Job]:
-    """Yields jobs with random combinations of all tables; some are refused, and must then be refused equally."""
+    """Yields jobs with random combinations of settings; both commits must refuse the same combinations."""
     rng = random.Random(20261123)
     for number in range(count):
         policy = rng.choice([*POLICIES, "dpo"])
@@ -509,7 +508,7 @@ def write_models(folder: Path) -> None:
 
 
 def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
-    """Returns 16 ragged samples with gaps in their masks, for `RolloutBatch.from_samples`; equal in every call.
+    """Returns the same 16 samples in every call, of different lengths and with gaps in their masks.
 
     Args:
         kind: the purpose: "groups" are groups of four with different rewards, "level groups" include groups with equal
@@ -597,7 +596,6 @@ class Record:
 
 
 def exported_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Returns the tensors of a Hugging Face folder by name."""
     from safetensors.numpy import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -609,7 +607,7 @@ def exported_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 class TrainerJob:
-    """Runs a job on one rank; has the Trainers, and a method for each call."""
+    """Runs a job on one rank; has a method for each name in `CALLS`."""
 
     def __init__(self, job: Job, config: Any, folder: Path) -> None:
         import torch
@@ -914,7 +912,6 @@ class Request:
 
 
 def main() -> int:
-    """Runs the jobs of a request, and prints a line for each."""
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to standard error
     request = Request(**json.loads(Path(sys.argv[1]).read_text()))
@@ -962,7 +959,7 @@ def _require_checkout(checkout: Path) -> None:
 
 
 def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[str]]:
-    """Writes the settings of a job to a file; returns the file, and the request's settings that the job refuses."""
+    """Writes a job's settings to a file; returns the file, and those settings of the request that the job refuses."""
     shared = Path(request.shared)
     model = shared / job.model / ("model" if job.model == SORT_DIGITS else "")
     tree = merged(job.settings, {"model": {"path": str(model)}})
@@ -1000,7 +997,7 @@ def _write_config(job: Job, request: Request, folder: Path) -> tuple[Path, list[
 
 
 def _in_names_of_the_commit(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings with this commit's names: jobs use old names, and a commit has a table of renamed ones."""
+    """Returns settings with this commit's names; jobs use old names, which a table of the commit translates."""
     try:
         renamed: dict[str, Any] = taken("with_present_names")(tree)
     except LookupError:

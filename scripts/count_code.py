@@ -31,7 +31,7 @@ from typing import Any
 
 PACKAGES = ("slimefsdp", "actors")
 MAX_FILE_LINES, MAX_CLASS_LINES, MAX_PARAMETERS = 500, 350, 8
-# written as sitecustomize.py, which every Python process with this file on its path imports
+# this becomes sitecustomize.py, which every Python process imports if the file is on its path
 TRACER = """
 import os, sys, threading, time
 
@@ -128,7 +128,7 @@ REWARD = "def reward(record, response, finished):\n    return {'reward': float(l
 
 
 def walked(checkout: Path) -> dict[str, Any]:
-    """Runs the sort-digits example of the checkout until the first optimiser step; returns what was called."""
+    """Runs the sort-digits example of the checkout for one step; returns which files and functions ran."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "sitecustomize.py").write_text(TRACER)

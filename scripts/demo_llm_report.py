@@ -61,12 +61,11 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def _ends(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
-    """Returns the first and the last five rows."""
     return rows[:5], rows[-5:]
 
 
 def _accuracy(file: Path) -> dict[str, Any]:
-    responses: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by prompt
+    responses: dict[str, list[dict[str, Any]]] = defaultdict(list)  # prompt -> its responses
     for line in file.read_text().splitlines():
         row = json.loads(line)
         responses[row["prompt"]].append(row)
@@ -87,13 +86,12 @@ def _accuracy(file: Path) -> dict[str, Any]:
 
 
 def _is_solved(row: dict[str, Any]) -> float:
-    """Returns 1 if the problem is solved, else 0; in the control run this is the score `solved`, not the reward."""
+    """Returns 1 if the problem is solved, else 0; the control run logs this as `solved` and rewards something else."""
     scores = row["scores"]
     return float(scores.get("solved", scores["reward"]) >= 1)
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Returns a Markdown table with a row for each family."""
     lines = [
         "| held-out family | problems | solved before | after | of finished before | after | finished before | after |",
         "|---|---|---|---|---|---|---|---|",

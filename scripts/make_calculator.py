@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.make_sort_digits import tokenizer_of, write_model
 
-SFT_RECORDS = 6400  # 400 updates of 64, each four times
+SFT_RECORDS = 6400  # in four epochs: 400 updates of 64
 TRAIN_RECORDS = 2000
 HELDOUT_RECORDS = 128
 CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
@@ -53,7 +53,7 @@ def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
 
 
 def _demonstration(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
-    """Returns a demonstration: at random a guess, a call, or the answer after the result of a call."""
+    """Returns a random kind of demonstration: a guess, a call, or the answer after the result of a call."""
     question = [{"role": "user", "content": record["prompt"]}]
     call, kind = CALL.format(record["prompt"]), rng.choice(("guess", "call", "result"))
     if kind == "guess":

@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
 def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = False) -> dict[str, int]:
     """Writes `model/` and the files of records under `out_dir`; the seed determines all bytes.
 
-    Held-out prompts are distinct, and no other file has them. `sft`, `train`, `chats` and `pairs` may have a prompt
-    several times. `pairs` and `heldout_pairs` prefer right answers to wrong answers.
+    Held-out prompts are distinct and occur in no other file. The files `sft`, `train`, `chats` and `pairs` may have a
+    prompt several times. `pairs` and `heldout_pairs` prefer right answers to wrong answers.
 
     Args:
         untied: see `write_model`.
@@ -82,7 +82,7 @@ def _chat(sortings: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def _preference(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
-    """Returns a pair that prefers the right answer to its shuffled digits or, half of the time, to a wrong digit."""
+    """Returns a preference pair: the right answer, and the same digits shuffled or (every second time) one changed."""
     chosen = rejected = record["answer"]
     replaces = rng.random() < 0.5 or len(set(chosen)) == 1
     while rejected == chosen:

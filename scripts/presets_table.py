@@ -1,6 +1,6 @@
 """Compares or writes the figures of the GPU presets in configs/README.md, as `slimefsdp plan` computes them.
 
-python scripts/presets_table.py           # status 1 if the page has other figures
+python scripts/presets_table.py           # exit status 1 if a figure in the page is wrong
 python scripts/presets_table.py --write   # writes the figures
 """
 
@@ -23,7 +23,7 @@ _ROW = re.compile(r"^(\| \[([\w.]+)\]\(\2\) \| [^|\n]+ \|) [^|\n]+ \| [^|\n]+ (\
 
 
 def figures(preset: Path) -> tuple[str, str]:
-    """Returns texts with the estimated memory of a GPU, and the estimated time of the updates of one step.
+    """Returns two texts: the estimated memory of a GPU, and the estimated time of one step's updates.
 
     Raises:
         SystemExit: `plan` refuses the preset, or the estimate exceeds the GPU.

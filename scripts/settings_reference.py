@@ -84,7 +84,7 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def settings_reference() -> str:
-    """Returns the whole document: a section with a table for the top level, and one for each section of settings."""
+    """Returns the whole document: one part for the top-level settings, and one for each section of settings."""
     sections = {name: kinds_of(info.annotation) for name, info in RunConfig.model_fields.items()}
     sections = {name: kinds for name, kinds in sections.items() if kinds}
     parts = [INTRODUCTION, _section("Top level", {"": RunConfig}, skip=sections)]
@@ -129,7 +129,12 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
 
 
 def _section(title: str, kinds: Mapping[str, type[BaseModel]], skip: Any = ()) -> str:
-    """Returns heading, description and table: first the settings of all kinds, then the settings of some kinds."""
+    """Returns a part of the document: heading, description and table.
+
+    Args:
+        kinds: kind (such as an optimiser) -> its settings. Settings that all kinds have come first in the table.
+        skip: names to leave out.
+    """
     owners: dict[str, list[str]] = {}
     for kind, model in kinds.items():
         for name in model.model_fields.keys() - set(skip):

@@ -45,8 +45,8 @@ class PipLine:
         pip: the program, e.g. pip or /venv-vllm/bin/pip.
         wanted: the requirements as written.
         is_constrained: whether constraints.txt applies.
-        has_wheels: whether it also installs wheels that an earlier stage compiled.
-        compiles: whether it only compiles these packages, without installing dependencies.
+        has_wheels: whether the call also installs wheels that an earlier stage compiled.
+        compiles: whether the call only compiles these packages, without their dependencies.
     """
 
     stage: str
@@ -57,7 +57,7 @@ class PipLine:
     compiles: bool
 
     def requirements(self) -> list[str]:
-        """Returns the requirements that pip has to find on the index, with the project replaced by its requirements."""
+        """Returns the requirements that pip must find on the index; the project stands for its own requirements."""
         names: list[str] = []
         for wanted in self.wanted:
             if not wanted.startswith(PROJECT):
@@ -160,7 +160,7 @@ def resolve(_: argparse.Namespace) -> int:
 
 def _resolved(pip: list[str], line: PipLine, environment: Mapping[str, str], folder: Path) -> str | None:
     """Returns name==version of every package, separated by spaces; None if no versions fit together."""
-    if line.compiles:  # only their code knows their requirements, so only check that they exist
+    if line.compiles:  # pip would have to run these packages' code to know their requirements: check only existence
         for requirement in line.wanted:
             name, _, version = requirement.partition("==")
             looks = [*pip[:3], "index", "versions", name]
@@ -199,7 +199,7 @@ def run(options: argparse.Namespace) -> int:
     home, as_built = folder / HOME.lstrip("/"), folder / "home-as-built"
     subprocess.run(["cp", "--archive", home, as_built], check=True)
     for user in (image.user, str(STRANGER)):
-        shutil.rmtree(home)  # in a container the user would find the home as it is in the image
+        shutil.rmtree(home)  # the next user must find the home folder as it is in the image
         subprocess.run(["cp", "--archive", as_built, home], check=True)
         for command in options.then:
             if status := image.shell(command, user):
@@ -209,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _mount(folder: Path, shared: list[str]) -> None:
-    """Mounts the folders that programs need; this machine's are read-only, since installers would change them."""
+    """Mounts the folders that programs need; folders of this machine are read-only, as installers would change them."""
     for kind, name in (("proc", "proc"), ("tmpfs", "dev")):
         subprocess.run(["mount", "-t", kind, kind, folder / name], check=True)
     (folder / "dev/shm").mkdir(mode=0o1777)
@@ -268,7 +268,6 @@ class _Image:
             subprocess.run(["chown", "--recursive", owner, destination], check=True)
 
     def shell(self, command: str, user: str) -> int:
-        """Runs a command in the folder as this user; returns its exit status."""
         print(f"[{user}] {command}", file=sys.stderr, flush=True)
         inside = f"cd {shlex.quote(self._work)} && {command}"
         chroot = ["chroot", f"--userspec={user}:{user}", self._folder, "/bin/sh", "-c", inside]

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and the parsers of their words."""
+"""Defines arguments that several commands take, and parsers of single arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimefsdp.io.user_files import NoPath, path_of
 
 
 def path(text: str) -> Path:
-    """Returns the path that a word of the command line names, with `~` and `$VAR` expanded."""
+    """Returns the path that an argument names, with `~` and `$VAR` expanded."""
     try:
         return path_of(text)
     except NoPath as error:
@@ -21,13 +21,13 @@ def path(text: str) -> Path:
 
 
 def path_as_written(text: str) -> str:
-    """Checks a word as `path` does but returns it unchanged, since an id on the hub must not become a path."""
+    """Checks an argument as `path` does, but returns the text unchanged, since it may be a hub id and not a path."""
     path(text)
     return text
 
 
 def one_of(choices: Collection[str]) -> Callable[[str], str]:
-    """Returns a parser of words that accepts only these."""
+    """Returns a parser that accepts only these choices."""
 
     def choice(text: str) -> str:
         if text not in choices:
@@ -47,5 +47,5 @@ AllowWithoutToken = Annotated[bool, typer.Option("--allow-without-token", help="
 
 
 def examples(*lines: str) -> str:
-    """Returns the end of a command's help."""
+    """Returns the text with examples at the end of a command's help."""
     return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)])

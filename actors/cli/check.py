@@ -1,4 +1,4 @@
-"""`slimefsdp check`: what this machine can run, what settings can choose from, and all that is wrong with a file."""
+"""`slimefsdp check` shows what this machine can run, what settings can choose, and all that is wrong with a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slimefsdp.errors import ConfigError, ResourceError, byte_text
 
 _DISTRIBUTION = "slimefsdp"
 _OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")
-_Choices = dict[str, dict[str, str]]  # setting -> possible value -> a line about it
+_Choices = dict[str, dict[str, str]]  # setting -> {possible value: a line about the value}
 
 REGISTRY: _Choices = {
     "advantage.estimator": ESTIMATORS,
@@ -45,8 +45,9 @@ REGISTRY: _Choices = {
         for function in (exact_match, final_number, sorted_digits)
     },
 }
-"""All that can be named in the settings without writing code."""
-_TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.reward")  # as module:function
+"""The built-in functions that settings can name."""
+# settings that also take a user's function, as module:function
+_TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Package:
     """A package, or Python itself, and the versions of it that this project supports."""
 
     name: str
-    version: str | None  # None: not installed
+    version: str | None  # None means not installed
     supported: str  # such as ">=2.11,<3"
     is_optional: bool
     is_supported: bool
@@ -62,30 +63,30 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The packages and hardware of this machine; `problems` names everything without which nothing runs."""
+    """The packages and hardware of this machine; `problems` lists what prevents every run on this machine."""
 
     packages: list[Package]
     cpu_cores: int
     memory_bytes: int
     gpus: list[tuple[str, int]]  # name and bytes of each CUDA device
-    backends: list[str]  # of gloo and nccl, those that this torch has
+    backends: list[str]  # which of gloo and nccl this torch has
     has_loopback: bool
     can_run: str
     problems: list[str] = field(default_factory=list)
 
 
 def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Prints what this machine has and, with settings, a verdict in the end.
+    """Prints what this machine has; with settings, also checks them and prints a verdict at the end.
 
-    Settings with data.train are checked as `slimefsdp train` would check them, others as those of your own loop.
+    Settings without data.train are checked for a user's own loop, all other settings as `slimefsdp train` checks them.
 
     Raises:
-        SlimeError: as `check_before_launch`. ResourceError: more processes than this machine may run, or, after all is
-            printed, something is missing without which nothing runs.
+        SlimeError: as `check_before_launch`.
+        ResourceError: something prevents every run on this machine; this is raised after the environment was printed.
     """
     checked: Checked | None = None
     chosen: _Choices = {}
-    refusal: str | None = None  # why `slimefsdp train` would refuse settings that a loop of one's own may use
+    refusal: str | None = None  # why `slimefsdp train` would refuse these settings, though a user's loop may use them
     if path is not None:
         config = load_config(path, overrides)
         with reporting():
@@ -128,7 +129,7 @@ def _verdict_lines(checked: Checked, refusal: str | None) -> list[str]:
 
 
 def _chosen_functions(config: RunConfig) -> _Choices:
-    """Returns setting -> {name of the chosen function: its line in `REGISTRY`, or file and line of a user's}."""
+    """Returns setting -> {name of the chosen function: its line in `REGISTRY`, or where a user's function is}."""
     names = {"loss.reduction": config.loss.reduction, "loss.policy": config.loss.policy}
     if config.algorithm == "sft":
         del names["loss.policy"]
@@ -145,7 +146,7 @@ def _chosen_functions(config: RunConfig) -> _Choices:
 
 
 def _position_of(name: str, setting: str) -> str:
-    """Returns the file and line of a function of the user."""
+    """Returns file and line number of a user's function, as FILE:LINE."""
     function = load_function(name, field=setting, example=name)
     try:
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
@@ -154,7 +155,7 @@ def _position_of(name: str, setting: str) -> str:
 
 
 def look_around() -> Environment:
-    """Returns the environment of this process. Imports torch, if possible, and neither ray nor transformers."""
+    """Returns the environment of this process. Imports torch if possible, but neither ray nor transformers."""
     packages = _packages()
     problems = [
         f"{f'{package.name} {package.version}' if package.version else f'no {package.name}'} is installed, and "
@@ -195,7 +196,7 @@ def look_around() -> Environment:
 
 
 def _packages() -> list[Package]:
-    """Returns Python and the packages that the project names, as they are installed here."""
+    """Returns Python and each package that the project requires or can use, with the version installed here."""
     python, requirements = _requirements()
     packages = [
         Package("python", platform.python_version(), python, False, _is_within(platform.python_version(), python))
@@ -213,9 +214,9 @@ def _packages() -> list[Package]:
 
 
 def _is_within(version: str, supported: str) -> bool:
-    """Returns whether a version such as `2.13.0+cpu` keeps to bounds such as `>=2.11,<3`.
+    """Returns whether a version such as `2.13.0+cpu` is within bounds such as `>=2.11,<3`.
 
-    Builds of GPU vendors, such as `2.11.0a0+nv25.10`, count as the release that they lead to.
+    A pre-release, such as a GPU vendor's build `2.11.0a0+nv25.10`, counts as the final release, here 2.11.0.
     """
     try:
         return Version(version).base_version in SpecifierSet(supported)
@@ -224,7 +225,7 @@ def _is_within(version: str, supported: str) -> bool:
 
 
 def _requirements() -> tuple[str, list[str]]:
-    """Returns the Python versions and requirements of the source that is run, or of the installed distribution."""
+    """Returns Python versions and requirements, from the checkout's pyproject.toml or the installed distribution."""
     project_file = Path(__file__).parents[2] / "pyproject.toml"
     project: Mapping[str, Any] = tomllib.loads(project_file.read_text())["project"] if project_file.is_file() else {}
     if project.get("name") == _DISTRIBUTION:
@@ -284,7 +285,7 @@ def _registry_lines(chosen: _Choices) -> list[str]:
     lines = []
     for setting, functions in REGISTRY.items():
         marked = chosen.get(setting, {})
-        rows = {**functions, **marked}  # a function of the user's own comes last
+        rows = {**functions, **marked}  # a user's function comes last
         width = max(map(len, rows))
         lines += ["", f"{setting}, or module:function" if setting in _TAKES_OWN else setting]
         lines += [f" {'*' if name in marked else ' '} {name:{width}}  {text}" for name, text in rows.items()]

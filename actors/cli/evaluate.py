@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actors.rollout.groups import Metrics
 
 METRICS = "metrics.json"
-_CHECKED_PROMPTS = 4  # whose samples are looked at, of engines of another code
+_CHECKED_PROMPTS = 4  # number of prompts for checking the log-probs of engines that do not run the trainer's code
 # sections of a run's settings that its evaluations depend on
 _SECTIONS = (
     "mesh",
@@ -56,7 +56,7 @@ def eval_command(
         output: new folder for the metrics and the responses.
 
     Raises:
-        SlimeError: what is wrong with the settings or the machine, before anything starts; or how it failed.
+        SlimeError: the settings or the machine are wrong, which is found before anything starts; or a failure later.
     """
     config = settings_of(model, overrides, run_settings, output)
     with reporting():
@@ -77,8 +77,8 @@ def settings_of(model: str, overrides: Sequence[str], run_settings: Path | None,
     """Returns the settings of an evaluation; the arguments are those of `eval_command`.
 
     Raises:
-        ConfigError: as `slimefsdp.load_config`; data.heldout or what rewards is not set, or an override says nothing
-            about an evaluation.
+        ConfigError: as `slimefsdp.load_config`; also if data.heldout or a source of rewards is not set, or if an
+            override is not a setting of evaluations.
     """
     given = {} if run_settings is None else read_settings(run_settings)
     if unknown := sorted(given.keys() - RunConfig.model_fields.keys()):
@@ -111,17 +111,17 @@ def settings_of(model: str, overrides: Sequence[str], run_settings: Path | None,
 
 
 def _with_pass_at(evaluation: Any) -> Any:
-    """Adds pass_at to the settings of an evaluation that have none, for one response and for all that are drawn."""
+    """Returns the section `evaluation` with interval_steps=1 and a default of pass_at: 1 and samples_per_prompt."""
     evaluation = {} if evaluation is None else evaluation
     if not isinstance(evaluation, dict):
-        return evaluation  # which is refused
+        return evaluation  # `config_from_dict` refuses this
     given = evaluation.get("samples_per_prompt")
     samples = 1 if given is None else given
     return {"pass_at": sorted({1, max(1, samples)}) if type(samples) is int else [], **evaluation, "interval_steps": 1}
 
 
 def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
-    """Checks what an evaluation needs before anything starts."""
+    """Checks all that an evaluation needs before anything starts; returns settings with local folders, and prompts."""
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")
     with stage("checking settings and data", is_short=True):
@@ -136,7 +136,7 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
     warn_of_shared_prompts(record_sets(config.data, prompts.heldout))
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")
-        FolderLock(config.run.dir).acquire()  # another one may come before anything is written there
+        FolderLock(config.run.dir).acquire()  # otherwise another process could begin before a file is written there
     return config, prompts
 
 
@@ -164,7 +164,7 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         collector = Collector(config, engines, None, prompts, rewards)
         with stage("sending the weights to the engines"):
             version = engines.update_from(group)
-        if config.rollout.engine != "embedded":  # whose code is the trainer's
+        if config.rollout.engine != "embedded":  # embedded engines run the trainer's code
             with stage("comparing log-probs of engines and ranks", is_short=True):
                 engines.check_log_probs(group, collector.first_prompts(_CHECKED_PROMPTS))
         evaluator = Evaluator(config, collector)
@@ -173,7 +173,6 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
 
 
 def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> list[str]:
-    """Returns the metrics as lines of text."""
     from actors.rollout.evaluation import metric_prefix
 
     sampling, samples = config.sampling(evaluates=True), config.evaluation.samples_per_prompt

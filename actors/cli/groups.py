@@ -14,7 +14,7 @@ from actors.cli.arguments import Address, AllowWithoutToken, AsJson, examples
 from slimefsdp.errors import SlimeError
 from slimefsdp.rpc import require_name
 
-if TYPE_CHECKING:  # help and shell completion are quick without ray
+if TYPE_CHECKING:  # without importing ray, help and shell completion are quick
     from actors.workers.named_group import GroupStatus
 
 commands = typer.Typer(help="List or stop the named groups of a Ray cluster.")
@@ -97,7 +97,7 @@ def stop_group(
 
         host = host_of(name)
         if force:
-            ray.kill(host)  # its ranks end with it
+            ray.kill(host)  # the ranks end with their host
         else:
             end_host(host, name, None)
     finally:

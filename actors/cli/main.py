@@ -23,8 +23,8 @@ from slimefsdp.errors import ConfigError, ResourceError, SlimeError, printable
 from slimefsdp.estimate.hardware import DEVICES
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST = 1000  # characters that are printed of one text
-# the base of all errors of the parser, which typer has no public name for
+_LONGEST = 1000  # limit on the characters printed of one message
+# the base class of the parser's errors, for which typer has no public name
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, subcommand_metavar="COMMAND")
@@ -39,18 +39,18 @@ def run_typer(commands: typer.Typer, name: str, arguments: Sequence[str] | None 
     """Runs a typer program whose commands return exit statuses and raise typed errors; returns the exit status.
 
     Args:
-        name: of the program, in its help.
-        arguments: the words of the command line; None means the words with which this process was started.
+        name: the name of the program in its help.
+        arguments: the arguments of the command line; None means the arguments of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     shows_tracebacks = "--debug" in words
-    words = [word for word in words if word != "--debug"]  # any command takes it, at any position
+    words = [word for word in words if word != "--debug"]  # every command takes --debug, at any position
     command = typer.main.get_command(commands)
     if f"_{name.upper()}_COMPLETE" in os.environ:
         command.main(prog_name=name)  # answers the shell, and ends this process
     try:
         try:
-            # without `main`, which turns Ctrl-C and a closed pipe into exit statuses of its own
+            # the command's own `main` is not used, since it turns Ctrl-C and a closed pipe into other exit statuses
             with command.make_context(name, words or ["--help"]) as context:
                 return int(command.invoke(context) or 0)
         except _USAGE_ERROR as error:
@@ -91,7 +91,7 @@ def report(error: SlimeError) -> int:
 
 
 def _one_line(text: str) -> str:
-    """Returns a text on one line of bounded length: messages of other libraries may have many lines or be endless."""
+    """Returns a text as one line of bounded length, since messages of other libraries may have many or long lines."""
     text = printable(text)  # a message of another library may have been added to an error of ours
     line = textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} .. {line[-_LONGEST // 4 :]}"
@@ -286,7 +286,7 @@ def curves(
     try:
         config = load_config(run_dir / "settings.yaml")
         title, heldout_sets = f"{title}: {config.algorithm_title}", tuple(config.data.heldout_sets)
-    except ConfigError as error:  # of an earlier version, or removed: the metrics can be drawn all the same
+    except ConfigError as error:  # the file is of an earlier version or missing, but the metrics can still be drawn
         print(f"held-out sets share their panels, since settings.yaml is not read: {error.message}", file=sys.stderr)
     from slimefsdp.monitoring.curves import CURVES, draw_curves  # imports matplotlib
 

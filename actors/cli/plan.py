@@ -1,7 +1,8 @@
-"""`slimefsdp plan`: what settings would do with samples of given lengths, from the settings and config.json alone.
+"""`slimefsdp plan` estimates how settings would train samples of given lengths, from settings and config.json alone.
 
-The answer needs no torch, ray or transformers: mesh, schedule, balance, traffic, memory and time, and the settings for
-sharding, storing and recomputing that are estimated to be the fastest that fit. Only `--calibrate` starts processes.
+A plan has mesh, schedule, balance, traffic, memory and time. It recommends settings of sharding, offloading and
+recomputation: the fastest that fit by the estimate. Without `--calibrate`, planning imports neither torch nor ray nor
+transformers, and starts no process.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_mod
 from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of, may_share, plan_training
 
-# a larger plan would take longer than anybody waits, and more memory than it plans for
+# limits of what is planned, since planning itself takes time and memory
 _MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
-_WIDTH = 120  # of running text
+_WIDTH = 120  # length of wrapped lines
 _TERMS = ["parameters", "gradients", "optimizer", "gathered", "activations", "head", "buffers", "others", "total"]
 
 
@@ -67,8 +68,9 @@ def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_
     """Prints the plan of a YAML file, or the longest sample that fits.
 
     Raises:
-        ConfigError: the settings or a flag. ModelError: a model's folder. BatchError: a sample does not fit.
-            ResourceError: nothing fits the memory of the device that was named.
+        ConfigError: the settings or a flag are wrong. ModelError: a model's folder cannot be used.
+        BatchError: a sample does not fit. ResourceError: with --longest-context, not even one token fits; with
+            --calibrate, there are too few cores.
     """
     config, _ = models_to_look_at(load_config(path, overrides), with_weights=False)
     config = _with_ranks(config, flags.ranks)
@@ -93,10 +95,11 @@ def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_
 def setup_of_folders(
     config: RunConfig, model: ModelSpec, *, on_cpu: bool, memory_bytes: int | None = None
 ) -> TrainingSetup:
-    """Returns the setup of settings whose mesh.dp is a number, with the models that their other roles name.
+    """Returns what estimates need to know of settings in which mesh.dp is a number.
 
     Args:
-        memory_bytes: memory of a rank's device, for fsdp.sharding=auto; None means more than enough.
+        model: the sizes of the policy; those of reference and critic are read from their config.json.
+        memory_bytes: memory of a rank's device, by which fsdp.sharding=auto is resolved; None means no limit.
     """
     assert config.mesh.dp != "auto"
     mesh = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
@@ -166,11 +169,11 @@ def _device(flags: Flags, config: RunConfig) -> Device:
 
 
 def _calibrated(path: Path, config: RunConfig) -> Rates:
-    """Measures this machine with processes that compute as the settings say, and writes the rates.
+    """Measures the rates of this machine with a process for each rank, or for each GPU, and writes them to a file.
 
     Raises:
-        ConfigError: the file cannot be written, or there is no such device. ResourceError: the ranks are more than the
-            cores may run.
+        ConfigError: the file cannot be written, or this machine has no device of the kind in mesh.device.
+        ResourceError: the cores may not run as many ranks.
     """
     folder = path.absolute().parent
     is_sound = folder.is_dir() and (path.is_file() or not path.exists()) and can_keep_files(path)
@@ -245,10 +248,10 @@ def _plan(
 
 
 def _guessed_lengths(config: RunConfig) -> str:
-    """Returns a guess: half of a response's bound on average; without responses an eighth of what a rank may hold.
+    """Returns a guess of the samples' lengths, as a value of `--lengths`.
 
-    With responses the guess does not depend on the packs, unless a sample would not fit one, so that plans of one task
-    can be compared.
+    The mean is half of rollout.max_new_tokens or, for sft, an eighth of batch.max_tokens_per_rank. Except for sft, the
+    size of packs matters only if a sample would not fit into a pack, so that plans of one task can be compared.
     """
     if config.algorithm != "sft":
         new_tokens, of_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
@@ -371,7 +374,7 @@ def _attention_lines(setup: TrainingSetup, schedule: Schedule, choice: Choice) -
     least = lightest_strategy(schedule, setup)
     now, then = sent[schedule.strategy], sent[least]
     if now is not None and then is not None and least != schedule.strategy:
-        lines.append(  # auto chooses before it knows the samples
+        lines.append(  # attention.strategy=auto chooses before the samples are known
             f"  for these samples attention.strategy={least} sends fewer bytes: {byte_text(then.total)} instead of "
             f"{byte_text(now.total)}"
         )
@@ -416,13 +419,15 @@ def _time_lines(schedule: Schedule, device: Device, found: Recommendation) -> li
 
 
 def _longest_context(setup: TrainingSetup, device: Device, most_tokens: int) -> tuple[dict[str, Any], list[str]]:
-    """Returns, as a record and as lines, the longest sample under the settings and under other ways to store.
+    """Returns the longest samples that fit, as a record and as lines.
+
+    The first is for the settings themselves, the others for other settings of offloading and recomputation.
 
     Args:
-        most_tokens: the longest sample that is considered.
+        most_tokens: limit on the length that is considered.
 
     Raises:
-        ConfigError: the device has no memory of its own that is known. ResourceError: not even one token fits.
+        ConfigError: the memory of the device is not known. ResourceError: not even one token fits.
     """
     if device.memory_bytes is None:
         problem = "--longest-context needs the memory of a rank, which is not known of a CPU"
@@ -467,7 +472,7 @@ def _stored(setup: TrainingSetup) -> str:
 
 
 def _terms(memory: Memory) -> list[str]:
-    """Returns the parts of memory in the order of `_TERMS`, and the host's."""
+    """Returns the parts of a device's memory in the order of `_TERMS`, then the memory of the host."""
     at_rest = (memory.parameters, memory.gradients, memory.optimizer, memory.unsharded)
     in_use = (memory.activations, memory.head, memory.buffers, memory.others, memory.total, memory.host)
     return [byte_text(size) for size in (*at_rest, *in_use)]

@@ -1,7 +1,7 @@
-"""The checks that find failures before any process is started; `train`, its `--dry-run`, `check` and others share them.
+"""Finds what would make a command fail, before any process is started; several commands share these checks.
 
-`check_before_launch` makes all checks of a training run in one order. Commands that start other processes use
-`check_start`, which has the checks of models, packages and machine.
+`check_before_launch` makes all checks of a training run. Other commands that start ranks use `check_start`, which only
+checks models, packages, servers and the machine.
 """
 
 from __future__ import annotations
@@ -55,17 +55,19 @@ from slimefsdp.rpc import ROLES, Role
 from slimefsdp.training import advantages
 from slimefsdp.training.identity import BASE_WEIGHTS, identity_of
 
-_PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
+_PYTHON_S, _SERVER_S = 60.0, 10.0  # timeouts of starting rollout.engine_python and of a server's answer
 
 
 @dataclass(slots=True)
 class Checked:
-    """Settings with which a run can start, with folders of this machine for models of the hub and commits for data.
+    """The result of checking a training run.
 
     Args:
-        prompts: the records that are short enough; where data is absent, those of data.train as they are, if any.
+        config: the settings, with local folders for models of the hub, and commits for data sets of the hub.
+        prompts: the records without overlong ones. If data is absent: the records of data.train, if they are present,
+            including overlong ones. If the tokenizer is absent, overlong records are included, too.
         sets: a description of each set of records.
-        absent: models and data that are not on this machine yet; empty when a run starts.
+        absent: what is not on this machine yet, such as models and data; empty when a run starts.
     """
 
     config: RunConfig
@@ -76,7 +78,7 @@ class Checked:
 
 @contextmanager
 def _kept(errors: list[SlimeError]) -> Iterator[None]:
-    """Keeps a typed error that the block raises, so that all of them can be reported at once."""
+    """Appends a typed error that the block raises to `errors`, so that all errors can be reported at once."""
     try:
         yield
     except SlimeError as error:
@@ -94,20 +96,21 @@ def _raise(errors: list[SlimeError]) -> None:
 def check_before_launch(
     config: RunConfig, *, only_looks: bool = False, has_ranks: bool = False, is_own_loop: bool = False
 ) -> Checked:
-    """Checks all that a training run needs, in one order.
+    """Checks everything that a training run needs.
 
-    What takes seconds (building models without weights, the lengths of all prompts, the trial of an environment and of
-    a reward) is only done if nothing else is wrong.
+    Checks that take seconds (building models without weights, the lengths of all prompts, the trial of an environment
+    and of a reward) run only if all other checks pass.
 
     Args:
-        only_looks: for `check` and `train --dry-run`. run.dir is not locked, weights are not downloaded, nothing is
-            written; what is not on this machine yet, but will be when a run starts, is listed instead of refused.
-        has_ranks: the ranks are running already, on whatever machines; False: this machine, or a cluster, starts them.
-        is_own_loop: the settings are for a loop of the user's own, which needs neither data nor run.dir.
+        only_looks: whether to leave the machine unchanged, as `check` and `train --dry-run` do: run.dir is not locked,
+            weights are not downloaded, and nothing is written. Models and data that a start would obtain are listed in
+            `absent` instead of being refused.
+        has_ranks: whether the ranks are already running, so that cores and GPUs are not checked.
+        is_own_loop: whether the settings are for a user's own loop, which needs neither data nor run.dir.
 
     Raises:
-        SlimeError: the first problem, of the class that fits (settings, model folder, data files, functions of the
-            user's own, machine); `others` has all further ones.
+        SlimeError: the first problem, in the class for settings, model folder, data, a user's function or the machine;
+            `others` has the texts of all further problems.
     """
     errors: list[SlimeError] = []
     run = Checked(config, Prompts([], {}), [], absent_from_machine(config) if only_looks else [])
@@ -141,7 +144,7 @@ def check_before_launch(
     _raise(errors)
     if not only_looks:
         assert config.run.dir is not None
-        FolderLock(config.run.dir).acquire()  # held until this process ends: no other may begin while Ray starts
+        FolderLock(config.run.dir).acquire()  # kept until this process ends: no other run may begin while Ray starts
         check_leftovers(run.config)
     with _kept(errors):
         try_models(run.config)
@@ -154,16 +157,16 @@ def check_before_launch(
 
 
 def check_start(config: RunConfig, *, engines: int | None) -> RunConfig:
-    """Checks what every command needs that starts ranks: models, packages, servers, cores and GPUs of this machine.
+    """Checks what every command that starts ranks needs: models, packages, servers, and this machine's cores and GPUs.
 
     Args:
         engines: number of GPUs that only engines use; None means that no engines are started.
 
     Returns:
-        The settings, with folders of this machine for models of the hub.
+        The settings, with local folders for models of the hub.
 
     Raises:
-        ConfigError, ModelError, ResourceError: naming the setting.
+        ConfigError, ModelError, ResourceError: something is missing or does not fit; the error names the setting.
     """
     check_installed(config)
     config = with_model_folders(config)
@@ -177,7 +180,7 @@ def check_start(config: RunConfig, *, engines: int | None) -> RunConfig:
 
 
 def absent_from_machine(config: RunConfig) -> list[NotHere]:
-    """Lists GPUs and environments of engines that settings name and that another machine may have."""
+    """Lists the GPUs and the engines' Python environment, if the settings name them and this machine lacks them."""
     absent = []
     if config.mesh.device == "cuda" and config.cluster.address is None and not has_nvidia_driver():
         absent.append(NotHere("mesh.device", "cuda", "for a machine with NVIDIA GPUs; this one has no driver for them"))
@@ -188,18 +191,18 @@ def absent_from_machine(config: RunConfig) -> list[NotHere]:
 
 
 def _is_absent(absent: Iterable[NotHere], field: str) -> bool:
-    """Returns whether `absent` has this setting; `data.`, with a dot at the end, means any setting of that section."""
+    """Returns whether `absent` has this setting, or, for a `field` with a dot at the end, a setting of that section."""
     return any(item.field == field or (field.endswith(".") and item.field.startswith(field)) for item in absent)
 
 
 def _check_models_of_run(run: Checked, *, only_looks: bool, has_tokenizer: bool) -> None:
-    if only_looks:  # a model is not downloaded for settings that are refused
+    if only_looks:  # True also if the settings are refused anyway, for which no model is downloaded
         run.config, models = models_to_look_at(run.config)
         run.absent += models
     else:
         run.config = with_model_folders(run.config)
     check_models(run.config, run.absent)
-    if has_tokenizer and not is_shape(run.config.model.path):  # a named shape has no tokenizer
+    if has_tokenizer and not is_shape(run.config.model.path):  # a shape is a config.json without a tokenizer
         check_tokenizer(run.config.model.path)
     check_checkpoint_fits(run.config)
 
@@ -222,7 +225,7 @@ def _read_records(run: Checked, *, only_looks: bool) -> None:
 
 
 def _try_records(run: Checked) -> None:
-    """Leaves out records that are too long, and tries the environment and the reward on the first ones."""
+    """Leaves out records that are too long, and tries the environment and the reward on the first records."""
     if not _is_absent(run.absent, "data."):
         if not is_shape(run.config.model.path):
             run.prompts = without_overlong(run.config, run.prompts)
@@ -236,12 +239,12 @@ def _try_records(run: Checked) -> None:
 def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     """Checks that the packages, the compiler and the device that settings ask for are on this machine.
 
-    Nodes of another cluster have their own, and so does another machine, if mesh.device is in `absent`.
+    Only wandb is required here if the ranks will run elsewhere: cluster.address is set, or mesh.device is in `absent`.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: something is missing, or does not fit mesh.device; the error names the setting.
     """
-    if config.run.wandb_project is not None and find_spec("wandb") is None:  # the driver logs, wherever ranks are
+    if config.run.wandb_project is not None and find_spec("wandb") is None:  # the driver, on this machine, uses it
         raise ConfigError(
             f"run.wandb_project={config.run.wandb_project!r} needs the package wandb, which is not installed",
             field="run.wandb_project",
@@ -257,7 +260,7 @@ def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         )
     on_cuda = config.mesh.device != "cpu" and (has_gpu or runs_elsewhere)
     dtype, attention = config.precision.compute_dtype, config.attention
-    packages: dict[str, tuple[str, ...]] = {}  # by the setting that needs them
+    packages: dict[str, tuple[str, ...]] = {}  # setting -> the packages that it needs
     if attention.kernel == "flash_attn":
         packages["attention.kernel=flash_attn"] = ("flash_attn",)
     if attention.kernel == "flash_attn_3":
@@ -290,14 +293,14 @@ def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
 
 
 def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
-    """Checks that the model folders of all roles can be loaded, that adapters fit, and that attention can be shared.
+    """Checks that the models of all roles can be loaded and trained on this mesh, and that adapters fit their base.
 
     Args:
-        absent: models that are not on this machine yet, and whose weights are not checked.
+        absent: models whose weights are not on this machine yet, and are not checked.
 
     Raises:
-        ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh, or attention.kernel
-            cannot compute it.
+        ModelError: a folder cannot be loaded. ConfigError: attention.strategy or attention.kernel does not support the
+            model on this mesh.
     """
     for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
         with_weights = field != "model.path" or config.model.init == "folder"
@@ -307,7 +310,7 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
         if config.mesh.cp > 1:
-            # the id of a named shape, whose folder lies in this package
+            # a shape's folder is in this package; the end of the path is the model's hub name
             name = "/".join(folder.path.parts[-2:]) if is_shape(folder.path) else folder.path
             print(f"attention of {name} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
         if field == "model.path" and folder.has_weights and config.lora.path is not None:
@@ -316,12 +319,12 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
 
 
 def check_checkpoint_fits(config: RunConfig) -> None:
-    """Compares the models of a resumed run with its newest checkpoint, as every rank does again when it loads that.
+    """Compares the models of a resumed run with its newest checkpoint; ranks do the same when they load a checkpoint.
 
-    Only ranks can compare the base weights of adapters. A run without checkpoints is left to `check_folders`.
+    The base weights of adapters are compared only by the ranks. A missing checkpoint is reported by `check_folders`.
 
     Raises:
-        CheckpointError: naming the first setting that differs.
+        CheckpointError: a setting differs; the error names the first one.
     """
     if config.run.dir is None or not config.checkpoint.resume:
         return
@@ -339,7 +342,7 @@ def check_checkpoint_fits(config: RunConfig) -> None:
 
 
 def try_models(config: RunConfig) -> None:
-    """Builds the models without their weights if the settings name parts that a model may not have.
+    """Builds the models without weights, if the settings name modules that only a built model shows to exist.
 
     Raises:
         ConfigError, ModelError: as `slimefsdp.models.build.choose_what_trains` and
@@ -352,7 +355,7 @@ def try_models(config: RunConfig) -> None:
 
 
 def _may_lack_targets(config: RunConfig) -> bool:
-    """Returns whether only the model itself can tell that it has all modules that lora.targets names."""
+    """Returns whether config.json does not show that lora.targets and lora.rank fit the policy's modules."""
     if not config.lora.are_trained:
         return False
     if config.lora.rank is None or config.lora.path is not None:
@@ -360,7 +363,7 @@ def _may_lack_targets(config: RunConfig) -> bool:
     path, field = config.folder_of("actor")
     model_config = read_model_folder(path, field=field, with_weights=False).config
     spec = ModelSpec.from_config(model_config, field=field)
-    # every decoder has these, but those of gpt2 are no nn.Linear, and a mixture may have no MLP beside its experts
+    # every decoder has these modules, but in gpt2 they are no nn.Linear, and a mixture of experts may have no dense MLP
     known = {"attention", "all-linear"} | ({"mlp"} if spec.experts == 1 else set())
     is_known = model_config["model_type"] != "gpt2" and known.issuperset(config.lora.targets)
     return not is_known or config.lora.rank > spec.highest_rank
@@ -417,12 +420,13 @@ def _is_on_cpu(config: RunConfig) -> bool:
 
 
 def check_servers(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
-    """Checks that engines' servers could be started on this machine, or answer.
+    """Checks that engines' servers can be started on this machine, and that running servers answer.
 
-    On another cluster only its nodes could tell. rollout.engine_python is not looked at if it is in `absent`.
+    With cluster.address, only the path in rollout.engine_python is checked, since engines run on other machines. If
+    rollout.engine_python is in `absent`, nothing is checked.
 
     Raises:
-        ConfigError: an interpreter cannot be used, or there is no answer at a URL.
+        ConfigError: the interpreter cannot be used, a server does not answer, or rollout.gpus_per_engine needs GPUs.
     """
     engine, python, urls = config.rollout.engine, config.rollout.engine_python, config.rollout.engine_urls
     hint = "name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU"

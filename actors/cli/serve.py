@@ -19,10 +19,10 @@ from slimefsdp.models.hf_folder import check_tokenizer, read_model_folder
 
 
 def serve_command(path: Path, overrides: Sequence[str]) -> int:
-    """Checks the settings, then serves until a signal ends it.
+    """Checks the settings, then serves until a signal ends this process.
 
     Raises:
-        SlimeError: what is wrong with the settings or the machine, before anything starts; or how the service failed.
+        SlimeError: the settings or the machine are wrong, which is found before anything starts; or a failure later.
     """
     with reporting():
         config = checked_to_serve(load_config(path, overrides))
@@ -34,13 +34,13 @@ def serve_command(path: Path, overrides: Sequence[str]) -> int:
 
 
 def checked_to_serve(config: RunConfig) -> RunConfig:
-    """Returns the settings with the model's folder, after checking all that can be known before a start.
+    """Checks all that can be known before a start; returns the settings, with a local folder for a model of the hub.
 
-    From here on this process has the lock of run.dir, so that no other `serve` or `train` begins there.
+    Afterwards this process holds the lock of run.dir, so that no other `serve` or `train` begins there.
 
     Raises:
-        ConfigError, ModelError, ResourceError: naming the setting. CheckpointError: another process serves or trains in
-            run.dir; its pid and host are named.
+        ConfigError, ModelError, ResourceError: something is missing or does not fit; the error names the setting.
+        CheckpointError: another process serves or trains in run.dir; the error names its pid and host.
     """
     check_ready_to_serve(config)
     assert config.run.dir is not None
@@ -60,11 +60,7 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
 
 
 def _require_packages() -> None:
-    """Checks that the packages of the extra `serve` are installed.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Raises ConfigError if a package of the extra `serve` is not installed."""
     try:
         import google.protobuf
         import prometheus_client
@@ -81,7 +77,7 @@ def _require_packages() -> None:
 
 
 def _check_versions_fit(config: RunConfig) -> None:
-    """Refuses settings under which the sampling engine has no room for one version of the whole model."""
+    """Refuses a service.max_version_bytes that is smaller than one version of all weights of the model."""
     spec = ModelSpec.from_config(read_model_folder(config.model.path, with_weights=False).config)
     needed, room = spec.parameters * ELEMENT_BYTES[config.precision.compute_dtype], config.service.max_version_bytes
     if needed > room:

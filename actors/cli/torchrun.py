@@ -1,4 +1,4 @@
-"""Trains from files in the processes of `torchrun -m actors.cli train FILE`, without Ray."""
+"""Runs supervised training (sft, dpo) in the processes of `torchrun -m actors.cli train FILE`, without Ray."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 def is_rank_of_torchrun() -> bool:
-    """Returns whether torchrun started this process; other launchers set RANK, too, and may start Ray's driver."""
+    """Returns whether torchrun started this process; RANK alone is not enough, since other launchers set it, too."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def train_as_rank(config: RunConfig) -> int:
-    """Runs as one of the ranks; returns the exit status. Rank 0 checks, runs the loop and reports how the run ends.
+    """Trains in this process as one of torchrun's ranks; returns the exit status.
 
-    The other ranks return 0 unless a call failed: torchrun ends all ranks once one has failed, and rank 0 still has to
-    write the curves and its error.
+    Rank 0 checks the settings, runs the loop and reports how the run ends. The other ranks return 0 unless a call
+    failed: torchrun ends all ranks once one rank has failed, and rank 0 still has to write the curves and its error.
 
     Raises:
-        ConfigError: the algorithm samples from engines, the reference is a group of its own, or the mesh is not that
-            of the ranks.
-        SlimeError: as `actors.loop.train`, on rank 0; another rank raises what happened there alone.
+        ConfigError: the algorithm samples from engines, the reference is a group of its own, or the mesh does not have
+            as many ranks as torchrun started.
+        SlimeError: on rank 0, as `actors.loop.train`; on another rank, an error that happened on that rank alone.
     """
-    end_with_parent()  # torchrun's agent, which ends ranks whose peers are gone
+    end_with_parent()  # the parent is torchrun's agent, which ends ranks whose peers are gone
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank:
         return _follow(config, rank)
@@ -69,7 +69,10 @@ def train_as_rank(config: RunConfig) -> int:
 
 
 def _lead(config: RunConfig, interrupts: Interrupts, prompts: Prompts) -> str:
-    """Runs the loop of rank 0 and returns its closing line. All ranks leave together, unless a call has failed."""
+    """Runs the loop on rank 0 and returns the run's summary. Then all ranks leave the process group together.
+
+    After a failed call, rank 0 does not wait for the other ranks.
+    """
     from actors.loop import train
     from actors.torchrun import TorchrunGroup
 
@@ -96,7 +99,7 @@ def _follow(config: RunConfig, rank: int) -> int:
         follow()
         _leave()
     except SlimeError as error:
-        if error.rank not in (None, rank):  # that rank reports it
+        if error.rank not in (None, rank):  # the rank that the error names reports it
             return error.exit_code
         raise
     except RuntimeError as error:
@@ -124,5 +127,5 @@ def _leave() -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.zeros(1))  # by gloo: a barrier would be NCCL's where there are GPUs
+    dist.all_reduce(torch.zeros(1))  # a CPU tensor, so that gloo is used; on GPUs a barrier would use NCCL
     dist.destroy_process_group()

@@ -28,14 +28,14 @@ from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.replay import json_text
 
-_CLUSTER_S = 60.0  # for a Ray cluster to answer a dry run
+_CLUSTER_S = 60.0  # timeout of a Ray cluster's answer to a dry run
 
 
 def train_command(path: Path, overrides: Sequence[str]) -> int:
-    """Checks the settings, then runs the training loop; under torchrun, as one of its ranks.
+    """Checks the settings, then runs the training loop; under torchrun, this process is one of the ranks.
 
     Raises:
-        SlimeError: what is wrong with the settings or the machine, before anything starts; or how the run failed.
+        SlimeError: the settings or the machine are wrong, which is found before anything starts; or a failure later.
     """
     config = load_config(path, overrides)
     if is_rank_of_torchrun():
@@ -52,10 +52,10 @@ def train_command(path: Path, overrides: Sequence[str]) -> int:
 
 
 def replay_command(path: Path, overrides: Sequence[str], batch_file: Path, export: Path | None) -> int:
-    """Trains one step on the batch of a file, and prints its metrics as one JSON object.
+    """Trains one step on the batch of a file, and prints the step's metrics as one JSON object.
 
     Raises:
-        SlimeError: what is wrong with the settings, the machine or the batch; or how the step failed.
+        SlimeError: the settings, the machine or the batch are wrong; or the step failed.
     """
     with reporting():
         config = check_start(load_config(path, overrides), engines=None)
@@ -81,10 +81,10 @@ def replay_command(path: Path, overrides: Sequence[str], batch_file: Path, expor
 
 
 def dry_run_command(path: Path, overrides: Sequence[str]) -> int:
-    """Prints what `train` would start. Starts and writes nothing; asks a cluster at cluster.address what it has.
+    """Prints what `train` would start; starts and writes nothing. Asks a cluster at cluster.address for its size.
 
     Raises:
-        SlimeError: as `train_command`, before anything would start.
+        SlimeError: as `train_command` before anything starts; also if the cluster cannot be used.
     """
     config = load_config(path, overrides)
     with reporting():
@@ -97,11 +97,7 @@ def dry_run_command(path: Path, overrides: Sequence[str]) -> int:
 
 
 def _cluster_line(config: RunConfig, address: str) -> str:
-    """Returns a line about what the cluster has.
-
-    Raises:
-        ResourceError: it does not answer, may not be joined, or has fewer GPUs than the settings need.
-    """
+    """Returns a line about the cluster's size; raises ResourceError if the cluster cannot be joined or is too small."""
     require_answer(address)
     join_arguments = address, config.cluster.allow_without_token
     with stage(f"looking at the cluster at {address}", is_short=True):
@@ -119,13 +115,9 @@ def _cluster_line(config: RunConfig, address: str) -> str:
 
 
 def _start_lines(checked: Checked) -> list[str]:
-    """Returns lines about what `slimefsdp train` would start. This machine's cores resolve mesh.dp=auto on a CPU.
-
-    Raises:
-        ResourceError: the cores of this machine cannot run that many processes.
-    """
+    """Returns lines about what `slimefsdp train` would start; mesh.dp=auto on CPUs means this machine's cores."""
     config = checked.config
-    # with mesh.device=auto a cluster's GPUs are used, which cannot be counted from here
+    # with mesh.device=auto, a cluster is assumed to have GPUs, since it is not asked here
     has_gpus = config.cluster.address is not None or has_nvidia_driver()
     on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_gpus)
     if config.mesh.dp == "auto" and on_cpu and config.cluster.address is None:
@@ -182,7 +174,7 @@ def _name_of(records: RecordSet) -> str:
 
 
 def _run_line(config: RunConfig) -> str:
-    steps = config.run.steps  # None: follows from epochs, but the records are not here yet
+    steps = config.run.steps  # None if it follows from run.epochs and the records are not on this machine yet
     length = f"{config.run.epochs} epochs" if steps is None else f"{steps} steps"
     done = _steps_done(config)
     extent = f"{length} from the start"
@@ -192,7 +184,7 @@ def _run_line(config: RunConfig) -> str:
 
 
 def _steps_done(config: RunConfig) -> int:
-    """Returns the step of the checkpoint from which a run is resumed; 0 for a run that begins."""
+    """Returns the step of the checkpoint from which a run is resumed; 0 for a new run."""
     if not config.checkpoint.resume or config.run.steps is None:
         return 0
     assert config.run.dir is not None

@@ -10,17 +10,17 @@ from pathlib import Path
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
-RANKS_PER_CORE = 16  # more processes than this on a core of a CPU machine are a mistake in the settings
+RANKS_PER_CORE = 16  # limit on CPU processes per core; settings that need more are taken for a mistake
 _DRIVER_S = 20.0  # timeout of nvidia-smi
-# glibc returns large freed tensors to the kernel, and the next ones are zeroed page by page, which costs an eighth of
-# the CPU time of a step of SmolLM2-135M. These settings keep the memory; a sleep returns it to the kernel
-# (`slimefsdp.distributed.memory_manager.give_back_free_memory`). There is one arena, since others cannot hold tensors
-# above 64 MiB, and several threads call an engine.
+# By default, glibc returns the memory of large freed tensors to the kernel, which zeroes it page by page for the next
+# tensors. This takes an eighth of the CPU time of a step of SmolLM2-135M. With these settings the process keeps the
+# memory, until a sleep returns it (`slimefsdp.distributed.memory_manager.give_back_free_memory`). All threads share one
+# arena, since further arenas cannot hold tensors above 64 MiB.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
 def processes_needed(config: RunConfig) -> int:
-    """Returns the number of Ray actors that a run needs: trainer ranks, reference and critic ranks, and engines."""
+    """Returns the number of Ray actors that a run needs: actor ranks, separate reference or critic ranks, engines."""
     return config.ranks + _processes_beside_the_actor(config)
 
 
@@ -48,8 +48,8 @@ def _group_ranks_beside_the_actor(config: RunConfig) -> int:
 def with_cluster_ranks(config: RunConfig) -> RunConfig:
     """Resolves mesh.dp=auto by the connected cluster; returns other settings unchanged.
 
-    On GPUs, the actor group takes all that engines, reference and critic groups leave. On CPUs, it takes one rank per
-    core, rounded down to a multiple that the mesh allows, and at least one data rank.
+    On GPUs, the actor group takes all GPUs that engines, reference and critic groups leave. On CPUs, it takes one rank
+    per core, rounded down to a multiple of mesh.dp_replicate x mesh.cp, and at least that many ranks.
 
     Raises:
         ConfigError: the remaining GPUs are not a multiple of mesh.dp_replicate x mesh.cp.
@@ -100,8 +100,9 @@ def check_cores(processes: int, device: str, *, asked: str, field: str, hint: st
     """Checks that this machine may run this many processes, if they compute on CPUs; imports neither ray nor torch.
 
     Args:
-        device: auto, cpu or cuda.
-        asked: the settings that ask for the processes, for the error, like field and hint.
+        device: the value of mesh.device.
+        asked: what needs the processes; the error's message begins with this text.
+        field, hint: as in the error.
 
     Raises:
         ResourceError: there are more processes than cores x RANKS_PER_CORE.
@@ -117,7 +118,7 @@ def check_cores(processes: int, device: str, *, asked: str, field: str, hint: st
 
 
 def most_processes(config: RunConfig) -> int:
-    """Returns `processes_needed`, or the most that a machine may run while mesh.dp=auto is not resolved."""
+    """Returns `processes_needed`, or, if mesh.dp is auto, the most processes that this machine may run."""
     if config.mesh.dp == "auto":
         return (os.cpu_count() or 1) * RANKS_PER_CORE
     return processes_needed(config)
@@ -126,15 +127,15 @@ def most_processes(config: RunConfig) -> int:
 def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None) -> None:
     """Checks that there is a GPU for every process that needs one; uses neither Ray nor torch.
 
-    It accepts mesh.device=auto without any GPU, and an unknown number of GPUs.
+    The check passes if the number of GPUs is not known, or if it is 0 and mesh.device is auto.
 
     Args:
-        engines: the GPUs that are needed besides those of the worker groups.
-        of_cluster: number of GPUs of the cluster at cluster.address, or None if it is not known; without an address,
+        engines: the number of GPUs that engines need for themselves.
+        of_cluster: number of GPUs of the cluster at cluster.address; None means not known. Without cluster.address,
             this machine's GPUs are counted instead.
 
     Raises:
-        ResourceError: there are too few; the error names mesh.dp and both numbers.
+        ResourceError: there are too few GPUs; the error names mesh.dp and both numbers.
     """
     address = config.cluster.address
     available = of_cluster if address is not None else gpus_here()
@@ -160,7 +161,7 @@ def gpus_here(root: Path = Path("/")) -> int | None:
     Args:
         root: the root of the file system to look at.
     """
-    # either list may be too short, since devices are made at their first use
+    # either list may be too short, since device files are created at first use
     listed = max(
         sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in root.glob("dev/nvidia*")),
         sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*")),
@@ -176,7 +177,7 @@ def gpus_here(root: Path = Path("/")) -> int | None:
 def compute_capabilities_here() -> list[str]:
     """Returns the compute capabilities of this machine's NVIDIA GPUs, such as 9.0, including hidden GPUs.
 
-    It runs nvidia-smi, since CUDA would allocate memory of a device for this process.
+    This runs nvidia-smi, since a use of CUDA in this process would allocate memory on a device.
     """
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:

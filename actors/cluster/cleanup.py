@@ -1,11 +1,11 @@
 """A small process that ends the local Ray cluster once the driver has ended, in whatever way.
 
-Most of Ray's processes end with the driver, but its agents run for another minute. The cleanup process has its own
-session, so that no signal to the driver's terminal or process group reaches it; a pipe shows it the driver's end. The
-driver names the pids of Ray's processes, and the cleanup process finds their descendants in /proc while these still
-have their parents. A pid only counts together with the start time, since pids are reused. Processes that lost their
-parents between two scans, such as a server that an environment starts in its own session, are found at the end by an
-environment variable that they inherited from Ray's processes.
+Most of Ray's processes end with the driver, but Ray's agents run for another minute. The cleanup process has its own
+session, so that no signal to the driver's terminal or process group reaches it. When the driver ends, a pipe between
+them closes. The driver sends the pids of Ray's processes, and the cleanup process finds their descendants in /proc
+while these still have their parents. A pid only counts together with a start time, since pids are reused. Processes
+that lost their parents between two scans, such as a server that an environment starts in its own session, are found at
+the end by an environment variable that they inherited from Ray's processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END = b"end\n"
 _MARK = "SLIMEFSDP_CLUSTER"  # an environment variable of the cluster's processes
 _END_TIMEOUT_S = 10.0  # a process in an uninterruptible system call outlives SIGKILL for a while
 Table = dict[int, tuple[int, int]]
-"""Parent and start time of each process by pid; the time is in clock ticks since the machine started."""
+"""pid -> (pid of the parent, start time in clock ticks since the machine started)."""
 
 
 class CleanupProcess:
@@ -131,7 +131,7 @@ def running_processes() -> Table:
         try:
             # the columns of proc_pid_stat(5) after the program's name, which may contain anything
             columns = file.read_bytes().rpartition(b")")[2].split()
-        except OSError:  # it ended after it was listed
+        except OSError:  # the process has ended since it was listed
             continue
         if columns and columns[0] not in b"ZX":
             processes[int(file.parent.name)] = (int(columns[1]), int(columns[19]))
@@ -139,17 +139,21 @@ def running_processes() -> Table:
 
 
 def _marked(mark: str) -> set[int]:
-    """Returns the processes with this mark in their environment, as far as this user may read it."""
+    """Returns the pids of processes with this mark in their environment; skips environments that are not readable."""
     pids, wanted = set(), f"{_MARK}={mark}".encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # another user's, or it ended after it was listed
+        with suppress(OSError):  # the process is another user's, or has ended since it was listed
             if wanted in file.read_bytes().split(b"\0"):
                 pids.add(int(file.parent.name))
     return pids
 
 
 def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
-    """Waits until the driver ends or asks for the cleanup, and cleans up; runs in the cleanup process."""
+    """Waits until the driver ends or asks for the cleanup, then ends the cluster; runs in the cleanup process.
+
+    Args:
+        others: pids of children of the driver that are not the cluster's.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
     known = {os.getpid(), *others}

@@ -31,7 +31,7 @@ from slimefsdp.config.run import ClusterSettings
 from slimefsdp.errors import ResourceError
 
 _REACH_S = 10.0  # how long a cluster's machine may take to answer
-STARTS = 5  # attempts to start a local Ray that fails for other reasons than its own deadline
+STARTS = 5  # limit on attempts to start a local Ray, except after an attempt that missed Ray's own deadline
 _attempt = 0  # the attempt in progress
 _cleanup: CleanupProcess | None = None  # for the local cluster that this process started; only on Linux
 _messages: RayMessages | None = None  # receives the messages of Ray in this process
@@ -41,12 +41,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayMessages:
-    """Receives the messages that Ray would print in this process, until `close`; construct it before `ray.init`.
+    """Writes the messages that Ray would print in this process to a file, until `close`.
 
-    Output of the job's processes is included if Ray is started with log_to_driver=True.
+    Construct this before `ray.init`. With log_to_driver=True, the output of the job's processes is included.
 
     Args:
-        path: the file to append to; its folder is made.
+        path: the file to append to; its folder is created if it is missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,7 +68,7 @@ class RayMessages:
         self._file.close()
 
     def _write(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
-        """Writes a message of Ray: the lines, and the process that printed them."""
+        """Writes lines that Ray would print, each with the time and the process that printed it."""
         if data["pid"] == "autoscaler":  # prints a table of nodes every few seconds
             return
         name = data.get("actor_name") or data.get("task_name") or ""
@@ -114,7 +114,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Returns whether a host is this machine, which is where a socket can be bound to its address."""
+    """Returns whether a host is this machine: only here can a socket be bound to the host's address."""
     try:
         family, kind, _, _, socket_address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as trial:
@@ -142,7 +142,7 @@ def keep_token_private(*, make: bool) -> None:
             whole.touch(mode=0o600)
             try:
                 whole.write_text(secrets.token_hex(32))
-                path.hardlink_to(whole)  # fails if another process has made one in the meantime
+                path.hardlink_to(whole)  # fails if another process has created the token in the meantime
             except FileExistsError:
                 pass
             except OSError:  # the file system has no links
@@ -152,7 +152,7 @@ def keep_token_private(*, make: bool) -> None:
         if path.exists() and path.stat().st_mode & 0o077:
             path.chmod(0o600)
     except PermissionError:
-        if not os.path.exists(path):  # noqa: PTH110 - Path's own raises where the folder may not be entered
+        if not os.path.exists(path):  # noqa: PTH110 - Path.exists raises if the folder may not be entered
             raise _no_token(path, "no permission") from None
         warnings.warn(f"others can read Ray's token, and it is not yours to change: {path}", stacklevel=2)
     except OSError as error:
@@ -167,8 +167,9 @@ def _no_token(path: Path, reason: str | None) -> ResourceError:
 def connect(config: RunConfig, messages: Path | None = None) -> None:
     """Starts or joins the Ray cluster, unless this process is connected already.
 
-    A local cluster declares as many logical CPUs as the run needs, since there may be more ranks than cores. It ends
-    with this process, however this process ends. SIGINT and SIGTERM to this process's group or job do not reach it.
+    A local cluster declares as many logical CPUs as the run needs, since there may be more ranks than cores. The
+    cluster ends with this process, however this process ends. The cluster's processes block SIGINT and SIGTERM, which
+    may be sent to the whole process group or job.
 
     Args:
         messages: a file for the messages of Ray and the output of the job's processes, until `disconnect`. None means
@@ -185,9 +186,9 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
 
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[None]:
-    """Starts Ray or joins the cluster at cluster.address for the block of a command, and leaves it afterwards.
+    """Starts Ray or joins the cluster at cluster.address for the block of a command, and then leaves the cluster.
 
-    What Ray, ranks and engines print goes into a file, which is named on stderr.
+    What Ray, ranks and engines print is written to a file; a line on stderr names the file.
 
     Raises:
         ResourceError, ConfigError: as `connect`.
@@ -216,7 +217,7 @@ def join(address: str = "auto", *, allow_without_token: bool = False) -> None:
 
 
 def require_answer(address: str) -> None:
-    """Checks that a cluster's machine answers at an `address` of host and port, since Ray would try for minutes.
+    """Checks that a machine answers at `address`, if that is HOST:PORT, since Ray itself would try for minutes.
 
     Raises:
         ResourceError: nothing answers within a few seconds.
@@ -249,7 +250,6 @@ def require_lasting_cluster() -> None:
 
 
 def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> None:
-    """Joins a cluster, or starts a local one with `num_cpus`."""
     global _messages
     address = cluster.address
     if address is None:
@@ -257,7 +257,7 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     else:
         _require_safe(address, allow_without_token=cluster.allow_without_token)
-    # avoids a warning of Ray that a future version stops hiding accelerators from actors that ask for none
+    # avoids Ray's warning that future versions will not hide accelerators from actors that request none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
     from ray._private import ray_constants
@@ -280,7 +280,7 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
                 ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
             _start_local(num_cpus, cluster.launch_timeout_s)
-    except Exception as error:  # Ray raises this very class if a node does not start
+    except Exception as error:  # Ray raises `Exception` itself if a node does not start
         disconnect()
         if address is None:
             raise ResourceError(
@@ -299,10 +299,10 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Blocks SIGTERM while Ray starts, and keeps Ray from replacing this process's handler, which could end a run.
+    """Blocks SIGTERM while Ray starts, and keeps Ray from replacing this process's handler of SIGTERM.
 
-    Ray's processes inherit the mask, as they do Ray's mask of SIGINT: a scheduler that signals every process of a job
-    would otherwise end the ranks during the step that the driver wants to finish.
+    Ray's processes inherit the mask. So a scheduler that signals every process of a job does not end the ranks, and the
+    driver can finish its step. Ray itself masks SIGINT in the same way.
     """
     utils: Any = importlib.import_module("ray._private.utils")
     install, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
@@ -312,7 +312,7 @@ def _keeping_sigterm() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = install
-        if threading.current_thread() is threading.main_thread():  # Ray's C++ part has replaced it below Python
+        if threading.current_thread() is threading.main_thread():  # Ray's C++ code has replaced the handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -326,7 +326,8 @@ def _start_local(num_cpus: int, timeout_s: float) -> None:
     """Starts Ray, and repeats a failed attempt; no process of a failed attempt keeps running.
 
     A busy machine can miss Ray's own deadline of 30 s, which no setting changes, several times in a row. Attempts that
-    end by it are repeated until `timeout_s` has passed; other failures are repeated a few times.
+    miss this deadline are repeated until `timeout_s` has passed. After another failure, at most `STARTS` attempts are
+    made.
     """
     global _attempt
     deadline = time.monotonic() + timeout_s
@@ -347,7 +348,7 @@ def _start_once(num_cpus: int) -> None:
 
     # Ray's default is 15; on a busy machine, ranks and engines would get a thirtieth of the time of other programs
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # at once; Ray would keep released objects for up to a second, which are many buckets of a weight update
+    # frees objects at once; otherwise Ray keeps released buckets of a weight update in memory for up to a second
     os.environ.setdefault("RAY_free_objects_period_milliseconds", "0")
     if sys.platform == "linux":
         _cleanup = CleanupProcess()
@@ -370,7 +371,7 @@ def _start_once(num_cpus: int) -> None:
 
 
 def disconnect() -> None:
-    """Leaves the cluster; a local one ends with all of its processes. Idempotent."""
+    """Leaves the cluster; a local cluster ends with all of its processes. Idempotent."""
     global _messages
     _end_local()
     if _messages is not None:
@@ -387,12 +388,12 @@ def _end_local() -> None:
         return
     record = _ray_processes()
     processes = [info.process for infos in record.values() for info in infos]
-    record.clear()  # otherwise Ray would send each a SIGTERM, which they block, and wait for a second
+    record.clear()  # otherwise Ray would send each process a SIGTERM, which it blocks, and wait for a second
     ray.shutdown()
     _cleanup.end()
     _cleanup = None
     for process in processes:
-        process.poll()  # reaps it, so that no zombie stays
+        process.poll()  # reaps the ended process, so that no zombie stays
 
 
 def cluster_size(address: str, allow_without_token: bool) -> tuple[int, int, int]:
@@ -412,7 +413,7 @@ def cluster_size(address: str, allow_without_token: bool) -> tuple[int, int, int
 
 
 def _ray_processes() -> dict[str, list[Any]]:
-    """Returns Ray's own record of the processes that `ray.init` started, by kind; `ray.shutdown` ends those in it."""
+    """Returns Ray's own record, kind -> processes, of what `ray.init` started and `ray.shutdown` ends."""
     from ray._private import worker
 
     node = getattr(worker, "_global_node", None)

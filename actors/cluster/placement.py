@@ -27,7 +27,7 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0
         guests: this many of the first bundles get a CPU for one more process, which shares the rank's GPU.
 
     Raises:
-        ResourceError: the cluster has too few resources, or they were not free in time, or the cluster is gone.
+        ResourceError: the cluster has too few resources, the resources were not free in time, or the cluster is gone.
     """
     require_cluster()
     bundle: dict[str, float] = {"CPU": 1.0}
@@ -67,7 +67,7 @@ def release(group: PlacementGroup) -> None:
 
 
 def is_alive(group: PlacementGroup) -> bool:
-    """Returns whether processes can be started in a group: it was not removed, and none of its nodes was lost."""
+    """Returns whether processes can be started in a group: it was not removed, and has lost none of its nodes."""
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
@@ -115,7 +115,7 @@ def gpus_per_rank(device: str) -> int:
 
 
 def actor_options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
-    """Returns options that put an actor into a bundle without restarts; without a GPU, one thread and `ALLOCATOR`."""
+    """Returns Ray's options for an actor in a bundle; an actor without a GPU gets one CPU thread and `ALLOCATOR`."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {

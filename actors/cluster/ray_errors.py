@@ -28,16 +28,16 @@ _LOST = "its head, or the raylet of this node, ended"
 _ASK_EVERY_S = 1.0
 _CONNECT_S = 2.0
 _AWAY_S = 10.0  # a remote head that is unreachable for longer counts as gone; a shorter time may be a network problem
-_FETCH_S = 10.0  # for an object of this process in the object store, which may have been spilled to disk
+_FETCH_S = 10.0  # timeout of fetching an object, which may have been spilled to disk
 _asked, _reached = 0.0, 0.0  # when the head was last contacted, and when it last answered, by `time.monotonic`
 
 
 def cluster_is_gone() -> bool:
     """Returns whether the cluster's head or this node's raylet was lost, or this process has left the cluster.
 
-    It is cheap enough for every call and every slice of a wait. Ray itself reports nothing and then ends this process
-    from C++: at once without a raylet, after a minute without a head. After leaving, its functions would start another
-    cluster.
+    This check is cheap enough for every call and every slice of a wait. Without the check, Ray would not report a loss,
+    but end this process from C++: at once after the loss of the raylet, a minute after the loss of the head. In a
+    process that has left the cluster, Ray's functions would start another cluster.
     """
     from ray._private import worker
 
@@ -89,7 +89,7 @@ def store(value: Any, field: str) -> Any:
     """Puts a value into the object store, where the ranks of a node share one copy; returns the reference.
 
     Args:
-        field: what the value is to the caller.
+        field: the name of the value in errors.
 
     Raises:
         ResourceError: memory and disk of the store are full, or this process has left the cluster.
@@ -105,8 +105,11 @@ def store(value: Any, field: str) -> Any:
 def fetch(reference: Any, field: str) -> Any:
     """Returns the value of a reference from `store`.
 
+    Args:
+        field: the name of the value in errors.
+
     Raises:
-        ResourceError: the store does not return it.
+        ResourceError: the object store does not return the value.
     """
     try:
         return ray.get(reference, timeout=_FETCH_S)
@@ -117,7 +120,10 @@ def fetch(reference: Any, field: str) -> Any:
 
 
 def explained(error: RayError, rank: int, call: str) -> Exception:
-    """Returns a typed error for an error that Ray raised instead of a rank's answer; other errors stay unchanged."""
+    """Returns the typed error for an error that Ray raised instead of a rank's answer.
+
+    A RaySystemError is returned unchanged.
+    """
     reason = next(iter(str(error).splitlines()), "")
     ended = f"the process of rank {rank} ended during {call}: "
     if cluster_is_gone():
@@ -147,7 +153,7 @@ def explained(error: RayError, rank: int, call: str) -> Exception:
     elif isinstance(error, ActorUnschedulableError | RuntimeEnvSetupError):
         typed = ResourceError(f"rank {rank} could not be started: {reason}", field="cluster", hint="see the log of Ray")
     elif isinstance(error, RaySystemError):
-        return error  # such as an answer that cannot be unpickled here; its text has the traceback
+        return error  # for example, the answer cannot be unpickled here; the error's text has the traceback
     else:
         problem = f"the answer of rank {rank} to {call} is lost: {type(error).__name__}: {reason}"
         return WorkerDied(problem, hint="look at what ended its node or its process", rank=rank, call=call)

@@ -1,8 +1,8 @@
-"""The log of a job's calls since a checkpoint, from which a recovery brings new ranks to the state of the lost ones.
+"""The log of a job's calls since a checkpoint; a recovery repeats these calls to give new ranks the lost ranks' state.
 
-Older batches of the log are on the disk instead of in Ray's object store, in files without a name in `run.dir`. The
-kernel removes such a file when the driver ends, however it ends, or when no call refers to a batch in the file. A batch
-is a pickle that this process wrote; before it is loaded, its sha256 is compared with one in memory.
+Older batches of the log are on the disk instead of in Ray's object store, in unnamed files in `run.dir`. The kernel
+removes such a file when the driver ends, however the driver ends, or when no call refers to a batch in the file. Such a
+batch is a pickle that this process wrote. Before it is loaded, its sha256 is compared with the sha256 in memory.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ KEPT_IN_STORE = 4
 
 @dataclass(eq=False)
 class Call:
-    """A call of a user; after a loss of ranks, the next group of ranks runs it again."""
+    """A user's call, with what is needed to repeat it on new ranks after a loss of ranks."""
 
     role: Role
     request: RankRequest  # as the ranks get it, but its batch may have moved to the disk
     has_batch: bool = False
-    running: CallFuture | None = None  # the call on the ranks of the newest group
-    launch: int = 0  # the number of the newest group
+    running: CallFuture | None = None  # the call's future on the ranks that ran it last
+    launch: int = 0  # the number of the launch of these ranks
     is_done: bool = False
-    value: Any = None
-    restored: CallFuture | None = None  # for a load, the call that asks for the loaded step
+    value: Any = None  # the result, if `is_done`
+    restored: CallFuture | None = None  # for a load: the future of `restored`, which tells the loaded step
 
     @property
     def name(self) -> str:
@@ -62,7 +62,7 @@ class Call:
     def changes_state(self) -> bool:
         """Returns whether later calls depend on this call.
 
-        A recovery repeats a call on which none depends only if it has no result yet.
+        A recovery repeats a call that changes no state only if the call has no result yet.
         """
         return self.request.call.changes_state
 
@@ -73,12 +73,11 @@ class Call:
 
     @property
     def step(self) -> int:
-        """Returns the step of a save."""
         return int(self.request.arguments["step"])
 
 
 class CallLog:
-    """Keeps the calls that change state and the reads without a result, in the order in which the ranks got them.
+    """Keeps calls that change state, and other calls until they have a result, in the order in which ranks got them.
 
     A recovery loads a checkpoint and repeats the calls since its save. The job (with its critic and reference group)
     and each further adapter have separate checkpoints, since their states are independent. In all methods,
@@ -108,7 +107,7 @@ class CallLog:
         """Refuses a save that would overwrite a checkpoint which a recovery may have to load again.
 
         Raises:
-            StateError: the save names such a checkpoint.
+            StateError: the call is such a save.
         """
         if call.name != "save" or call.under_name is None:
             return
@@ -123,7 +122,7 @@ class CallLog:
     def append(self, call: Call) -> None:
         """Adds a call that has begun, and moves older batches from the object store to the disk.
 
-        Batches that the disk refuses stay where they are, with a warning.
+        If the disk refuses a batch, the batch stays in the object store, with a warning.
         """
         self._calls.append(call)
         if self._spilled is None:
@@ -143,12 +142,12 @@ class CallLog:
             self._has_disk = True
 
     def remove(self, call: Call) -> None:
-        """Removes a call on which no other call depends, if the log has it."""
+        """Removes a call on which no other call depends, if the call is in the log."""
         if call in self._calls:
             self._calls.remove(call)
 
     def replace(self, call: Call, other: Call) -> None:
-        """Replaces a call by another call, if the log has it."""
+        """Replaces a call by another call, if the first call is in the log."""
         if call in self._calls:
             self._calls[self._calls.index(call)] = other
 
@@ -159,7 +158,7 @@ class CallLog:
     def saves(self, adapter: str | None) -> Iterator[Call]:
         """Yields the saves whose checkpoints a recovery can load, newest first.
 
-        Checkpoints with a name are left out, since a program may overwrite or remove them at any time.
+        Checkpoints with a name are left out, since a program may overwrite or remove such checkpoints at any time.
         """
         for call in reversed(self._calls):
             if (call.name, call.adapter) == ("create_adapter", adapter):
@@ -173,16 +172,17 @@ class CallLog:
 
         Args:
             beginnings: adapter (None for the job) -> the save of its checkpoint, or the call that created the adapter.
-                For a missing adapter or job, all of its calls are returned.
+                For an adapter or job that is not a key, all calls of the log are returned.
         """
         needed = set[Call]().union(*map(self._not_in, beginnings.values()))
         return [call for call in self._calls if call.adapter not in beginnings or call in needed]
 
     def forget(self, checkpoints: int, adapter: str | None = None) -> None:
-        """Forgets the calls that no recovery from one of the newest checkpoints repeats.
+        """Removes the calls that no recovery from one of the newest checkpoints repeats.
 
         Args:
-            checkpoints: the number of newest checkpoints, counted by step; with fewer in the log, nothing is forgotten.
+            checkpoints: how many newest checkpoints, with different steps, must stay loadable. If the log has fewer,
+                nothing is removed.
         """
         steps: set[int] = set()
         oldest: Call | None = None
@@ -223,7 +223,7 @@ class CallLog:
         """
         start = self._calls.index(beginning)
         lacking = {call for call in self._calls[start + 1 :] if call.adapter == beginning.adapter}
-        settled: set[Role] = set() if beginning.name == "save" else set(ROLES)  # roles whose earlier gradients are gone
+        settled: set[Role] = set() if beginning.name == "save" else set(ROLES)  # roles with no earlier gradients left
         for call in reversed(self._calls[:start]):
             if call.adapter != beginning.adapter or call.role in settled:
                 continue
@@ -277,7 +277,7 @@ class SpilledBatch:
     sha256: str
 
     def read(self) -> PreparedBatch:
-        """Reads the batch back, equal to the bit.
+        """Returns the batch, bit for bit as it was written.
 
         Raises:
             CheckpointError: the disk fails, or has changed the batch.

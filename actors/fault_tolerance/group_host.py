@@ -25,10 +25,10 @@ from slimefsdp.rpc import Role, require_name
 
 
 def launch_named(config: RunConfig, name: str) -> NamedGroup:
-    """Launches a supervised group that outlives this program, which is its first writer.
+    """Launches a supervised group that outlives this program; this program becomes the group's first writer.
 
-    The group exists until `shutdown()`, `slimefsdp groups stop`, or the end of the cluster. Its host process, which
-    reads and writes `run.dir`, starts on this machine if it has room.
+    The group exists until `shutdown()`, `slimefsdp groups stop`, or the end of the cluster. Its host process reads and
+    writes `run.dir`, and starts on this machine if this machine has room.
 
     Raises:
         StateError: there is a group of this name. ResourceError: the cluster would end with this program.
@@ -67,7 +67,7 @@ def launch_named(config: RunConfig, name: str) -> NamedGroup:
     return NamedGroup(Membership(name, host, client, config, roles), "actor")
 
 
-_WAITERS = 64  # limit on the results that are waited for at the same time; further calls wait for a free thread
+_WAITERS = 64  # number of threads that wait for results
 _KEPT_S = 600.0  # how long the answers for a program are kept after its last sign of life
 
 
@@ -83,7 +83,7 @@ class _Taken:
 class GroupHost:
     """Answers the programs that are attached to a group.
 
-    Calls of `begin` run in one thread, so that they keep their order; answers are fetched in other threads.
+    `begin` runs in a single thread, so that calls keep their order; `result` runs in other threads.
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"results": _WAITERS, "control": 8}
@@ -104,7 +104,6 @@ class GroupHost:
         self._saved_step: int | None = None
 
     def launch(self) -> None:
-        """Starts the ranks."""
         try:
             self._job = Supervisor(self._config)
         except Exception as error:
@@ -125,7 +124,7 @@ class GroupHost:
             if request.call.changes_state and client != self._writer:
                 raise self._not_the_writer(request.name)
         call, ticket = job.submit(role, request), next(self._tickets)
-        # Waits even if no program fetches the result, so that lost ranks are replaced.
+        # A thread waits for the result even if no program fetches it, since only a wait replaces lost ranks.
         self._taken[ticket] = _Taken(request.name, client, self._waiters.submit(self._answer, request, call))
         return ticket
 
@@ -191,12 +190,10 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def receivers(self, role: Role) -> list[Any]:
-        """Returns the receivers of a role's ranks."""
         return self._ready().receivers(role)
 
     @ray.method(concurrency_group="control")
     def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
-        """Asks the ranks of a role for their health."""
         return self._ready().health(role, timeout_s)
 
     @ray.method(concurrency_group="control")
@@ -283,7 +280,7 @@ class GroupHost:
         return [client for key, (client, _) in self._clients.items() if key not in silent]
 
     def _forget_answers(self, clients: set[str]) -> None:
-        """Drops the answers for these programs, which are gone; their calls still run to the end."""
+        """Drops the answers for these programs, which have not renewed for long; their calls still run to the end."""
         for client in clients:
             self._clients.pop(client, None)
         for ticket, taken in list(self._taken.items()):

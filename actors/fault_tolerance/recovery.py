@@ -19,7 +19,7 @@ from slimefsdp.io.user_files import refuse_unless_plain
 Started = TypeVar("Started")
 LOST = (WorkerDied, WorkerHung, PeerFailed)
 """Errors after which processes cannot be used any more, but new processes may succeed."""
-MAX_WITHOUT_PROGRESS = 3  # limit on restarts in a row, since restarts do not help against a fault that returns
+MAX_WITHOUT_PROGRESS = 3  # limit on restarts without a finished call in between, which do not cure the fault
 
 
 class Restarts:
@@ -40,7 +40,7 @@ class Restarts:
         """Takes one restart after a loss; raises the error, with the reason in its hint, if no restart is left.
 
         Args:
-            lost: identifies the lost processes among several of their kind; restarts in a row are counted for each.
+            lost: identifies what was lost, for example an engine's index; restarts in a row are counted for each value.
         """
         self._spent += 1
         in_a_row = self._in_a_row[lost] = self._in_a_row.get(lost, 0) + 1
@@ -84,7 +84,7 @@ _COMPARED = ("loss", "grad_norm")  # metrics that a repeated call must reproduce
 class Recovery:
     """Describes a replacement of lost ranks; a line of `recoveries.jsonl` in `run.dir`."""
 
-    code: str  # code of the error of the loss, as in slimefsdp.errors
+    code: str  # `code` of the error that reported the loss, as in slimefsdp.errors
     rank: int | None
     call: str | None
     message: str
@@ -118,7 +118,7 @@ class Recovery:
 
 
 def differences_of(call: Call, value: Any) -> Iterator[str]:
-    """Yields the metrics of a repeated call that differ from those of the first time."""
+    """Yields a text for each compared metric of a repeated call whose value differs from the first time."""
     if not (isinstance(value, dict) and isinstance(call.value, dict)):
         return
     for name in _COMPARED:

@@ -1,9 +1,9 @@
 """A worker group that survives the loss of ranks: it logs calls, replaces lost ranks, and repeats the calls on them.
 
-Since the last checkpoints, the log keeps every call that changes the state of a rank, with the arguments that the ranks
-got. It keeps other calls until they have their result.
-When ranks are lost, all processes of the job are ended and started again in the same places. The newest valid
-checkpoint is loaded, and the calls since that checkpoint are repeated. Then the caller gets the result of its call.
+The log keeps every call since the last checkpoints that changes the state of a rank, with the arguments that the ranks
+got. The log keeps other calls until they have their result. When ranks are lost, all processes of the job are ended and
+started again in the same places. The newest valid checkpoint is loaded, and the calls since that checkpoint are
+repeated. Then the caller gets the result of its call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SupervisedCall(Future[Any]):
         return self._supervisor.result(self._call)
 
     def has_ended(self) -> bool:
-        """Returns whether the newest ranks have answered the call."""
+        """Returns whether the call has a result, or all ranks that ran it last have answered."""
         running = self._call.running
         return self._call.is_done or running is None or running.has_ended()
 
@@ -66,7 +66,7 @@ class SupervisedGroup(JobGroup):
     def launch(cls, config: RunConfig) -> SupervisedGroup:
         """Launches an actor group with its critic and reference group, as `WorkerGroup.launch` does.
 
-        Until the first `save` the call log has all calls, and afterwards all calls since the oldest kept checkpoint.
+        Until the first `save`, the call log keeps all calls; afterwards, all calls since the oldest kept checkpoint.
 
         Raises:
             SlimeError: as `WorkerGroup.launch`; ranks that are lost during the launch are replaced.
@@ -128,7 +128,6 @@ class Supervisor:
             raise
 
     def group(self, role: Role) -> WorkerGroup:
-        """Returns the current group of a role."""
         assert self._actor is not None
         group = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
         assert group is not None
@@ -151,7 +150,6 @@ class Supervisor:
 
     @property
     def failure(self) -> Exception | None:
-        """Returns the error that has ended the job; None while the job continues."""
         return self._final
 
     def submit(self, role: Role, request: RankRequest) -> QueuedCall:
@@ -243,7 +241,6 @@ class Supervisor:
         return call.value
 
     def shutdown(self) -> None:
-        """Ends the job; idempotent."""
         if self._actor is not None:
             if self._config.checkpoint.async_save:
                 try:
@@ -253,7 +250,7 @@ class Supervisor:
             self._is_shut_down = True
             self._actor.shutdown()
         self._places.release()
-        self._call_log = CallLog(self._config)  # lets the batches of the old one go
+        self._call_log = CallLog(self._config)  # frees the batches of the old log
 
     def _launch(self) -> None:
         if self._is_shut_down:
@@ -261,7 +258,7 @@ class Supervisor:
         self._launches += 1
         self._doomed = None
         self._actor = WorkerGroup.launch(self._config, places=self._places, sharding=self._sharding)
-        if self._is_shut_down:  # meanwhile, by another thread
+        if self._is_shut_down:  # another thread has called `shutdown` meanwhile
             self._end()
             raise _shut_down()
         self._config = self._actor.config  # a relaunch keeps the number of ranks
@@ -269,13 +266,13 @@ class Supervisor:
 
     def _start_on_ranks(self, call: Call) -> None:
         group, request = self.group(call.role), call.request
-        if call.under_name is not None and call.name == "save" and call.is_done:  # the name was free the first time
+        if call.under_name is not None and call.name == "save" and call.is_done:  # the first save has taken the name
             request = request.having(overwrite=True)
         batch = request.arguments.get("batch")
         if isinstance(batch, SpilledBatch):
             request = request.having(batch=store(batch.read(), "batch"))
         if call.has_batch:
-            group.await_weights()  # a repeated update_ref may precede this call
+            group.await_weights()  # in a recovery, update_ref may have been repeated just before this call
         call.running, call.launch = group.begin(request), self._launches
         if call.name == "load":
             call.restored = group.begin(RankRequest("restored", adapter=call.adapter))
@@ -292,15 +289,15 @@ class Supervisor:
         with self._lock:
             loss = self._loss_behind(call.name, error)
             if loss is not None:
-                if call not in self._call_log:  # a read before a checkpoint, whose state cannot be restored
+                if call not in self._call_log:  # a read of the state before a checkpoint, which cannot be restored
                     return False
                 self._recover(loss, launch)
                 return True
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
-            # A training call that all ranks refused stays in the log, since it may have changed the state before. A
-            # call that ends ranks must not be repeated.
+            # A training call that all ranks refused stays in the log, since it may have changed the state before the
+            # refusal. A call that ends ranks must not be repeated.
             if not is_of_all_ranks and call.name == "forward_backward":
-                # drops the gradients of earlier calls in a repetition, as the error has dropped them
+                # a repetition drops the gradients of earlier calls, too, which the error has dropped
                 zero_grad = RankRequest("zero_grad", adapter=call.adapter)
                 self._call_log.replace(call, Call(call.role, zero_grad, is_done=True))
             elif not (is_of_all_ranks and call.name in TRAINING):
@@ -342,7 +339,7 @@ class Supervisor:
                     except LOST as another:
                         error = another
             except BaseException as final:
-                # the new ranks do not have the state of the lost ones
+                # the new ranks do not have the lost ranks' state
                 self._end()
                 if self._is_shut_down:  # `shutdown` has released only the places that were reserved at that time
                     self._places.release()
@@ -367,7 +364,8 @@ class Supervisor:
         """Brings a new group to the state of the lost group.
 
         Returns:
-            The loaded step, the number of repeated calls, and the metrics of these calls that differ.
+            The loaded step (None without a checkpoint), the number of repeated calls, and a text for each metric of
+            these calls that differs from the first time.
         """
         beginnings: dict[str | None, Call] = {}
         for adapter in (None, *self._call_log.created):
@@ -424,7 +422,7 @@ class Supervisor:
         return created
 
     def _replayed_result(self, name: str, running: Any) -> Any:
-        """Waits for a repeated call; if lost ranks caused a SyncError, raises the loss instead."""
+        """Returns the result of a repeated call; if lost ranks caused a SyncError, raises the loss instead."""
         try:
             return running.result()
         except SyncError as error:

@@ -1,4 +1,4 @@
-"""Sends weights to engines by broadcast, in a group of the engines and rank 0."""
+"""Sends weights to engines by broadcast, in a process group of rank 0 and the engines' processes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ _PING_S = 5.0
 
 
 class BroadcastUpdate(WeightUpdate):
-    """An update of engines by broadcast. Updates of the same engines use the same group.
+    """A weight update by broadcast. Later updates of the same engines use the same process group.
 
-    A member that fails breaks the group. If the update continues without this member, the others form a new group, and
-    `BeginAgain` requests the whole update again. If it is not known which member failed, all members try once more.
+    An engine that fails breaks the group. If the update continues without this engine, the remaining members form a new
+    group, and `BeginAgain` asks the sender to repeat the whole update. If it is not known which engine failed, all
+    members try once more.
 
     Args:
         address: the address at which engines reach this machine.
-        device: of the sent tensors; the group uses NCCL on CUDA, otherwise gloo.
-        is_shared: whether engines use the same device. NCCL allows only one process a device, so the group uses gloo.
-        before: the previous update by this transport; its group is used again if the engines are the same, and closed
-            otherwise.
+        device: the device of the sent tensors; the group uses NCCL on CUDA, otherwise gloo.
+        is_shared: whether engines use the trainer's GPUs. Then the group uses gloo, since NCCL allows only one process
+            per GPU.
+        before: the previous update by this transport. Its group is used again for the same engines, otherwise closed.
     """
 
     call = "receive_broadcast"
@@ -82,7 +83,7 @@ class BroadcastUpdate(WeightUpdate):
             self.close()
 
     def commit(self, version: int) -> None:
-        """Ends the update: has every engine commit this version. Closes the group if a member failed."""
+        """Ends the update: has every engine commit this version. Closes the group if an engine failed."""
         members = list(self._left)
         super().commit(version)
         if members != list(self._left):
@@ -94,7 +95,7 @@ class BroadcastUpdate(WeightUpdate):
         self._group = None
 
     def _form(self) -> None:
-        """Forms the group, or drops the engines because of which that failed."""
+        """Forms the group; if that fails, drops the engines that caused the failure, and leaves `_group` None."""
         infos = self._call("info")
         firsts, world_size = {}, 1
         for index, info in infos.items():
@@ -130,7 +131,7 @@ class BroadcastUpdate(WeightUpdate):
 
     def _prepared(self, bucket: Bucket) -> Any:
         group = self._group  # read once: the thread that sends the previous bucket may close the group
-        if group is None:  # the previous bucket failed, and `_finish` raises the error
+        if group is None:  # the previous bucket failed, and `_finish` raises the error next
             return None
         layout, flat = group.packed(bucket)
         return layout, flat, (digest_of(flat),) if self._checksums else ()
@@ -148,7 +149,7 @@ class BroadcastUpdate(WeightUpdate):
     def _together(
         self, own: Future[Any], waiting: dict[Any, int], name: str, give_up: Callable[[], None]
     ) -> dict[int, Exception] | None:
-        """Waits for an action in which rank 0 and the engines take part.
+        """Waits for a collective action of rank 0 and the engines.
 
         Args:
             own: the future of rank 0's part.
@@ -156,7 +157,8 @@ class BroadcastUpdate(WeightUpdate):
             give_up: ends rank 0's part, so that engines that wait for rank 0 raise.
 
         Returns:
-            None if all succeeded; otherwise index of the engine -> error, which may be empty.
+            None if all parts succeeded; otherwise index of the engine -> its error. This is empty if no engine reports
+            an error: rank 0's part failed, or answers are missing.
         """
 
         def is_broken(errors: dict[int, Exception]) -> bool:
@@ -167,7 +169,7 @@ class BroadcastUpdate(WeightUpdate):
             try:
                 own.result(timeout=self._left_s())
                 return None
-            except Exception:  # only rank 0's part was late, or failed
+            except Exception:  # only rank 0's part was late or failed
                 pass
         give_up()
         errors |= self._answers(waiting, name, time.monotonic() + _FREED_S, lambda _: False)[1]
@@ -177,8 +179,8 @@ class BroadcastUpdate(WeightUpdate):
         """Drops the engines that broke the group.
 
         Args:
-            errors: index of an engine -> its error. With `is_of_group`, another member may be the cause.
-            silent: reference of a pending call -> index of the engine, which has not answered.
+            errors: index of an engine -> its error. If the error has `is_of_group`, another engine may be the cause.
+            silent: reference of a pending call -> index of the engine that has not answered the call.
             absent: indices of engines that did not join, for an unknown reason.
         """
         failures = {index: as_sync_error(error, index, name) for index, error in errors.items()}
@@ -210,9 +212,10 @@ class BroadcastUpdate(WeightUpdate):
 
 
 def address_for(urls: Sequence[str] | None) -> str:
-    """Returns the address from which this machine reaches the servers at these URLs; without URLs, the node's for Ray.
+    """Returns the address of this machine in its connections to the servers at these URLs.
 
-    On a cluster of one machine, the node's address for Ray is the loopback, which other machines cannot reach.
+    Without URLs, or if all URLs are loopback addresses, returns the node's address in Ray. On a cluster of one machine,
+    that is a loopback address, too, which other machines cannot reach.
     """
     own = set()
     for url in urls or ():

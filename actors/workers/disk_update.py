@@ -41,18 +41,18 @@ _LOOK_S = 0.1
 
 
 class DiskUpdate(WeightUpdate):
-    """An update by a folder; engines keep sampling with their weights while the folder is written.
+    """A weight update by a folder; engines keep sampling with their old weights while the folder is written.
 
     When all engines have committed the update, the folders of earlier updates are removed.
 
     Args:
-        folder: the folder for the folders of updates, without anything else.
+        folder: the parent of the folders of all updates, without other contents.
         source: the model's folder.
-        dtype: of the sent tensors.
+        dtype: the dtype of the sent tensors.
     """
 
     call = "receive_disk"
-    keeps_nothing = False  # a thread writes the bucket's tensors, maybe even after the update has failed
+    keeps_nothing = False  # a thread writes a bucket's tensors, maybe even after the update has failed
 
     def __init__(
         self, actors: Sequence[Any], timeout_s: float, *, folder: Path, source: ModelFolder, dtype: torch.dtype,
@@ -93,7 +93,7 @@ class DiskUpdate(WeightUpdate):
         self._writing = in_thread(lambda: self._write(weights, adapter_scale), "weights on disk")
 
     def _write(self, weights: Manifest, adapter_scale: float | None) -> None:
-        """Writes weights as they arrive; collects the adapter's matrices among them and writes these at the end."""
+        """Writes weights as they arrive; keeps an adapter's matrices in memory, and writes the matrices at the end."""
         matrices: list[tuple[str, torch.Tensor]] = []
 
         def without_matrices() -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,11 +151,7 @@ class DiskUpdate(WeightUpdate):
             is_written.set()
 
     def _written(self, timeout_s: float) -> None:
-        """Waits until the folder is written.
-
-        Raises:
-            SyncError: writing failed, or took too long.
-        """
+        """Waits until the folder is written; raises SyncError if writing failed or took too long."""
         try:
             self._writing.result(timeout=timeout_s)
         except TimeoutError:
@@ -175,14 +171,14 @@ class DiskUpdate(WeightUpdate):
 def write_weights(
     path: Path, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]], source: ModelFolder, dtype: torch.dtype
 ) -> None:
-    """Writes a new folder at `path`, durably. After any error, no folder is left.
+    """Writes a new folder at `path` and waits until the disk has it. After any error, no folder is left.
 
     Args:
         manifest: name -> shape of each tensor, in the order of `tensors`.
         source: the folder to copy config.json and the tokenizer's files from.
 
     Raises:
-        CheckpointError: the disk refused.
+        CheckpointError: the disk is full or fails.
     """
     specs = [TensorSpec(name, dtype, shape) for name, shape in manifest.items()]
     write_model_folder(path, specs, tensors, source, checksum_file=CHECKSUMS)
@@ -203,14 +199,14 @@ def checked_weights(path: str | Path) -> ModelFolder:
 def write_adapter(
     path: Path, matrices: Sequence[tuple[str, torch.Tensor]], scale: float, source: ModelFolder, dtype: torch.dtype
 ) -> None:
-    """Writes an adapter into the folder of an update at `path`, durably.
+    """Writes an adapter into the folder of an update at `path`, and waits until the disk has it.
 
     Args:
-        matrices: the whole matrices A and B of linear modules, under their names in memory.
+        matrices: (name in memory, tensor) of the unsharded matrices A and B of linear modules.
         scale: the factor on B A x.
 
     Raises:
-        CheckpointError: the disk refused.
+        CheckpointError: the disk is full or fails.
     """
     rank = next(len(tensor) for name, tensor in matrices if name.endswith(MATRICES[0]))
     facts = AdapterFacts(rank, scale * rank, source.path, None, str(dtype).removeprefix("torch."))
@@ -219,7 +215,7 @@ def write_adapter(
 
 
 def checked_adapter(path: str | Path) -> set[str]:
-    """Compares the adapter of a folder with its checksum; returns the matrices' names in memory.
+    """Compares the adapter in the folder of an update with its checksum; returns the matrices' names in memory.
 
     Raises:
         SyncError: the adapter does not exist, or was cut or altered.

@@ -1,6 +1,6 @@
 """Starts calls on Ray actors in the order in which they were made, and waits for them.
 
-Every wait has a deadline. The first failure ends a wait with the root cause.
+Every wait has a deadline. After a first failure, a wait soon ends and raises the root cause.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRACE_S = 5.0
 SLICE_S = 0.25  # length of a single wait; between two waits, signals are handled and the watchdog checks the actors
 _TURN_S = 0.002  # interval of checking whether a call has ended, while lanes take turns
 _GET_S = 5.0  # limit on fetching an answer that Ray reports as ready
-# A wait ends when one eighth of the ranks has answered; waiting for each answer alone would cost N times N on N ranks.
+# Each wait is for one eighth of the missing answers. A wait for each single answer would take O(N^2) time for N ranks.
 _ONE_IN = 8
 
 
@@ -63,13 +63,13 @@ class CallFuture(Future[Any]):
 
     Args:
         refs: one reference per rank, in rank order.
-        first_only: whether the result is that of the first reference instead of the list of all.
+        first_only: whether the result is the first reference's value instead of a list of all values.
         first_rank: the rank of the first reference.
-        watchdog: ends the wait when an actor hangs; its actors begin with rank 0. None means that only the timeout
-            ends the wait.
-        since: the start of the timeout: a time of `time.monotonic`, or an earlier call of the same actors, whose end
-            starts the timeout. None means now.
-        setting: the setting that has the timeout.
+        watchdog: ends the wait when an actor hangs; the watchdog's actors begin with rank 0. None means that only the
+            timeout ends the wait.
+        since: the start of the timeout: a time of `time.monotonic`, or an earlier call of the same actors; then the
+            timeout starts when the earlier call ends. None means now.
+        setting: the setting of the timeout, for errors.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CallFuture(Future[Any]):
         self._timeout_s, self._setting, self._watchdog = timeout_s, setting, watchdog
         self._began = since if isinstance(since, float) else time.monotonic()
         self._earlier = since if isinstance(since, CallFuture) else None
-        self._hung: WorkerHung | None = None  # the error of the last wait, if it found that the call hangs
+        self._hung: WorkerHung | None = None  # the error of a wait which found that the call hangs
         self._has_aborted = False
 
     def has_ended(self) -> bool:
@@ -113,7 +113,7 @@ class CallFuture(Future[Any]):
         return current
 
     def require_moving(self, name: str) -> None:
-        """Raises WorkerHung for a later call, `name`, if this call hangs."""
+        """Raises WorkerHung if this call hangs; `name` is the later call that would have to wait for this call."""
         hung = self._hung
         if hung is None or self.has_ended():
             return
@@ -158,7 +158,7 @@ class CallFuture(Future[Any]):
                     failure = meaning_of(error, self._ranks[ref], self.name)
                     failures.append((self._ranks[ref], failure))
                     if _ends_rank(error, failure) and self._watchdog is not None and not self._has_aborted:
-                        self._has_aborted = True  # collectives of other ranks may not end by the loss of a rank alone
+                        self._has_aborted = True  # with NCCL, collectives of other ranks do not end by themselves
                         self._watchdog.abort_collectives([rank for rank, _ in failures])
                     # the death of a process is a root cause, so no other error has to be waited for
                     grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
@@ -230,7 +230,7 @@ def _ends_rank(error: RayError, failure: Exception) -> bool:
 
 
 class QueuedCall(Future[Any]):
-    """The future of a call that a `Dispatcher` starts in its turn.
+    """The future of a call that waits in a `Dispatcher` for its turn to start.
 
     If the call cannot be started, `result` raises the error, and no rank has seen the call.
     """
@@ -245,10 +245,10 @@ class QueuedCall(Future[Any]):
 class Dispatcher:
     """Starts calls one after another in a thread, so that callers do not wait.
 
-    Each call belongs to a lane. Calls of one lane start in the order in which they were made. Lanes take turns of one
-    call; at most two calls run at a time then, so that a new lane soon gets its turn.
+    Each call belongs to a lane. Calls of one lane start in the order in which they were made. Several lanes take turns
+    of one call. At most two calls then run at the same time, so that a new lane soon gets its turn.
 
-    The thread exists while there are calls to start. It is a daemon thread, so that a program with waiting calls can
+    The thread exists while there are calls to start. The thread is a daemon, so that a program with waiting calls can
     end.
     """
 
@@ -257,7 +257,7 @@ class Dispatcher:
         # lane -> its waiting calls; the next lane comes first, and lanes without calls are left out
         self._waiting: OrderedDict[str | None, deque[tuple[Callable[[], Any], futures.Future[Any]]]] = OrderedDict()
         self._has_lanes = False  # whether there is a lane besides None
-        self._running: deque[Any] = deque()  # futures of started calls that may run, if there are lanes
+        self._running: deque[Any] = deque()  # with `_has_lanes`: futures of started calls that may still run
         self._thread: threading.Thread | None = None  # the only thread that may start calls
 
     def submit(self, begin: Callable[[], Any], lane: str | None = None) -> QueuedCall:
@@ -312,7 +312,7 @@ class Dispatcher:
                 del future
             except BaseException as error:  # raised by `QueuedCall.result`; later calls are started all the same
                 started.set_exception(error)
-            del begin, started  # they keep the batch in memory
+            del begin, started  # otherwise they would keep the batch in memory
 
     def _wait_for_turn(self) -> None:
         while len(self._running) > 1:
@@ -339,7 +339,7 @@ class CallQueue:
         self._newest: CallFuture | None = None
 
     def require_moving(self, name: str) -> None:
-        """Raises WorkerHung for a call, `name`, while the actors hang in an earlier call."""
+        """Raises WorkerHung if the actors hang in an earlier call; `name` is the call that would have to wait."""
         if self._newest is not None:
             self._newest.current().require_moving(name)
 
@@ -363,8 +363,8 @@ class CallQueue:
 def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
     """Returns the error to report when several ranks failed.
 
-    The order of choice is: the death of a process, a typed error, an untyped error, the report of a lost peer. A typed
-    error gets the other ranks' messages as its `others`.
+    The first of these is chosen: the death of a process, a typed error, an untyped error, the report of a lost peer. A
+    typed error gets the other ranks' messages in `others`.
     """
 
     def order(failure: tuple[int, Exception]) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""A driver's handles on groups of ranks, which have the methods of slimefsdp/calls and send these calls to the ranks.
+"""The handles by which a driver calls groups of ranks. They have the methods of slimefsdp/calls.
 
-Wrong batches, plans, losses, receivers and `loop_state` raise in the caller, before any rank sees the call. Wrong tags,
-steps and paths raise on all ranks alike. Arguments are copied when the call is made.
+A wrong batch, plan, loss, receiver or `loop_state` raises in the caller, before any rank sees the call. A wrong memory
+tag, step or path raises on all ranks alike. Arguments are copied when the call is made.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory]
 
 
 class Job(Protocol):
-    """A job with a group for each of its roles: a supervisor in this process, or the host process of a named group."""
+    """What `JobGroup` needs of its job: a `Supervisor` in this process, or a `Membership` of a named group."""
 
     @property
     def roles(self) -> tuple[Role, ...]: ...
@@ -136,7 +136,7 @@ class JobGroup(EndsWithBlock, GroupCalls):
 
     @property
     def receivers(self) -> list[Any]:
-        """Returns this group's receivers for a weight update by another group; new ranks are new receivers."""
+        """Returns this group's receivers for a weight update by another group; replaced ranks are new receivers."""
         return self._job.receivers(self.role)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
@@ -165,8 +165,7 @@ def submit(call: Callable[Parameters, Result], *args: Parameters.args, **kwargs:
 class AdapterHandle(GroupCalls):
     """A handle with the calls of a group for one of its adapters; `GroupCalls.adapter` returns it.
 
-    Calls for one adapter run in the order in which they were made. Adapters with waiting calls take turns; in each
-    turn one call runs.
+    Calls for one adapter run in the order in which they were made. Adapters with waiting calls take turns of one call.
     """
 
     def __init__(self, group: GroupCalls, name: str) -> None:
@@ -178,7 +177,7 @@ class AdapterHandle(GroupCalls):
         return f"AdapterHandle({self.name} of {self._group!r})"
 
     def _start(self, request: RankRequest) -> Future[Any]:
-        # A lane has the calls for one adapter; None is the lane of the run's own adapter, also if it is named.
+        # `adapter` selects the lane in the `Dispatcher`. The run's own adapter has the lane None, even by its name.
         own = None if self.name == DEFAULT_ADAPTER else self.name
         return self._group._start(replace(request, adapter=request.adapter or own))
 

@@ -1,8 +1,9 @@
-"""The handle on a named group, which outlives the programs that use it.
+"""The handle on a named group. Such a group outlives the programs that use it.
 
 A named group has a host process (actors/fault_tolerance/group_host.py), a detached Ray actor with the group's name.
 Programs attach to the host. One program at a time is the writer, which may make calls that change the group; all other
-programs only read. A program renews its lease every few seconds, and a writer with an expired lease may be replaced.
+programs only read. A program renews its lease every few seconds. If the writer's lease expires, another program may
+become the writer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NAMESPACE = "slimefsdp"
 LEASE_S = 20.0
 """Seconds for which a program remains the writer after its last renewal."""
 _RENEW_S = 3.0
-_ANSWER_S = 30.0  # limit on the host's answers for which it asks no rank
+_ANSWER_S = 30.0  # timeout of answers that the host gives without asking the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class NamedGroup(JobGroup):
         return status
 
     def detach(self) -> None:
-        """Detaches this program; the group finishes the calls that were made, and continues to exist. Idempotent."""
+        """Detaches this program; the group finishes this program's calls and continues to exist. Idempotent."""
         self._job.leave()
 
     def shutdown(self) -> None:
@@ -141,7 +142,7 @@ class NamedGroup(JobGroup):
 
 
 class Membership:
-    """The `Job` of a named group. This program stays attached until it calls `leave`, ends, or drops this object."""
+    """The `Job` of a named group. The program stays attached until it calls `leave`, drops this object, or ends."""
 
     def __init__(self, name: str, host: Any, client: Client, config: RunConfig, roles: tuple[Role, ...]) -> None:
         self.name, self.host, self.client, self.config, self.roles = name, host, client, config, roles
@@ -177,11 +178,10 @@ class Membership:
         return ask(self.host, self.name, method, *args, within_s=within_s)
 
     def leave(self) -> None:
-        """Detaches this program; idempotent."""
         self._finalizer()
 
     def forget(self) -> None:
-        """Stops renewing the lease; for a group that has ended."""
+        """Stops renewing the lease; called when the group has ended."""
         self._over.set()
         self._finalizer.detach()
 
@@ -236,7 +236,8 @@ def end_host(host: Any, name: str, client: str | None) -> None:
     """Ends a group and its host, after saves in the background.
 
     Args:
-        client: the id of the program that asks, which must be the writer; None if the group has no writer.
+        client: the id of the program that ends the group, which must be the writer. None, for `slimefsdp groups stop`,
+            is refused if the group has a writer.
 
     Raises:
         StateError: another program is the writer.

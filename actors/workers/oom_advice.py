@@ -21,14 +21,14 @@ from slimefsdp.training.plan import model_spec_of
 def memory_error(
     error: Exception, config: RunConfig, role: Role, model_config: Mapping[str, Any] | None, device: torch.device
 ) -> ResourceError:
-    """Returns the typed error for an out-of-memory error (`is_out_of_memory`), on the rank that raised it.
+    """Returns the typed error for an out-of-memory error, on the rank that raised the error.
 
     Args:
         config: the rank's settings. If mesh.dp or fsdp.sharding is auto, the error has no estimate.
         model_config: the role's config.json; None if it is not known.
     """
     tokens = getattr(error, TOKENS, None)
-    in_update = tokens is not None  # in a launch or a save, for example, there is no micro-batch
+    in_update = tokens is not None  # a launch or a save, for example, has no micro-batch
     where = f" with a micro-batch of {tokens:,} tokens" if in_update else ""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     message = f"out of memory{where}: {reason}; {_megabytes(free_bytes(device))} are free for a rank"

@@ -19,20 +19,20 @@ from slimefsdp.errors import PeerFailed, ResourceError, SlimeError, portable
 from slimefsdp.results import Health
 from slimefsdp.rpc import DEFAULT_ADAPTER
 
-EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
+EXIT_AFTER_S = 2.0  # time until a failed rank ends, in which its error reaches the driver
 
 
 class TrainWorker(Watched):
-    """Runs one rank. Ray constructs it and runs its calls in different threads, so `start` sets up torch."""
+    """Runs one rank. Ray runs the constructor and the calls in different threads, so `start` sets up torch."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.trainers: dict[str, Any] = {}  # role -> its Trainer; an actor's rank may also be a rank of the critic
         self._configs: dict[str, RunConfig] = {}  # role -> the settings with which its group was launched
-        self._last_updates: dict[type, Any] = {}  # transport -> its last update, whose group or buffers are used again
+        self._last_updates: dict[type, Any] = {}  # transport -> last update, whose group or buffers the next one uses
         self._listener: socket.socket | None = None  # on rank 0, until the process group uses it
-        self._has_aborted = False  # whether collectives were aborted, or are about to be: their results are garbage
+        self._has_aborted = False  # whether collectives were or will now be aborted, so that results are garbage
 
     def free_address(self) -> tuple[str, int]:
         """Listens on a free port of this node until `start`; returns the node's address and the port.
@@ -52,7 +52,7 @@ class TrainWorker(Watched):
         return host, self._listener.getsockname()[1]
 
     def start(self, config: RunConfig, role: str, address: str, port: int) -> str:
-        """Joins the process group and loads the model; returns the level of fsdp.sharding, which may have been auto."""
+        """Joins the process group and loads the model; returns the level of fsdp.sharding, chosen if it is auto."""
         self.keep_stacks(config.run.dir, f"{role}_rank_{self.rank}")
         import torch
 
@@ -76,7 +76,7 @@ class TrainWorker(Watched):
         return self.add_trainer(config, role)
 
     def add_trainer(self, config: RunConfig, role: str) -> str:
-        """Loads the model of one more role, after the process group was joined; returns as `start`."""
+        """Loads the model of one more role in the joined process group; returns the same as `start`."""
         import torch
 
         from slimefsdp.distributed.mesh import choose_device
@@ -120,7 +120,7 @@ class TrainWorker(Watched):
         return result if request.call.answers_by_rank or self.rank == 0 else None
 
     def _receivers(self, receivers: list[Any], drop_failed: bool, role: str) -> list[Any]:
-        """Returns the receivers for this rank's Trainer: on rank 0, one transport that sends to all of them."""
+        """Returns the receivers for this rank's Trainer: on rank 0, one transport to all `receivers`; else none."""
         if self.rank != 0 or not receivers:
             return []
         from actors.workers.transports import transport_to
@@ -138,7 +138,7 @@ class TrainWorker(Watched):
         return [self._last_updates[kind]]
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
-        """Begins a weight update of a reference group; the rank is a `slimefsdp.weight_sync.receive.Receiver`."""
+        """Begins a weight update of this reference rank, which is a `slimefsdp.weight_sync.receive.Receiver`."""
         self.trainers["ref"].wake_up(("parameters",))
         self.trainers["ref"].receiver.begin(version, manifest)
 
@@ -158,7 +158,7 @@ class TrainWorker(Watched):
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:
-        """Aborts collectives and refuses further calls, if the backend's collectives outlast the loss of a rank."""
+        """Aborts collectives and refuses further calls, if collectives would not end by the loss of a rank alone."""
         from slimefsdp.distributed import collectives
 
         if not collectives.needs_abort():
@@ -167,7 +167,7 @@ class TrainWorker(Watched):
         self._has_aborted = True
         try:
             collectives.abort_collectives()
-        except Exception:  # no caller waits for an answer
+        except Exception:  # printed, since no caller waits for an answer
             problem = f"rank {self.rank} could not abort its collectives, and may wait in them until they time out"
             print(f"{problem}:\n{traceback.format_exc().rstrip()}", file=sys.stderr, flush=True)
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class IpcUpdate(WeightUpdate):
-    """An update by two shared buffers: engines read one buffer while the trainer fills the other.
+    """A weight update by two shared buffers: engines read one buffer while the trainer fills the other.
 
     Args:
-        device: of the sent tensors. If it is a GPU, the engines use the same GPU, otherwise the same machine.
+        device: the device of the sent tensors. Engines use the same GPU or, if it is a CPU, the same machine.
         before: the previous update by this transport; its buffers are used again.
     """
 
@@ -62,11 +62,11 @@ TRANSPORTS: dict[str, type[WeightUpdate]] = {
 
 
 def transport_to(receivers: Sequence[Any], wanted: str) -> type[WeightUpdate]:
-    """Returns the transport to these Ray actors.
+    """Returns the class of the transport to these Ray actors.
 
     Args:
-        wanted: the name in `TRANSPORTS` of the transport to engines. If a receiver lacks the transport's method, as a
-            reference group's ranks do, the object store is used.
+        wanted: a name in `TRANSPORTS`. If a receiver lacks this transport's method, as the ranks of a reference group
+            do, the object store is used instead.
     """
     kind = TRANSPORTS[wanted]
     return kind if all(hasattr(receiver, kind.call) for receiver in receivers) else ObjectStoreUpdate

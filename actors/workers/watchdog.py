@@ -1,4 +1,4 @@
-"""Finds the process that hangs while a call waits for several processes, its activity, and the position in its code.
+"""Finds out which process hangs while a call waits for several processes, in which activity, and where in its code.
 
 Every process is asked for its progress once a second, and answers in a separate thread, also while a call is stuck. A
 process hangs if it does not answer (it is stopped, or something holds its interpreter lock), or if it makes no progress
@@ -31,8 +31,8 @@ from slimefsdp.errors import WorkerHung
 from slimefsdp.heartbeat import IDLE, LAUNCH, ProgressSnapshot
 
 ASK_EVERY_S = 1.0
-SLOWER_BY = 10.0  # a process hangs after this multiple of its activity's usual time without progress
-_HANG = 10.0  # a process without progress hangs after this multiple of cluster.ping_timeout_s at the earliest
+SLOWER_BY = 10.0  # a process counts as hung after this multiple of its activity's usual time without progress
+_HANG = 10.0  # but no process counts as hung before this multiple of cluster.ping_timeout_s
 STACKS = "stacks"  # subfolder of run.dir
 _ASK_AGAIN_S = 0.1  # shortest time between two questions to a process
 _AWAY_S = 2.0  # after a longer time between two calls of `look`, this process itself was busy or stopped
@@ -92,7 +92,7 @@ class Watched:
 
 @functools.cache
 def remote_class(kind: type[Watched]) -> Any:
-    """Returns the Ray actor class of a class, with its concurrency groups; cached, as Ray never frees actor classes."""
+    """Returns the Ray actor class of `kind`, with its concurrency groups; cached, as Ray never frees actor classes."""
     return ray.remote(concurrency_groups=kind.CONCURRENCY_GROUPS)(kind)  # type: ignore[call-overload]
 
 
@@ -100,12 +100,12 @@ def remote_class(kind: type[Watched]) -> Any:
 class _Process:
     """Holds the state of a watched process; times are of `time.monotonic`."""
 
-    question: Any = None  # reference to the answer that is awaited, if any
+    question: Any = None  # reference to the answer to an open question, if any
     asked: float = 0.0  # time of the last question
-    silent_since: float = 0.0  # `asked`, or a later time if this process was away since
+    silent_since: float = 0.0  # `asked`, or later if the watching process itself was busy or stopped since
     ask_next: float = 0.0  # earliest time of the next question
     pulse: Pulse | None = None  # the last answer
-    pulse_asked: float = 0.0  # time of the question that was answered last, maybe long before the answer arrived
+    pulse_asked: float = 0.0  # time of the question that `pulse` answers, maybe long before the answer arrived
 
     def silent_s(self, now: float) -> float:
         """Returns the seconds for which the current question has had no answer."""
@@ -114,7 +114,7 @@ class _Process:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Holds the limits on times of processes, in seconds."""
+    """Holds the time limits of a watchdog, in seconds."""
 
     ping_s: float  # for an answer
     hang_s: float  # between two ticks of the heartbeat
@@ -150,17 +150,17 @@ class Watchdog:
         self._looked = 0.0
 
     def look(self, waiting: Waiting) -> None:
-        """Reads the answers that have arrived, and asks again if it is time, without waiting.
+        """Reads the answers that have arrived, and asks processes again if that is due, without waiting.
 
         Raises:
-            WorkerHung: a process hangs; its stack was written if that was possible.
+            WorkerHung: a process hangs; its stack was written if possible.
         """
         with self._lock:
             now = time.monotonic()
             self._take_answers(now)
             if now - self._looked > _AWAY_S:
                 for process in self._processes:
-                    process.silent_since = now  # the process may have answered while this process was away
+                    process.silent_since = now  # it may have answered while the watching process was busy or stopped
             self._looked = now
             silent = self._silent(waiting, now)
             still = self._still(waiting)
@@ -177,7 +177,7 @@ class Watchdog:
                 raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.ping_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
-        """Has processes write their stacks, and returns the error of a call that exceeded its timeout, `setting`."""
+        """Has processes write their stacks; returns the error of a call that exceeded its timeout in `setting`."""
         with self._lock:
             now = time.monotonic()
             self._take_answers(now)
@@ -236,7 +236,10 @@ class Watchdog:
         return [rank for rank, process in enumerate(self._processes) if process.silent_s(now) > limit_s]
 
     def _still(self, waiting: Waiting) -> list[int]:
-        """Returns the processes without progress that do not wait in a collective; if all `ranks` do, returns all."""
+        """Returns the processes without progress, except those that wait in a collective.
+
+        If all processes are without progress and wait in a collective, returns all of them.
+        """
         overdue = []
         for rank in waiting.ranks:
             process = self._processes[rank]
@@ -333,7 +336,7 @@ class Watchdog:
 
 
 def write_stacks(processes: Sequence[Pulse]) -> list[str | None]:
-    """Has processes of this node write their stacks; returns, for each, None or the reason why it did not."""
+    """Has processes of this node write their stacks; returns for each None, or why the process wrote no stack."""
     before = [_size(process.stacks) for process in processes]
     obstacles = [_signalled(process) for process in processes]
     deadline = time.monotonic() + _DUMP_S
@@ -346,7 +349,7 @@ def write_stacks(processes: Sequence[Pulse]) -> list[str | None]:
 
 
 def _signalled(process: Pulse) -> str | None:
-    """Sends the signal on which a process writes its stacks; returns the reason if the process cannot."""
+    """Signals a process to write its stacks; returns the reason if the process cannot write them."""
     state = _state(process)
     if state in ("T", "t"):
         return f"process {process.pid} is stopped (state {state}): a signal or a debugger did that"

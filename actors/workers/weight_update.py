@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from slimefsdp.trainer import Trainer
 
 WireBucket = list[tuple[Any, ...]]
-"""(name, dtype, shape, bytes) of each tensor, and a sha256 if requested.
+"""(name, dtype, shape, data) of each tensor, and a sha256 if requested.
 
-Bytes, as numpy has no bfloat16; plain arrays travel through the object store without a copy.
+The data is an array of bytes: numpy has no bfloat16, and Ray's object store hands arrays over without a copy.
 """
 _READY_S = 5.0  # timeout of getting an answer that Ray reports as ready
 AGAIN = "restart the receiver; none may sample until a later update reaches it"
@@ -43,14 +43,14 @@ AGAIN = "restart the receiver; none may sample until a later update reaches it"
 class WeightUpdate:
     """The base class of all transports.
 
-    A bucket is sent while the trainer gathers the next: `receive` only waits until the previous bucket has arrived.
+    A bucket is sent while the trainer gathers the next bucket: `receive` only waits until the previous bucket arrived.
 
     Args:
         actors: the receivers.
-        timeout_s: limit on the whole update, from `begin` to the end of `commit`. It starts again when a receiver is
-            dropped.
-        drops: whether the update continues without receivers that fail, as long as one is left; `failed` lists them.
-            Otherwise every method raises SyncError if a receiver fails, dies or is late.
+        timeout_s: limit on the whole update, from `begin` to the end of `commit`. The time starts again when a receiver
+            is dropped.
+        drops: True means that the update continues without receivers that fail, and lists them in `failed`, until no
+            receiver is left. False means that every method raises SyncError if a receiver fails, dies or is late.
         checksums: whether receivers verify the weights' checksums.
     """
 
@@ -121,7 +121,7 @@ class WeightUpdate:
     def _send(self, ready: Any) -> None:
         """Sends a prepared bucket and waits until all receivers have it.
 
-        Here, `ready` has the arguments of the receivers' method `call`.
+        In this base class, `ready` has the arguments of the receivers' method `call`.
         """
         self._call(self.call, *ready)
 
@@ -172,11 +172,7 @@ class WeightUpdate:
         return answers, errors
 
     def _drop(self, errors: Mapping[int, SyncError]) -> None:
-        """Drops these receivers.
-
-        Raises:
-            SyncError: the update may not continue without a receiver, or no receiver is left.
-        """
+        """Drops the receivers that have errors; raises an error instead if `drops` is False or no receiver is left."""
         if not errors:
             return
         for index, error in sorted(errors.items()):
@@ -238,7 +234,7 @@ class ObjectStoreUpdate(WeightUpdate):
     def _prepared(self, bucket: Bucket) -> Any:
         try:
             return (store(pack_bucket(bucket, with_digests=self._checksums), "weights"),)
-        except ResourceError as error:  # all ranks raise a SyncError; other errors would be raised on rank 0 alone
+        except ResourceError as error:  # all ranks raise rank 0's SyncErrors, but other errors only rank 0
             raise SyncError(f"weights cannot be sent: {error.message}", field=error.field, hint=error.hint) from error
 
 

@@ -1,7 +1,7 @@
 """The driver's handle on all ranks of one role, which starts and ends the ranks, and sends them calls.
 
-A batch is checked in the caller and planned in a thread of the group, before any rank sees it. So bad input never
-disturbs a rank, and the caller does not wait for the planning.
+A batch is checked in the caller's thread and planned in a thread of the group, before any rank sees the batch. So bad
+input never disturbs a rank, and `submit` does not wait for the planning.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     ) -> None:
         self.config = config
         self.role: Role = role
-        self.reference_group: WorkerGroup | None = None  # only of an actor's group, with reference.dp
-        self.critic: WorkerGroup | None = None  # only of an actor's group, with algorithm=ppo
+        self.reference_group: WorkerGroup | None = None  # only in an actor's group, with reference.dp
+        self.critic: WorkerGroup | None = None  # only in an actor's group, with algorithm=ppo
         self._workers = list(workers)
         self._watchdog = watchdog
         self.places = PlacementGroups() if places is None else places
-        # What `shutdown` ends: "nothing" if the processes are also another group's, "processes", or also "places".
+        # What `shutdown` ends: "nothing" if the processes belong to another group, "processes", or "places": processes
+        # and placement groups.
         self._ends = ends
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, folder.vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
-        # The next two are of a reference group.
+        # The next two are used in a reference group.
         self._coming_weights: CallFuture | None = None  # the actor's last update_ref, until `await_weights` takes it
         self._failed_update: Exception | None = None  # the error of the update that `await_weights` took last
 
@@ -84,7 +85,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         Args:
             places: placement groups for the processes, which the caller releases; None means that the group reserves
                 and releases its own.
-            sharding: role -> level that replaces fsdp.sharding; a group that replaces another keeps its levels.
+            sharding: role -> level that replaces fsdp.sharding, so that a relaunched group keeps its earlier levels.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded or downloaded.
@@ -155,7 +156,6 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
     @property
     def receivers(self) -> list[Any]:
-        """Returns this group's receivers for a weight update by another group."""
         return list(self._workers)
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
@@ -185,7 +185,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
     def shutdown(self) -> None:
         """Ends all processes of the group, its critic and its reference group, after saves in the background.
 
-        Idempotent. A critic in an actor's processes only refuses further calls, as the processes are the actor's.
+        Idempotent. If a critic is in an actor's processes, its own shutdown only makes the critic refuse further calls.
         """
         for group in (self, self.critic):
             if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
@@ -195,7 +195,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
             self.places.release()
 
     def end(self) -> None:
-        """Ends the same processes as `shutdown`, but at once, and keeps placement groups. Idempotent."""
+        """Ends the same processes as `shutdown`, but without waiting, and keeps placement groups. Idempotent."""
         for other in (self.critic, self.reference_group):
             if other is not None:
                 other.end()
@@ -242,9 +242,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return planning
 
     def prepared(self, request: RankRequest, planning: Planning | None) -> RankRequest:
-        """Plans the batch of a checked call, adds the reference's log-probs, and puts it into the object store.
+        """Plans the batch of a checked call, adds the reference's log-probs, and puts the batch into the object store.
 
-        The result is valid for any group of these settings, also for one that is launched later.
+        The returned request is valid for all groups with these settings, including groups that are launched later.
 
         Raises:
             SlimeError: the reference group failed to compute log-probs. ResourceError: the object store is full.
@@ -294,7 +294,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return replace(prepared, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
     def begin(self, request: RankRequest) -> CallFuture:
-        """Starts a prepared call on all ranks; a save or load of a job includes the critic and the reference group."""
+        """Starts a prepared call on all ranks; a save or load of the job includes critic and reference group."""
         others = [group for group in (self.critic, self.reference_group) if group is not None]
         if others and request.name in ("save", "load") and request.adapter is None:
             started = self._begin_save if request.name == "save" else self._begin_load
@@ -302,7 +302,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return self._begin(request)
 
     def _begin_save(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Saves the other groups' parts, then starts the actor's save; returns its future, or that of a failed part."""
+        """Saves the other groups' parts, then starts the actor's save; returns its future or a failed part's future."""
         job = request.arguments.get("job") or JobCheckpoint(uuid.uuid4().hex)
         request = request.having(job=replace(job, parts=tuple(PARTS[group.role] for group in others)))
         part_arguments = {**request.arguments, "loop_state": None, "job": replace(job, is_part=True)}
@@ -315,7 +315,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return _failed([group._begin(RankRequest("save", part_arguments)) for group in others]) or self._begin(request)
 
     def _begin_load(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Loads a checkpoint, then the other groups' parts; returns the load's future, or that of a failed part."""
+        """Loads the actor's part, then the other groups' parts; returns its future or a failed part's future."""
         load = self._begin(request.having(job=request.arguments.get("job") or JobCheckpoint()))
         if _failed([load]):
             return load
@@ -384,7 +384,7 @@ def _with_level(config: RunConfig, level: str | None) -> RunConfig:
 
 
 def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, str]:
-    """Starts the processes of a group, which load the model; returns them, their watchdog and the sharding level."""
+    """Starts a group's processes, which load the model; returns processes, watchdog and level of fsdp.sharding."""
     began = time.monotonic()
     timeout_s = config.cluster.launch_timeout_s
     placement, gpus = places.reserve_for_ranks(config, role)

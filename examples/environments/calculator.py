@@ -10,9 +10,9 @@ from typing import Any
 
 from tool_functions import ToolError
 
-MOST_CHARACTERS = 1000  # in an expression
-MOST_DEPTH = 100  # nested operations
-MOST_BITS = 4096  # of an integer; about 1,200 digits
+MOST_CHARACTERS = 1000  # limit on the length of an expression
+MOST_DEPTH = 100  # limit on the depth of nested operations
+MOST_BITS = 4096  # limit on the size of an integer; about 1,200 digits
 
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -47,11 +47,7 @@ def calculator(expression: str) -> str:
 
 
 def _value_of(node: ast.AST, depth: int) -> int | float:
-    """Computes the value of a node.
-
-    Raises:
-        ToolError: it is not arithmetic, or too much. ArithmeticError: as Python raises it.
-    """
+    """Returns the value of a node; raises ToolError if the node is not arithmetic or exceeds a limit."""
     if depth < 0:
         raise ToolError(f"more than {MOST_DEPTH} operations inside each other")
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):

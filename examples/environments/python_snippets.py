@@ -65,10 +65,10 @@ class SnippetLimits:
     """Limits on the resources of a snippet.
 
     Args:
-        timeout_s: wall-clock seconds; on a busy machine these exceed the computing time.
-        cpu_s: seconds of computing.
-        memory_mib: address space, of which libraries like numpy need hundreds of MiB.
-        file_mib: size of each file that it writes, including its output.
+        timeout_s: limit on the wall-clock time; on a busy machine a snippet takes longer than it computes.
+        cpu_s: limit on the CPU time.
+        memory_mib: limit on the address space, of which libraries like numpy need hundreds of MiB.
+        file_mib: limit on the size of the output and of each file that a snippet writes.
     """
 
     timeout_s: float = 10.0
@@ -106,7 +106,7 @@ async def run_snippet(code: str, limits: SnippetLimits) -> str:
     """Runs a program and returns what it printed, including standard error.
 
     Raises:
-        ToolError: it ended with an error or a signal, or was ended; the text includes what it had printed.
+        ToolError: the program ended with an error or a signal, or took too long; the text includes its output.
     """
     with tempfile.TemporaryFile() as output, _empty_folder() as folder:
         # like -I, but with fixed hashes, since the answers of environments must be repeatable; -u keeps output and
@@ -126,7 +126,7 @@ async def run_snippet(code: str, limits: SnippetLimits) -> str:
         except TimeoutError:
             problem = f"ended after {limits.timeout_s:g} s"
         finally:
-            # also ends all processes that it may have started
+            # also ends all processes that the snippet has started
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -155,7 +155,7 @@ def _ended(status: int | None) -> str | None:
 
 
 def _text_of(output: IO[bytes]) -> str:
-    """Returns what was printed; only the beginning and the end if it is long."""
+    """Returns what was printed; of a long output, only the beginning and the end."""
     size = output.seek(0, os.SEEK_END)
     output.seek(0)
     if size <= 2 * _PART_BYTES:

@@ -8,11 +8,11 @@ Models answer in sentences, so only a part of the response is scored (`answer_in
 
 1. the text in the last `<answer>...</answer>`, if there is one;
 2. otherwise, if the true answer is a number, the last number of the response;
-3. otherwise as many of its last lines as the true answer has, without Markdown emphasis and a final full stop.
+3. otherwise as many last lines of the response as the true answer has, without Markdown emphasis and final full stop.
 
 Two further scores are logged. `answer_only` is 1 if the response is the answer and nothing else. `mentioned` is 1 if
-the true answer occurs anywhere in it, finished or not. Learning only the form of answers raises the first, not the
-second. Evaluations themselves report how many responses finish (`eval/finished`).
+the true answer occurs anywhere in the response, finished or not. A policy that learns only the form of answers raises
+`answer_only`, but not `mentioned`. Evaluations themselves report how many responses finish (`eval/finished`).
 
 Importing this module does not import reasoning_gym.
 """
@@ -39,13 +39,13 @@ from slimefsdp.io.user_files import path_argument
 Record = dict[str, Any]
 Scores = dict[str, float]
 
-_CHUNK = 500  # problems to draw from one reasoning_gym data set; the next ones come from another seed
-# number of draws in a row without a new problem, per problem found, after which drawing stops; with equally likely
-# problems, a remaining one would have been missed with a probability of e^-20
+_CHUNK = 500  # number of problems to draw with one seed of reasoning_gym
+# Drawing stops after 20 draws per known problem, and 1000 more, without a new problem. If all problems are equally
+# likely, a remaining problem would have been missed with a probability of e^-20.
 _PATIENCE, _AT_LEAST = 20, 1000
 # a + or - is a sign only if no number or bracket comes before it, unlike in 10-5
 _NUMBER = r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-_MINUS = str.maketrans("\u2212\u2013", "--")  # other characters that models write for a minus
+_MINUS = str.maketrans("\u2212\u2013", "--")  # characters that models write instead of a minus
 
 
 # ---------------------------------------------------------------------- prompts
@@ -56,17 +56,18 @@ def distinct_problems(
 ) -> tuple[list[Record], list[Record]]:
     """Returns records to train on and records to hold out; no question occurs twice.
 
-    A record has `prompt` and `answer`, and `question` and `metadata` of reasoning_gym. The held-out records do not
+    A record has `prompt` and `answer`, and reasoning_gym's `question` and `metadata`. The held-out records do not
     depend on the number of training records.
 
     Args:
         name: the data set.
-        settings: the settings of its configuration, except `seed` and `size`.
-        instruction: a last line of each prompt.
+        settings: settings of the data set, except `seed` and `size`.
+        train, heldout: the numbers of records.
+        instruction: becomes the last line of each prompt.
 
     Raises:
         ConfigError: reasoning_gym is not installed or has no such data set, the data set has no such setting or refuses
-            a value, a problem cannot be written as JSON, or there are too few distinct ones.
+            a value, a problem cannot be written as JSON, or there are too few distinct problems.
     """
     configuration = _configuration(name, settings)
     problems: dict[str, Record] = {}
@@ -93,7 +94,7 @@ def distinct_problems(
 def chunk_seed(seed: int, chunk: int) -> int:
     """Returns reasoning_gym's seed for a chunk of draws.
 
-    Its data sets draw problem i from seed + i, so neighbouring seeds would give nearly the same problems.
+    The data sets draw problem i with seed + i, so neighbouring seeds would give nearly the same problems.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {chunk}".encode()).digest()[:4]) >> 1
 
@@ -213,9 +214,9 @@ def _short_error(error: Exception) -> str:
 
 
 def scored(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Rewards the answer in a finished response with reasoning_gym's score from 0 to 1; an unfinished one with 0.
+    """Returns reasoning_gym's score of a response, from 0 to 1, as the reward; 0 for an unfinished response.
 
-    Many of its scorers give partial credit if the true answer is a part of the answer.
+    Many of reasoning_gym's scorers give partial credit if the true answer is a part of the answer.
 
     Raises:
         BatchError: the record is not one of `distinct_problems`, or the scorer failed.
@@ -226,7 +227,7 @@ def scored(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
 
 
 def solved(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Rewards a finished response whose answer has reasoning_gym's full score with 1, any other with 0.
+    """Returns the reward 1 for a finished response with reasoning_gym's full score, otherwise 0.
 
     Raises:
         BatchError: as in `scored`.
@@ -236,9 +237,9 @@ def solved(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
 
 
 def well_formed(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
-    """Rewards a finished response that has an answer of the right form, right or wrong, with 1; for control runs.
+    """Returns the reward 1 for a finished response with an answer of the right form, right or wrong; for control runs.
 
-    If the true answer is a number, the form is any number, otherwise any text. The score `solved` is logged as well.
+    The right form is a number if the true answer is a number, otherwise any text. The score `solved` is logged as well.
 
     Raises:
         BatchError: as in `scored`.
@@ -252,7 +253,7 @@ def answer_in(response: str, true_answer: str | None) -> str:
     """Returns the part of a response that is scored; "" if there is none.
 
     Args:
-        true_answer: determines the form to look for; None if a problem has many answers.
+        true_answer: determines the form to look for; None means that the problem has many answers.
     """
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
     if tagged:
@@ -326,7 +327,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the script and returns its exit status."""
     try:
         print(_answer(_parser().parse_args(arguments)))
     except SlimeError as error:

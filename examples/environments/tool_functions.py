@@ -1,6 +1,6 @@
-"""Makes tools of functions: a policy calls them by name with JSON arguments, and their schemas follow from signatures.
+"""Makes tools of functions: a policy calls a tool by name with JSON arguments, as the function's signature demands.
 
-The schema of a function is the one that `transformers.utils.get_json_schema` makes. This module does not import
+The schema of a function equals the result of `transformers.utils.get_json_schema`. This module does not import
 transformers, so that processes of environments start quickly.
 """
 
@@ -23,7 +23,7 @@ _FIELD = "environment.arguments"
 
 
 class ToolError(Exception):
-    """A call failed because of its arguments; the policy gets the text."""
+    """A call failed because of its arguments; the policy gets the error's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def load_tool(name: str) -> Tool:
     """Loads the tool `module:function`, which is called by the function's name.
 
     Raises:
-        ConfigError: it cannot be imported, or is not a valid tool.
+        ConfigError: the function cannot be imported, or is not a valid tool.
     """
     function = load_function(name, field=_FIELD, example="my_package.tools:search")
     try:
@@ -115,11 +115,7 @@ def _is_of(value: Any, kind: str) -> bool:
 
 
 def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns `description` and `parameters` of a function.
-
-    Raises:
-        ConfigError: as in `Tool.of`.
-    """
+    """Returns `description` and `parameters` of a function; raises ConfigError as `Tool.of`."""
     text = inspect.getdoc(function) or ""
     # sections of a Google-style docstring
     description, *sections = re.split(r"^(?=(?:Args|Returns|Raises|Yields|Examples?):\s*$)", text, flags=re.MULTILINE)
@@ -164,11 +160,7 @@ def _arguments_in(section: str) -> dict[str, str]:
 
 
 def _type_of(hint: Any, name: str) -> dict[str, Any]:
-    """Returns the JSON type of an annotation.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Returns the JSON type of an annotation; raises ConfigError if there is none."""
     if hint is Any:
         return {}
     if hint in _SCALARS:

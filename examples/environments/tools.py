@@ -30,7 +30,7 @@ _FIELD = "environment.arguments"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of the policy; `fault` is why it cannot be read."""
+    """A call of the policy; `fault` says why the call cannot be read."""
 
     name: str = ""
     arguments: Any = None
@@ -38,7 +38,7 @@ class ToolCall:
 
 
 def parse_calls(response: str) -> list[ToolCall]:
-    """Returns the calls of a response in their order; the last may lack its closing tag."""
+    """Returns the calls of a response in their order; the last call may lack its closing tag."""
     return [_parsed(text) for text in _CALL.findall(response)]
 
 
@@ -55,17 +55,17 @@ def _parsed(text: str) -> ToolCall:
 class ToolUse(Environment):
     """An episode in which the policy may call tools before it answers.
 
-    The environment answers a response with the results of its calls. A failed call has its error as the result, so that
-    the policy can correct itself. A response without a call, or one that was cut, is the answer, and the reward
-    function gives the episode's reward. The scores are those of that function, `tool_calls` and `tool_errors`.
+    The environment answers a response with the results of its calls. The result of a failed call is the error's text,
+    so that the policy can correct itself. A response that has no call, or that was cut, is the answer; the reward
+    function rewards it. The scores of an episode are the reward function's scores, `tool_calls` and `tool_errors`.
 
     Args:
         tools: `calculator`, `python`, or your own functions as `module:function`.
         reward: as in `rollout.reward`.
-        described: template: the chat template describes the tools, and results are messages of the role `tool`; prompt:
-            the prompt describes everything, and results are text in `<tool_response>`.
+        described: where tools are described. template means by the chat template; results are messages of the role
+            `tool`. prompt means in the record's prompt; results are text in `<tool_response>`.
         max_calls: limit on the calls of a response that are run.
-        result_characters: limit on the length of a result; the middle of a longer one is left out.
+        result_characters: limit on the length of a result; the middle of a longer result is left out.
         python: limits of the tool `python`, as in `SnippetLimits`.
     """
 
@@ -98,7 +98,7 @@ class ToolUse(Environment):
 
     @classmethod
     def check_arguments(cls, **arguments: Any) -> None:
-        """Checks the arguments by making an object, which costs nothing."""
+        """Checks the arguments by making an object, which is cheap."""
         cls(**arguments)
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> Prompt:
@@ -160,11 +160,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def _tools_of(names: Any, python: Mapping[str, Any] | None) -> dict[str, Tool]:
-    """Returns the tools by name.
-
-    Raises:
-        ConfigError: the list is empty, an item is not a tool, or two have the same name.
-    """
+    """Returns name -> tool; raises ConfigError if the list is empty, an item is no tool, or a name occurs twice."""
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
         raise _refusal(f"tools={short_repr(names)}", f"write a list of {', '.join(BUILT_IN)} or module:function")
     if python is not None and "python" not in names:
@@ -192,7 +188,7 @@ def _limits_of(limits: Any) -> SnippetLimits:
     return SnippetLimits(**limits)
 
 
-# cached per process, since an object is made for every episode, and this is the same for all of them
+# cached per process, since an environment is made for every episode, and all have the same tool
 @functools.cache
 def _calculator() -> Tool:
     return Tool.of(calculator)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 LENGTHS = (256, 1024, 4096, 16384)  # tokens of a prompt
-TRAIN_RECORDS, HELDOUT_RECORDS = 400, 32  # of each length
-SFT_RECORDS = 3840  # of the shortest length: 120 updates of 32
+TRAIN_RECORDS, HELDOUT_RECORDS = 400, 32  # for each length
+SFT_RECORDS = 3840  # all of the shortest length; 120 updates of 32
 LETTERS = "abcdefghijklmnop"
 END = "<|end|>"
 
