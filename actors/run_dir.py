@@ -141,7 +141,7 @@ class RecordedBatches:
             self._store.commit(step, notes, [record_of(file)])
 
     def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:
-        """Returns the batch of a step and its notes; None if there is no batch, or, with a warning, a damaged one."""
+        """Returns the batch of a step and its notes; None if the batch is missing or, with a warning, damaged."""
         if step not in self._store.steps():
             return None
         folder = self._store.path_of(step)

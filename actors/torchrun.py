@@ -59,8 +59,8 @@ class TorchrunGroup:
     @property
     def config(self) -> RunConfig:
         """Returns the settings, with the values that the trainer chose for settings such as fsdp.sharding=auto."""
-        found = self._trainer.config
-        return self._config.model_copy(update={name: getattr(found, name) for name in TrainerConfig.model_fields})
+        resolved = self._trainer.config
+        return self._config.model_copy(update={name: getattr(resolved, name) for name in TrainerConfig.model_fields})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in _CALLS:

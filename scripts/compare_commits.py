@@ -122,7 +122,7 @@ def sizes_of_weights(jobs: Mapping[str, Mapping[str, Path]]) -> dict[tuple[str, 
     """Returns (job, what) -> relative difference of the exported weights of both commits.
 
     Args:
-        jobs: name of a job -> {side, old or new: the folder of the weights that this side's job exported}.
+        jobs: name of a job -> {"old" or "new": the folder of the weights that this commit's job exported}.
     """
     sizes = {}
     for name, sides in jobs.items():

@@ -508,7 +508,7 @@ def write_models(folder: Path) -> None:
 
 
 def samples_of(kind: str, number: int) -> list[dict[str, Any]]:
-    """Returns the same 16 samples in every call, of different lengths and with gaps in their masks.
+    """Returns 16 samples of different lengths with gaps in their masks; equal arguments give equal samples.
 
     Args:
         kind: the purpose: "groups" are groups of four with different rewards, "level groups" include groups with equal

@@ -82,7 +82,7 @@ def _chat(sortings: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def _preference(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
-    """Returns a preference pair: the right answer, and the same digits shuffled or (every second time) one changed."""
+    """Returns a preference pair: the right answer, and a wrong one with shuffled digits or with one digit changed."""
     chosen = rejected = record["answer"]
     replaces = rng.random() < 0.5 or len(set(chosen)) == 1
     while rejected == chosen:

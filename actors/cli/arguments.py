@@ -39,7 +39,7 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
 Config = Annotated[Path, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="SECTION.NAME=VALUE", help="Settings on top of those of the file.")
+    list[str] | None, typer.Argument(metavar="SECTION.NAME=VALUE", help="Settings that replace those of the file.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Address = Annotated[str, typer.Option(help="Address of the Ray cluster, as in cluster.address.")]

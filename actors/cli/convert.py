@@ -28,10 +28,10 @@ _Target = Annotated[
 _Dtype = Annotated[
     str | None,
     typer.Option(
-        parser=one_of(_DTYPES), metavar="|".join(_DTYPES), help="Of the tensors written. Default: each its own."
+        parser=one_of(_DTYPES), metavar="|".join(_DTYPES), help="Dtype of the written tensors. Default: unchanged."
     ),
 ]
-_LIKE = "Folder with config.json and the tokenizer; weights are not looked at."
+_LIKE = "Folder with config.json and the tokenizer; weights in it are ignored."
 
 commands = typer.Typer(
     help="Convert models between Hugging Face, torch.distributed.checkpoint and checkpoint folders, offline.",
@@ -74,7 +74,7 @@ def dcp_to_hf(
 @commands.command(name="checkpoint-to-hf", epilog=examples("slimefsdp convert checkpoint-to-hf runs/first model"))
 def checkpoint_to_hf(
     source: Annotated[
-        Path, typer.Argument(parser=path, metavar="SRC", help="Folder of a step, or run.dir: its newest whole one.")
+        Path, typer.Argument(parser=path, metavar="SRC", help="A checkpoint's folder, or run.dir for the newest one.")
     ],
     target: _Target,
     like: Annotated[

@@ -141,10 +141,10 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
 
 
 def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
-    """Returns the metrics of the model; a group of ranks reads its weights and sends them to the engines.
+    """Returns the model's metrics; a group of ranks reads the weights and sends them to the engines.
 
     Raises:
-        SlimeError: any typed error; all processes are ended before it is raised.
+        SlimeError: any typed error; all processes are ended before the error is raised.
     """
     from actors.engines.pool import EnginePool
     from actors.rollout.collect import Collector

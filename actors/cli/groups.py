@@ -22,7 +22,7 @@ commands = typer.Typer(help="List or stop the named groups of a Ray cluster.")
 
 @commands.command(name="list", epilog=examples("slimefsdp groups list --address 10.0.0.1:6379"))
 def list_groups(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Of one group. Default: all of them.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of one group. Default: all groups.")] = None,
     as_json: AsJson = False,
     address: Address = "auto",
     allow_without_token: AllowWithoutToken = False,
@@ -75,11 +75,11 @@ def _lines(status: GroupStatus) -> Iterator[str]:
 
 @commands.command(name="stop", epilog=examples("slimefsdp groups stop policy --address 10.0.0.1:6379"))
 def stop_group(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the group.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the group.")],
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Also while a program writes to it, and at once; a save in the background is lost."
+            "--force", help="End the group at once, even if a program writes to it; a save in the background is lost."
         ),
     ] = False,
     address: Address = "auto",

@@ -79,8 +79,8 @@ def report(error: SlimeError) -> int:
     """Prints an error on a few lines of stderr; returns the exit status of its class."""
     print(f"error [{error.code}]: {_one_line(error.message)}", file=sys.stderr)
     if error.rank is not None or error.call is not None:
-        place = f"rank {error.rank}" if error.rank is not None else "driver"
-        print(f"  where: {place}{f', in {error.call}' if error.call else ''}", file=sys.stderr)
+        where = f"rank {error.rank}" if error.rank is not None else "driver"
+        print(f"  where: {where}{f', in {error.call}' if error.call else ''}", file=sys.stderr)
     if error.field:
         print(f"  field: {_one_line(error.field)}", file=sys.stderr)
     if error.hint:
@@ -135,7 +135,7 @@ def train(
     config: Config,
     overrides: Overrides = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all that a start checks, say what would start, and start nothing.")
+        bool, typer.Option("--dry-run", help="Make all checks of a start, say what would start, and start nothing.")
     ] = False,
 ) -> int:
     """Run the training loop of a YAML file."""
@@ -214,17 +214,17 @@ def plan(
     ] = None,
     longest_context: Annotated[
         bool,
-        typer.Option("--longest-context", help="Instead: the longest sample that fits a rank's memory, term by term."),
+        typer.Option("--longest-context", help="Print instead the longest sample that fits a rank's memory."),
     ] = False,
     ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes to be started; needed where mesh.dp is auto.")
+        int | None, typer.Option(metavar="N", help="Number of ranks; required if mesh.dp is auto.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
             parser=one_of(DEVICES),
             metavar="|".join(DEVICES),
-            help="Device whose stated rates and memory are taken. Default: by mesh.device.",
+            help="Device whose nominal rates and memory are used. Default: CPU for mesh.device=cpu, otherwise H100.",
         ),
     ] = None,
     calibrate: Annotated[
@@ -232,14 +232,16 @@ def plan(
         typer.Option(
             parser=path,
             metavar="FILE",
-            help="First measure this machine's rates with the mesh's ranks, or as many as it has GPUs; write them to "
+            help="First measure this machine's rates with the mesh's ranks, at most one per GPU; write the rates to "
             "FILE, for batch.cost_model, and plan with them.",
         ),
     ] = None,
     memory_gb: Annotated[
         float | None, typer.Option(metavar="GB", help="Memory of a rank's device, in 10^9 bytes.")
     ] = None,
-    gbps: Annotated[float | None, typer.Option(metavar="RATE", help="Sent by a rank, in 10^9 bytes a second.")] = None,
+    gbps: Annotated[
+        float | None, typer.Option(metavar="RATE", help="Sending rate of a rank, in 10^9 bytes a second.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Estimate schedule, balance, traffic, memory and time of a YAML file without running it."""
@@ -269,9 +271,7 @@ def replay(
 
 @app.command(epilog=examples("slimefsdp curves runs/first"))
 def curves(
-    run_dir: Annotated[
-        Path, typer.Argument(parser=path, metavar="RUN_DIR", help="run.dir of a run, at work or ended.")
-    ],
+    run_dir: Annotated[Path, typer.Argument(parser=path, metavar="RUN_DIR", help="run.dir of a running or ended run.")],
 ) -> int:
     """Draw a run's curves.png from the metrics that it has written so far."""
     from slimefsdp.config import load_config

@@ -69,8 +69,8 @@ def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_
 
     Raises:
         ConfigError: the settings or a flag are wrong. ModelError: a model's folder cannot be used.
-        BatchError: a sample does not fit. ResourceError: with --longest-context, not even one token fits; with
-            --calibrate, there are too few cores.
+        BatchError: a sample does not fit. ResourceError: nothing fits the memory of the device; or --calibrate needs
+            more cores.
     """
     config, _ = models_to_look_at(load_config(path, overrides), with_weights=False)
     config = _with_ranks(config, flags.ranks)
@@ -235,16 +235,16 @@ def _plan(
             field="lengths",
             hint="give shorter --lengths, or another model",
         )
-    found = recommend(setup, schedule, device, selective=not config.model.compile)
+    result = recommend(setup, schedule, device, selective=not config.model.compile)
     batch = samples if isinstance(samples, RolloutBatch) else None
     source = spec if lengths is not None else f"{spec} (a guess: give --lengths)"
     lines = [
         *_load_lines(config, setup, schedule, source, batch),
         *(_attention_lines(setup, schedule, choice) if setup.mesh.cp > 1 else []),
         *_memory_lines(setup, schedule),
-        *_time_lines(schedule, device, found),
+        *_time_lines(schedule, device, result),
     ]
-    return {"lengths": spec, "is_batch": batch is not None, **_record(setup, schedule, device, found)}, lines
+    return {"lengths": spec, "is_batch": batch is not None, **_record(setup, schedule, device, result)}, lines
 
 
 def _guessed_lengths(config: RunConfig) -> str:
@@ -263,7 +263,7 @@ def _guessed_lengths(config: RunConfig) -> str:
     return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
 
 
-def _record(setup: TrainingSetup, schedule: Schedule, device: Device, found: Recommendation) -> dict[str, Any]:
+def _record(setup: TrainingSetup, schedule: Schedule, device: Device, result: Recommendation) -> dict[str, Any]:
     def of_candidate(candidate: Candidate) -> dict[str, Any]:
         return {
             "settings": candidate.setup.settings,
@@ -290,10 +290,10 @@ def _record(setup: TrainingSetup, schedule: Schedule, device: Device, found: Rec
             "rates": asdict(device.rates),
             "memory_bytes": device.memory_bytes,
             "tokens_per_micro_batch": schedule.largest.tokens,
-            "chosen": of_candidate(found.chosen),
-            "recommended": None if found.recommended is None else of_candidate(found.recommended),
-            "advice": found.advice,
-            "candidates": [of_candidate(candidate) for candidate in found.candidates],
+            "chosen": of_candidate(result.chosen),
+            "recommended": None if result.recommended is None else of_candidate(result.recommended),
+            "advice": result.advice,
+            "candidates": [of_candidate(candidate) for candidate in result.candidates],
         },
     }
 
@@ -372,11 +372,11 @@ def _attention_lines(setup: TrainingSetup, schedule: Schedule, choice: Choice) -
         f"  * {choice}",
     ]
     least = lightest_strategy(schedule, setup)
-    now, then = sent[schedule.strategy], sent[least]
-    if now is not None and then is not None and least != schedule.strategy:
+    current, lightest = sent[schedule.strategy], sent[least]
+    if current is not None and lightest is not None and least != schedule.strategy:
         lines.append(  # attention.strategy=auto chooses before the samples are known
-            f"  for these samples attention.strategy={least} sends fewer bytes: {byte_text(then.total)} instead of "
-            f"{byte_text(now.total)}"
+            f"  for these samples attention.strategy={least} sends fewer bytes: {byte_text(lightest.total)} instead of "
+            f"{byte_text(current.total)}"
         )
     return [*lines, ""]
 
@@ -397,11 +397,11 @@ def _memory_lines(setup: TrainingSetup, schedule: Schedule) -> list[str]:
     ]
 
 
-def _time_lines(schedule: Schedule, device: Device, found: Recommendation) -> list[str]:
+def _time_lines(schedule: Schedule, device: Device, result: Recommendation) -> list[str]:
     limit = "no limit (give --memory-gb)" if device.memory_bytes is None else byte_text(device.memory_bytes)
-    rates, now = device.rates, found.chosen
+    rates, now = device.rates, result.chosen
     rows = []
-    for candidate in dict.fromkeys((now, found.recommended, *found.candidates[:6])):
+    for candidate in dict.fromkeys((now, result.recommended, *result.candidates[:6])):
         if candidate is not None:
             time, size = candidate.seconds, candidate.memory.total
             seconds = (time.total, time.products, time.attention, time.memory, time.comm, time.host)
@@ -414,7 +414,7 @@ def _time_lines(schedule: Schedule, device: Device, found: Recommendation) -> li
         *_rows(["", "seconds", "products", "attention", "memory", "sent", "host", "bytes", "fits"], *rows),
         f"  * as set: {now.tokens_per_second(schedule):,.0f} tokens/s, "
         f"{now.mfu(schedule, rates):.0%} of the rate in products",
-        *textwrap.wrap(found.advice, _WIDTH, initial_indent="  ", subsequent_indent="    "),
+        *textwrap.wrap(result.advice, _WIDTH, initial_indent="  ", subsequent_indent="    "),
     ]
 
 

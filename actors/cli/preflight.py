@@ -64,8 +64,8 @@ class Checked:
 
     Args:
         config: the settings, with local folders for models of the hub, and commits for data sets of the hub.
-        prompts: the records without overlong ones. If data is absent: the records of data.train, if they are present,
-            including overlong ones. If the tokenizer is absent, overlong records are included, too.
+        prompts: the records, without overlong records if all data and the tokenizer are present. If some data is
+            absent, only the records of data.train, if these are present.
         sets: a description of each set of records.
         absent: what is not on this machine yet, such as models and data; empty when a run starts.
     """
@@ -342,7 +342,7 @@ def check_checkpoint_fits(config: RunConfig) -> None:
 
 
 def try_models(config: RunConfig) -> None:
-    """Builds the models without weights, if the settings name modules that only a built model shows to exist.
+    """Builds the models without weights if only a built model shows whether modules in the settings exist.
 
     Raises:
         ConfigError, ModelError: as `slimefsdp.models.build.choose_what_trains` and

@@ -202,7 +202,7 @@ class CallLog:
         self._calls = left
 
     def forget_adapter(self, deleted: Call) -> None:
-        """Removes a call that deleted an adapter, and all earlier calls for this adapter."""
+        """Removes from the log the call that deleted an adapter, and all earlier calls for this adapter."""
         if deleted not in self._calls:
             return
         end, name = self._calls.index(deleted), deleted.adapter

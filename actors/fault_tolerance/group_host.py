@@ -72,7 +72,7 @@ _KEPT_S = 600.0  # how long the answers for a program are kept after its last si
 
 
 @dataclass(slots=True)
-class _Taken:
+class _OpenCall:
     """A call whose answer no program has fetched yet."""
 
     name: str
@@ -100,7 +100,7 @@ class GroupHost:
         self._is_stopping = False
         self._tickets = itertools.count()
         self._waiters = ThreadPoolExecutor(_WAITERS, thread_name_prefix="answers")
-        self._taken: dict[int, _Taken] = {}
+        self._open_calls: dict[int, _OpenCall] = {}
         self._saved_step: int | None = None
 
     def launch(self) -> None:
@@ -125,7 +125,7 @@ class GroupHost:
                 raise self._not_the_writer(request.name)
         call, ticket = job.submit(role, request), next(self._tickets)
         # A thread waits for the result even if no program fetches it, since only a wait replaces lost ranks.
-        self._taken[ticket] = _Taken(request.name, client, self._waiters.submit(self._answer, request, call))
+        self._open_calls[ticket] = _OpenCall(request.name, client, self._waiters.submit(self._answer, request, call))
         return ticket
 
     def _answer(self, request: RankRequest, call: Any) -> Any:
@@ -140,14 +140,14 @@ class GroupHost:
     @ray.method(concurrency_group="results")
     def result(self, ticket: int) -> Any:
         """Waits for a call and returns its result; a ticket can be used once."""
-        taken = self._taken.get(ticket)
-        if taken is None:
+        open_call = self._open_calls.get(ticket)
+        if open_call is None:
             problem = f"the group {self._name} has forgotten the answer of a program that it did not hear of for long"
             raise StateError(problem, field="name", hint="attach again; the call was done")
         try:
-            return taken.answer.result()
+            return open_call.answer.result()
         finally:
-            self._taken.pop(ticket, None)
+            self._open_calls.pop(ticket, None)
 
     @ray.method(concurrency_group="control")
     def attach(self, client: Client) -> tuple[RunConfig, tuple[Role, ...]]:
@@ -219,7 +219,7 @@ class GroupHost:
             first.updates_taken if isinstance(first, Health) else None,
             self._saved_step,
             0 if self._job is None else len(self._job.recoveries),
-            tuple(taken.name for taken in list(self._taken.values()) if not taken.answer.done()),
+            tuple(open_call.name for open_call in list(self._open_calls.values()) if not open_call.answer.done()),
             None if writer is None else writer.program,
             tuple(readers),
         )
@@ -283,9 +283,9 @@ class GroupHost:
         """Drops the answers for these programs, which have not renewed for long; their calls still run to the end."""
         for client in clients:
             self._clients.pop(client, None)
-        for ticket, taken in list(self._taken.items()):
-            if taken.client in clients:
-                self._taken.pop(ticket, None)
+        for ticket, open_call in list(self._open_calls.items()):
+            if open_call.client in clients:
+                self._open_calls.pop(ticket, None)
 
     def _present_writer(self) -> Client | None:
         return next((client for client in self._present() if client.id == self._writer), None)

@@ -36,9 +36,9 @@ def memory_error(
     model = model_spec_of(model_config)
     if model is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
         copies, dp = config.mesh_of(role)
-        other = model if role == "actor" else None  # assumes that reference and critic are as large as the policy
+        other_model = model if role == "actor" else None  # assumes a reference and a critic as large as the policy
         shape, on_cpu = MeshShape(copies, dp, config.mesh.cp), device.type == "cpu"
-        setup = setup_of(config, model, shape, on_cpu=on_cpu, reference=other, critic=other)
+        setup = setup_of(config, model, shape, on_cpu=on_cpu, reference=other_model, critic=other_model)
         most = config.batch.max_tokens_per_rank
         tokens = most if tokens is None else min(tokens, most)
         # two micro-batches, as gradients need less memory with a single one

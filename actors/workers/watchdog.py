@@ -211,11 +211,11 @@ class Watchdog:
                 process.question, process.asked, process.silent_since = actor.progress.remote(), now, now
 
     def _take_answers(self, now: float) -> None:
-        asked = {process.question: process for process in self._processes if process.question is not None}
-        if not asked:
+        open_questions = {process.question: process for process in self._processes if process.question is not None}
+        if not open_questions:
             return
-        for answer in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0]:
-            process = asked[answer]
+        for answer in ray.wait(list(open_questions), num_returns=len(open_questions), timeout=0)[0]:
+            process = open_questions[answer]
             process.question, process.ask_next = None, process.asked + ASK_EVERY_S
             try:
                 process.pulse, process.pulse_asked = ray.get(answer, timeout=5), process.asked

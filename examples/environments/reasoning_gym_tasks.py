@@ -223,7 +223,7 @@ def scored(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
     """
     answer = answer_in(response, _true_answer(record))
     score = _score(answer, record)
-    return {"reward": score if finished else 0.0, **_beside(record, response, finished)}
+    return {"reward": score if finished else 0.0, **_further_scores(record, response, finished)}
 
 
 def solved(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
@@ -267,7 +267,7 @@ def answer_in(response: str, true_answer: str | None) -> str:
     return answer if ends_in_stop else answer.removesuffix(".").rstrip()
 
 
-def _beside(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
+def _further_scores(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
     true_answer = _true_answer(record)
     pattern = rf"(?<![\w.-]){re.escape(true_answer or '')}(?!\.?\w)"
     is_mentioned = bool(true_answer) and re.search(pattern, response) is not None

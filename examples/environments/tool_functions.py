@@ -39,7 +39,7 @@ class Tool:
         """Makes a tool of a plain or coroutine function with annotations and a docstring.
 
         Raises:
-            ConfigError: an argument has no annotation, or one without a JSON type; there is no docstring.
+            ConfigError: an argument's annotation is missing or has no JSON type, or there is no docstring.
         """
         name = name or function.__name__
         return cls(name, function, {"type": "function", "function": {"name": name, **_schema_of(function)}})
