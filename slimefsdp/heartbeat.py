@@ -64,7 +64,7 @@ class Progress:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Runs the block as an activity of the calling thread, then resumes the previous activity; also a decorator."""
+        """Runs the block as an activity of the calling thread, then resumes the previous one; can be a decorator."""
         self.tick()
         before, longest_s = self._activity, self._longest_s
         self.enter(activity)

@@ -1,4 +1,4 @@
-"""Reads the sizes of a model, which determine the cost of a token, from config.json, without weights or torch."""
+"""Reads a model's sizes from config.json, without weights or torch. They determine the cost of a token."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ModelSpec:
 
     @property
     def embedding_unit_parameters(self) -> int:
-        """Returns the number of parameters of the embedding's FSDP unit; 0 if it is tied to the head."""
+        """Returns the number of parameters of the embedding's FSDP unit; 0 for an embedding tied to the head."""
         return 0 if self.is_tied else self.embedding_parameters
 
     def trained_parameters(self, frozen: Sequence[str] = ()) -> int:

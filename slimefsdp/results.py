@@ -19,7 +19,7 @@ MAX_LISTED = 20  # number of differences that a printed ReplicaCheck lists
 
 @dataclass(frozen=True, eq=False)
 class LogProbs:
-    """Holds values of each response token in batch order, at the sampling temperature."""
+    """Holds the log-prob and entropy of each response token in batch order, at the sampling temperature."""
 
     log_probs: np.ndarray  # float32 [R]
     entropy: np.ndarray  # float32 [R], nats

@@ -174,7 +174,7 @@ class UpdateSettings:
                 is_shaped and all(map(is_finite, numbers)) and all(map(is_in_range, numbers))
             ):
                 problem = f"{name}={short_repr(value)} of an optimiser update is not {rule}"
-                raise ConfigError(problem, field=name, hint="leave it out, and the settings of optim hold")
+                raise ConfigError(problem, field=name, hint="leave it out, to use the settings of optim")
 
 
 def is_finite(value: object) -> bool:
@@ -204,5 +204,5 @@ def require_name(name: object, kind: str) -> None:
     """
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         problem = f"name={short_repr(name)} cannot be the name of {kind}"
-        hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
+        hint = "use at most 100 letters, digits, and `.`, `_` or `-` after the first character"
         raise ConfigError(problem, field="name", hint=hint)

@@ -50,7 +50,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
     def __init__(self, config: TrainerConfig, role: Role = "actor", *, device: torch.device) -> None:
         if not isinstance(config, TrainerConfig):
             problem = f"config is a {type(config).__name__}, not settings"
-            raise ConfigError(problem, field="config", hint="give those of load_config or config_from_dict")
+            raise ConfigError(problem, field="config", hint="give the settings of load_config or config_from_dict")
         if role not in ROLES:
             raise ConfigError(f"role={role!r} is no role", field="role", hint=f"use {', '.join(ROLES)}")
         prefer_expandable_segments(device)
@@ -160,7 +160,7 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
         """Refuses a call with StateError while another call is running in another thread."""
         if not self._lock.acquire(blocking=False):
             problem = f"{name}() while {self._running}() is running in another thread"
-            raise StateError(problem, field=name, hint="call it when that one has returned")
+            raise StateError(problem, field=name, hint="call it when that call has returned")
         self._running = name
         try:
             yield

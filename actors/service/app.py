@@ -39,7 +39,7 @@ _NEVER_SEEN = 410
 _PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _SAMPLES_END_S = 10.0  # how long the end of the server waits for sampling requests
-_FETCH_S = 5.0  # how long it then waits for clients to fetch finished answers
+_FETCH_S = 5.0  # how long the end of the server then waits for clients to fetch finished answers
 _OF_OPERATOR = ("status.json", "metrics")
 
 
@@ -68,8 +68,8 @@ class _Api:
         """Returns the routes, from a table of method, path, body and handler.
 
         A handler gets the parsed body, if the table names a class for the body, then the user, and the variable parts
-        of the path. It returns an answer, a list of answers, a pending `Result`, or a whole response. If the table has
-        `bytes` as the body, the body is received but not passed to the handler.
+        of the path. A handler returns an answer, a list of answers, a pending `Result`, or a whole response. If the
+        table has `bytes` as the body, the body is received but not passed to the handler.
         """
         service, training, samplers = self._service, self._service.training, self._service.samplers
         table: list[tuple[str, str, Any, Callable[..., Any]]] = [
@@ -117,7 +117,7 @@ class _Api:
         async def handler(request: Request) -> Response:
             user, arguments = user_of(request), []
             if path in _OF_OPERATOR and not user.is_operator:
-                raise Refused(403, "the first of the server's keys is its operator's, who alone sees this")
+                raise Refused(403, "only the operator, who has the first of the server's keys, sees this")
             if body is bytes:
                 await self._guard.body(request)
             elif body is not None:
@@ -209,7 +209,7 @@ class _Api:
 
     async def _forward_backward(self, request: Request) -> Response:
         if media_type(request) != PROTOBUF:
-            raise Refused(415, f"forward_backward takes {PROTOBUF} alone, as the client sends since version 0.25")
+            raise Refused(415, f"forward_backward takes only {PROTOBUF}, which the client sends since version 0.25")
         data = await self._guard.body(request)
         model_id, size = await self._guard.in_turn(request, datums.scan_request, data)
         log_ids(request, model_id=model_id)
@@ -222,7 +222,7 @@ class _Api:
     async def _retrieve(self, body: wire.Retrieve, user: User) -> Response:
         result = self._service.results.get(body.request_id)
         if result is None or not user.owns(result.owner):
-            raise Refused(_NEVER_SEEN, "no such request, or its answer was kept long enough")
+            raise Refused(_NEVER_SEEN, "there is no such request, or its answer has expired")
         answer = None
         with contextlib.suppress(TimeoutError):
             async with within(_POLL_S, self._polling):

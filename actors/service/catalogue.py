@@ -53,7 +53,7 @@ class Saved:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns the texts of which the names of the save's folders and files consist."""
+        """Returns the texts from which the names of the save's folders and files are made."""
         return self.run, self.adapter, self.name
 
     @property
@@ -123,7 +123,7 @@ class SamplerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Describes the progress of a run at a checkpoint. The checkpoint contains it as its loop state.
+    """Describes the progress of a run at a checkpoint. The progress is the loop state of the checkpoint.
 
     Args:
         next_number: the number of the first request after the checkpoint.
@@ -142,7 +142,7 @@ class Checkpoint:
     """A checkpoint that a run wrote.
 
     Args:
-        name: the name that the client or the service gave the checkpoint; None means that it only has a step.
+        name: the name that a client or the service gave the checkpoint; None means that the checkpoint has no name.
         step: the step under which the group saved the checkpoint.
     """
 
@@ -152,17 +152,17 @@ class Checkpoint:
 
 
 def adapter_of(run: str) -> str:
-    """Returns the name of a run's adapter in the group: the run's id with dots for colons, which a name cannot have."""
+    """Returns the name of a run's adapter: the run's id with dots instead of colons."""
     return run.replace(":", ".")
 
 
 def is_copy(name: str) -> bool:
-    """Returns whether a name is that of the copy of a loaded checkpoint; clients cannot give such long names."""
+    """Returns whether this is the name of a copy of a loaded checkpoint; clients cannot give such long names."""
     return name.startswith(COPY) and len(name) == len(COPY) + 64
 
 
 def whole_name(run: str, name: str) -> str:
-    """Returns the name on disk of a run's checkpoint of all weights; such checkpoints of all runs share one folder."""
+    """Returns the name on disk of a run's checkpoint, if runs train all weights and share a folder of checkpoints."""
     return f"{adapter_of(run)}.{name}"
 
 
@@ -198,7 +198,7 @@ class Records(Generic[RecordT]):
                     raise ValueError("it names another folder")
             except (OSError, ValueError, RecursionError) as error:
                 problem = str(error).partition("\n")[0]
-                print(f"{file} is no record of a service, and passed over: {problem}", file=sys.stderr, flush=True)
+                print(f"{file} is no record of a service, and is skipped: {problem}", file=sys.stderr, flush=True)
                 continue
             records.append(record)
         return records
@@ -265,7 +265,7 @@ class Catalogue:
         """
         saved = self._saved.get(path)
         if saved is None or not user.owns(saved.owner) or saved.is_expired:
-            raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
+            raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list the run's checkpoints")
         return saved
 
     def find(self, path: str) -> Saved | None:
@@ -294,7 +294,7 @@ class Catalogue:
         shutil.rmtree(self.folder(saved), ignore_errors=True)
 
     def remove_made_at_starts(self, run: str, but: str | None = None) -> None:
-        """Removes the checkpoints that starts of the service have saved for a run; no error may name them any more.
+        """Removes the checkpoints that starts of the service saved for a run, when no error names them any more.
 
         Args:
             but: the path of a checkpoint to keep.

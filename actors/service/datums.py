@@ -102,7 +102,7 @@ def work_of(
         if inputs.size >= max_tokens:
             _refuse(
                 f"data[{number}]",
-                f"{inputs.size + 1} tokens, and this server trains on at most {max_tokens} in one",
+                f"{inputs.size + 1} tokens, and this server trains on at most {max_tokens} in one datum",
                 "cut it, or raise batch.max_tokens_per_rank of the server",
             )
         loss_inputs = _inputs_of(datum, inputs.size, number, name)
@@ -111,18 +111,18 @@ def work_of(
         if num_targets > max_targets:
             _refuse(
                 f"data[{number}].loss_fn_inputs.target_tokens",
-                f"{num_targets} targets with those of the datums before, and a request has at most {max_targets}",
+                f"{num_targets} targets in this datum and the datums before, and a request may have {max_targets}",
                 "send fewer datums at once",
             )
         shapes.add(targets.shape[1:])
         if len(shapes) > 1:
-            problem = "its targets a token are not as many as those of the datums before"
-            _refuse(f"data[{number}].loss_fn_inputs.target_tokens", problem, "send them in requests of their own")
+            problem = "its number of targets per token differs from that of the datums before"
+            _refuse(f"data[{number}].loss_fn_inputs.target_tokens", problem, "send them in separate requests")
         whole = np.append(inputs, targets[-1:].flat[0])  # the inputs, and the last target
         for ids in (whole, targets):
             if ids.min() < 0 or ids.max() >= vocab_size:
                 bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-                _refuse(f"data[{number}]", f"token {bad} is not in the vocabulary of {vocab_size}", "tokenize anew")
+                _refuse(f"data[{number}]", f"token {bad} is not in the vocabulary of {vocab_size}", "tokenize again")
         copies = 1 if targets.ndim == 1 else targets.shape[1]
         tokens += [whole] * copies
         for key, values in columns.items():
@@ -168,7 +168,7 @@ def _config_of(message: Any, name: str) -> dict[str, float]:
     if name not in LOSSES:
         hint = f"use {', '.join(LOSSES)}"
         if name == "stable_reinforce":
-            hint += "; or set service.stable_reinforce of the server to the one that is to stand for it"
+            hint += "; or set service.stable_reinforce of the server to a loss that replaces it"
         _refuse("loss_fn", f"loss_fn={short_repr(name)} is not supported", hint)
     numbers: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
@@ -200,9 +200,9 @@ def _tokens_of(datum: Any, number: int) -> npt.NDArray[np.int64]:
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            _refuse(f"data[{number}].model_input", f"a chunk of {kind or 'nothing'}", "send encoded_text alone")
+            _refuse(f"data[{number}].model_input", f"a chunk of {kind or 'nothing'}", "send only encoded_text")
         if len(chunk.encoded_text.tokens) % 4:
-            _refuse(f"data[{number}].model_input", "a chunk is no array of int32", "encode it anew")
+            _refuse(f"data[{number}].model_input", "a chunk is no array of int32", "encode it as int32")
         chunks.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
     inputs = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, np.int64)
     if inputs.size == 0:
@@ -227,10 +227,10 @@ def _inputs_of(datum: Any, size: int, number: int, loss: str) -> dict[str, npt.N
         arrays.setdefault(key, np.ones(shape, np.float32))
         if arrays[key].shape != shape:
             _refuse(f"{path}.{key}", f"its shape is {list(arrays[key].shape)}, and that of target_tokens {list(shape)}",
-                    "send one for each target")  # fmt: skip
+                    "send a value for each target")  # fmt: skip
         if len(shape) > 1 and loss != "cross_entropy":
             _refuse(f"{path}.{key}", f"its shape is {list(shape)}, and loss_fn={loss}",
-                    "several targets a token are for cross_entropy")  # fmt: skip
+                    "only cross_entropy takes several targets per token")  # fmt: skip
     return arrays
 
 

@@ -48,7 +48,7 @@ class Refused(Exception):
 class RequestGuard:
     """Checks requests, receives bodies within limits on bytes and time, and turns errors into answers.
 
-    One thread decompresses bodies and parses protobuf. Users take turns in it, as parsing holds the interpreter's lock.
+    One thread decompresses bodies and parses protobuf, as parsing holds the interpreter's lock; users take turns.
     """
 
     def __init__(self, service: Service, users: Users) -> None:
@@ -58,11 +58,11 @@ class RequestGuard:
         self._receive_s = limits.receive_s
         self._max_body = limits.body_bytes
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by user
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # id of a user -> lock
         self._receiving: set[asyncio.Timeout] = set()
 
     def guarded(self, path: str, handler: Handler) -> Handler:
-        """Returns a handler that checks key and sender, calls `handler`, answers errors, and logs and counts requests.
+        """Wraps a handler: checks key and sender first, turns errors into answers, and counts and logs the request.
 
         Args:
             path: the path in metrics and log, with placeholders for variable parts.
@@ -197,13 +197,12 @@ class RequestGuard:
         before, more = _counted(size_before), _counted(size_before + size) - _counted(size_before)
         user = user_of(request).id
         if more and self._bodies.taken > before and not self._bodies.has_room(user, more):
-            problem = f"bodies of {self._bodies.taken} bytes are on their way"
-            raise Refused(429, f"{problem}, and {self._bodies.most} may be: send it again later")
+            problem = f"bodies of {self._bodies.taken} bytes wait or are being received"
+            raise Refused(429, f"{problem}, and at most {self._bodies.most} may: send it again later")
         request.state.held += size
         self._bodies.take(user, more)
 
     def stop_receiving(self) -> None:
-        """Stops receiving bodies that are not complete yet."""
         cut(self._receiving)
 
     def close(self) -> None:
@@ -231,7 +230,7 @@ def error_response(status: int, problem: str) -> Response:
 
 @contextlib.asynccontextmanager
 async def within(seconds: float, deadlines: set[asyncio.Timeout]) -> AsyncIterator[None]:
-    """Raises TimeoutError in the block after `seconds`, or when `cut` is called with `deadlines`."""
+    """Limits the time of the block: raises TimeoutError after `seconds`, or when `cut(deadlines)` is called."""
     async with asyncio.timeout(seconds) as deadline:
         deadlines.add(deadline)
         try:
@@ -266,7 +265,7 @@ def _decompressed(data: bytes, max_bytes: int) -> bytes:
     if not reader.eof:
         raise Refused(400, "the body is no zstd: its frame is cut off")
     if reader.unused_data or offset < len(data):
-        raise Refused(400, "the body is no zstd: there is more behind its first frame")
+        raise Refused(400, "the body is no zstd: there is data after its first frame")
     return b"".join(parts)
 
 

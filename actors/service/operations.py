@@ -22,7 +22,7 @@ _GAUGES = {
     "training_runs": "Training runs",
     "samplers": "Sampling clients",
     "waiting_requests": "Requests without an answer",
-    "waiting_request_bytes": "Bytes of their bodies",
+    "waiting_request_bytes": "Bytes of the bodies of requests without an answer",
     "recoveries": "Times that lost ranks were replaced",
     "engine_restarts": "Times that a lost sampling engine was replaced",
     "sampling_is_up": "1 while the sampling engine answers, else 0",

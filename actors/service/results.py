@@ -30,11 +30,11 @@ _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, Reso
 
 # one object for all forgotten results, since runs and samplers remember thousands of results
 _FORGOTTEN: Future[Answer] = Future()
-_FORGOTTEN.set_result({"error": "the answer was kept long enough", "category": "user"})
+_FORGOTTEN.set_result({"error": "the answer has expired", "category": "user"})
 
 
 class Result:
-    """Holds the answer to one request, which may be pending.
+    """Holds the answer to one request; the answer may be pending.
 
     The event `fetched` is set when a client has got the answer.
 
@@ -55,7 +55,7 @@ class Result:
         self._on_end = on_end
 
     def set(self, answer: Answer) -> None:
-        """Sets the answer and wakes all waiting tasks; later calls are ignored."""
+        """Sets the answer and wakes all waiting tasks; does nothing if an answer is set already."""
         if not self._future.done():
             self.ended = time.monotonic()
             self._future.set_result(answer)
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def size(self) -> int:
-        """Returns the bytes of the answer: 0 without an answer, and an upper bound if it is JSON, which is short."""
+        """Returns the size of the answer in bytes: 0 without an answer, and an upper bound for JSON."""
         answer = self._future.result() if self._future.done() else b""
         return len(answer) if isinstance(answer, bytes) else _LONGEST
 
@@ -137,8 +137,8 @@ def require_same_kind(field: str, number: int, known: str, kind: str) -> None:
         kind: the kind of this request.
     """
     if known != kind:
-        problem = f"{field}={number} was the number of a {known}, and is now that of a {kind}"
-        raise StateError(problem, field=field, hint="give each request a number of its own")
+        problem = f"{field}={number} is the number of an earlier {known}, and this request is a {kind}"
+        raise StateError(problem, field=field, hint="give each request another number")
 
 
 class Results:
@@ -165,7 +165,6 @@ class Results:
 
     @property
     def waiting_bytes(self) -> int:
-        """Returns the bytes of the request bodies of pending results."""
         return self._waiting_bytes.taken
 
     def new(self, owner: str, size: int = 0, *, is_needed: bool = False, **fields: Any) -> Result:

@@ -59,7 +59,7 @@ class _RunWeights(ABC):
         return rank
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns name -> value of the `train_*` fields that the clients' API has for weights of this rank."""
+        """Returns name -> value of the `train_*` fields in the clients' API, for weights of this rank."""
         return {name: True for name, _ in _PARTS}
 
     @abstractmethod
@@ -72,7 +72,7 @@ class _RunWeights(ABC):
 
     @abstractmethod
     def reopen(self, run: str, rank: int) -> None:
-        """Gives a run weights, into which it will load a checkpoint next."""
+        """Gives weights to a run, which must then load a checkpoint."""
 
     @abstractmethod
     def _store(self, run: str) -> CheckpointStore:
@@ -206,9 +206,9 @@ class ModelByTurns(_RunWeights):
         """Raises StateError if `running`, the runs that are not about to end, is not empty."""
         if running:
             raise StateError(
-                f"{running[0]} trains all weights of this server's model, which one run does at a time",
+                f"{running[0]} trains all weights of this server's model, which only one run can do at a time",
                 field="model_seq_id",
-                hint=f"begin when it has ended; a client that says nothing for {SESSION_TIMEOUT_S:g} s has left",
+                hint=f"begin when that run has ended; runs of a client that is silent for {SESSION_TIMEOUT_S:g} s end",
             )
 
     def calls(self, run: str) -> GroupCalls:
@@ -230,9 +230,9 @@ class ModelByTurns(_RunWeights):
         """Gives the group to the run; raises StateError if another run has the group."""
         if self._holder is not None:
             raise StateError(
-                f"{self._holder} and {run} had not ended, and all weights of a model are one run's at a time",
+                f"{self._holder} and {run} have not ended, and only one run at a time can train all weights of a model",
                 field="run.dir",
-                hint="move the file of one of them out of service/runs there",
+                hint="move the record of one of these runs out of run.dir/service/runs",
             )
         self._take(run)
 
@@ -244,7 +244,7 @@ class ModelByTurns(_RunWeights):
                 self._changed.notify_all()
 
     def save(self, run: str, step: int, loop_state: dict[str, Any], name: str | None, *, overwrite: bool) -> None:
-        """Writes a checkpoint; if `name` is None, under the next number in the sequence of all runs."""
+        """Writes a checkpoint under `name`; None means the next number in the sequence of all runs."""
         if name is None:
             self._group.save(self._next_number(), loop_state)
         else:
@@ -289,7 +289,7 @@ RunWeights = AdapterPerRun | ModelByTurns
 
 
 def run_weights_of(config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> RunWeights:
-    """Returns the weights manager of a server: one adapter per run if lora.rank is set, otherwise the whole model."""
+    """Returns an `AdapterPerRun` if lora.rank is set, otherwise a `ModelByTurns`."""
     return (ModelByTurns if config.lora.rank is None else AdapterPerRun)(config, group, catalogue)
 
 

@@ -54,7 +54,7 @@ class Runs:
     # ------------------------------------------------------------------ creating and ending
 
     def create_model(self, body: wire.CreateModel, user: User) -> Result:
-        """Creates a new run; a repeated request returns the same run.
+        """Creates a new run; a repeated request gets the same result.
 
         Raises:
             ConfigError: this server cannot train such a run. Also the errors of `_create`.
@@ -80,7 +80,7 @@ class Runs:
         """
         saved = self._catalogue.get(body.path, user)
         if saved.kind != "weights":
-            raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
+            raise ConfigError(f"{body.path} has no state to train from", field="path", hint="give a save_state path")
         self._weights.check_rank(saved.rank)
         answer = {"type": "load_weights", "path": body.path}
         if body.session_id is not None and body.model_seq_id is not None:
@@ -97,7 +97,7 @@ class Runs:
             raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
         run = self.get(body.model_id, user)
         if run.rank != saved.rank:
-            problem = f"{body.path} is of rank {saved.rank}, and this run of rank {run.rank}"
+            problem = f"{body.path} has rank {saved.rank}, and this run has rank {run.rank}"
             raise ConfigError(problem, field="path", hint="create a training client from it")
 
         def do(_: GroupCalls) -> Answer:
@@ -152,11 +152,11 @@ class Runs:
 
     def _check_room(self, new: TrainingRun) -> None:
         if new.id in self.by_id:
-            problem = f"{new.id} goes on since before the server was started anew"
-            raise StateError(problem, field="model_seq_id", hint="go on with it, or give another number")
+            problem = f"{new.id} was created before the server was restarted, and continues"
+            raise StateError(problem, field="model_seq_id", hint="continue this run, or use another number")
         if new.id in self._not_loaded:
-            problem = f"{new.id} is of before the server was started anew, which could not load its checkpoints"
-            raise StateError(problem, field="model_seq_id", hint="give another number")
+            problem = f"{new.id} was created before the server was restarted, and its checkpoints could not be loaded"
+            raise StateError(problem, field="model_seq_id", hint="use another number")
         if len(self.by_id) >= self._state.limits.runs:
             problem = f"there are {len(self.by_id)} training runs, as many as this server takes"
             raise ResourceError(problem, hint="end one")
@@ -246,7 +246,7 @@ class Runs:
         saved = _begun(run, "sampler_weights", name, body.user_metadata)
         known = self._catalogue.find(saved.path)
         if known is not None and not run.was_lost(known):
-            problem = f"there are weights to sample from of the name {name!r}"
+            problem = f"there are weights to sample from with the name {name!r}"
             raise CheckpointError(problem, field="path", hint="choose another name, or delete them")
         folder = self._catalogue.folder(saved)
         with disk_reported(folder):
@@ -306,7 +306,7 @@ class Runs:
             self._weights.check_rank(record.rank)
             checkpoints = self._catalogue.checkpoints_of(record.run, record.rank)
             if not checkpoints:
-                print(f"{record.run} had no checkpoint, and is gone", file=sys.stderr, flush=True)
+                print(f"{record.run} had no checkpoint, so it cannot be continued", file=sys.stderr, flush=True)
                 self._catalogue.runs.forget(record.file)
                 continue
             self._weights.reopen(record.run, record.rank)
@@ -336,11 +336,11 @@ class Runs:
                 self._weights.load_own(run.id, checkpoint)
                 return checkpoint
             except CheckpointError as error:
-                print(f"{run.id}: checkpoint passed over: {error.message}", file=sys.stderr, flush=True)
+                print(f"{run.id}: checkpoint skipped: {error.message}", file=sys.stderr, flush=True)
         return None
 
     def _save_under_a_name(self, run: TrainingRun, checkpoint: Checkpoint) -> str:
-        """Saves a run again under a name, unless the checkpoint from which it was resumed has one; returns the path."""
+        """Saves a run under a name, unless `checkpoint`, from which it was resumed, has one; returns the path."""
         name = checkpoint.name
         if name is None:
             name = f"update-{run.updates}-request-{run.begun}"
@@ -349,7 +349,7 @@ class Runs:
         return self._record(saved) if self._catalogue.find(saved.path) is None else saved.path
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
-        """Records a run for the next start, with `is_finished` as in `RunRecord`."""
+        """Writes the `RunRecord` of a run, so that the next start of the service continues the run."""
         session = self._state.sessions.get(run.session)
         sdk_version = "" if session is None else session.sdk_version
         self._catalogue.runs.keep(

@@ -27,7 +27,7 @@ from slimefsdp.errors import BatchError, ConfigError, ResourceError, StateError
 from slimefsdp.sampling.params import SampleAnswer, SampleRequest, SamplingParams
 
 _REMEMBERED = 4096  # number of a sampler's newest requests that get the same answer when they are repeated
-_BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
+_BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions limit prompt and response together"
 _NO_LOG_PROB = -99999.0  # this log-prob, with token 0, marks a position without top tokens
 
 
@@ -165,7 +165,7 @@ class Samplers:
         def ended(task: asyncio.Task[Answer]) -> None:
             sampler.running.discard(task)
             if task.cancelled():
-                problem = f"{sampler.session} has ended, and what was sampled for it was given up"
+                problem = f"{sampler.session} has ended, and its sampling requests were cancelled"
                 result.fail(StateError(problem, field="sampling_session_id", hint="create another sampling client"))
             elif isinstance(error := task.exception(), Exception):
                 result.fail(error)
@@ -259,7 +259,7 @@ class Samplers:
         versions[version.name] = time.monotonic()
 
     async def _make_room(self) -> None:
-        """Waits for an idle version, and drops the idle version unused for longest; a new engine has none to drop."""
+        """Drops the idle version unused for longest; waits until a version is idle, or until the engine is replaced."""
         self._needs_room = True  # makes new requests for loaded versions wait, as otherwise none might become idle
         try:
             while not (idle := [name for name in self._engine.versions if not self._running[name]]):
@@ -349,7 +349,7 @@ def _request_of(
     """
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
-            raise BatchError(f"a chunk of {chunk.type}", field="prompt", hint="send encoded_text alone")
+            raise BatchError(f"a chunk of {chunk.type}", field="prompt", hint="send only encoded_text")
     prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
     left = most_tokens - len(prompt)
     if left < 1:
@@ -358,7 +358,7 @@ def _request_of(
     wanted = body.sampling_params
     max_tokens = wanted.max_tokens or left
     if max_tokens > left:
-        problem = f"max_tokens={max_tokens} behind {len(prompt)} tokens, and there is room for {left}"
+        problem = f"max_tokens={max_tokens} after a prompt of {len(prompt)} tokens, and there is room for {left}"
         raise BatchError(problem, field="max_tokens", hint=f"lower it: {_BOUNDS}")
     stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
     params = SamplingParams(

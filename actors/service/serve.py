@@ -85,7 +85,7 @@ def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Ca
             _end(group, engine)
     finally:
         listener.close()
-    _say(f"ended; start again with the same run.dir={config.run.dir} to go on")
+    _say(f"ended; to continue, start again with run.dir={config.run.dir}")
 
 
 @contextmanager
@@ -117,11 +117,11 @@ def keys_of(config: RunConfig) -> tuple[str, ...]:
         return ()
     keys = tuple(key.strip() for key in os.environ.get(name, "").split(","))
     if not all(keys):
-        problem = f"service.api_key_env={name}, and this variable is not set, or has an empty key among others"
+        problem = f"service.api_key_env={name}, and this variable is not set, or has an empty key"
         raise ConfigError(problem, field="service.api_key_env", hint=f"export {name}=tml-..,tml-..")
     if len(set(keys)) < len(keys):
         problem = f"service.api_key_env={name}, and this variable has the same key twice"
-        raise ConfigError(problem, field="service.api_key_env", hint="give each user a key of their own")
+        raise ConfigError(problem, field="service.api_key_env", hint="give each user another key")
     return keys
 
 

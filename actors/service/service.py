@@ -128,7 +128,7 @@ class Service(ServiceState):
             run.has_gradients = False
             if metrics["skipped_update"]:
                 raise StateError(
-                    "the gradients are not finite, or their squares are not in float32, and no update was made",
+                    "the gradients, or their squares in float32, are not finite, so no update was made",
                     field="optim_step",
                     hint="lower the learning rate, or look at the data",
                 )
@@ -258,7 +258,7 @@ def _update_settings(params: wire.AdamParams) -> UpdateSettings:
     }
     for name, (value, is_in_range, rule) in bounds.items():
         if not is_in_range:
-            raise ConfigError(f"{name}={value:g}, and it may be {rule}", field=name, hint="choose another one")
+            raise ConfigError(f"{name}={value:g}, and it may be {rule}", field=name, hint="choose another value")
     return UpdateSettings(
         lr=params.learning_rate,
         betas=(params.beta1, params.beta2),

@@ -86,4 +86,4 @@ class ServiceState:
         """Raises a ConfigError unless `name` names the base model of this server."""
         if name not in (self.model_name, str(self.config.model.path)):
             problem = f"base_model={name!r}, and this server has {self.model_name}"
-            raise ConfigError(problem, field="base_model", hint="name that one")
+            raise ConfigError(problem, field="base_model", hint="name this model")

@@ -42,7 +42,8 @@ class EngineReplaced(Exception):
 
 
 class SupervisedEngine:
-    """Replaces a lost sampling engine, at most cluster.max_restarts times, and three times without a sampled request.
+    """A sampling engine that is replaced when it is lost: at most cluster.max_restarts times, and at most three times
+    without a sampled request in between.
 
     All methods except `end` must be called from one event loop.
 
@@ -87,7 +88,7 @@ class SupervisedEngine:
         """Loads a version, as `SamplingEngine.load` does.
 
         Raises:
-            EngineReplaced: the engine was lost. WorkerDied, WorkerHung: it was lost and could not be replaced.
+            EngineReplaced: the engine was lost. WorkerDied, WorkerHung: it could not be replaced.
             SlimeError: what the engine raises.
         """
         size: int = await self._call("load", version, folder)
@@ -98,7 +99,7 @@ class SupervisedEngine:
         await self._call("drop", version)
 
     async def sample(self, request: SampleRequest) -> SampleAnswer:
-        """Samples a request; raises the errors of `load`. Cancelling the call frees its rows in the engine."""
+        """Samples a request; raises the errors of `load`. Cancelling the call frees the request's rows."""
         key = uuid.uuid4().hex
         try:
             answer: SampleAnswer = await self._call("sample", request, key)
@@ -194,11 +195,11 @@ class SupervisedEngine:
 
         def start() -> Any:
             if self._is_ended:
-                raise StateError("the server is ending", field="engine", hint="ask the next one")
+                raise StateError("the server is ending", field="engine", hint="send the request to the next server")
             engine = self._start()
             if self._is_ended:  # the server ended during the start
                 end_processes([engine])
-                raise StateError("the server is ending", field="engine", hint="ask the next one")
+                raise StateError("the server is ending", field="engine", hint="send the request to the next server")
             return engine
 
         return self._restarts.start_another(error, start)

@@ -37,9 +37,9 @@ class TrainingRun:
     Args:
         id: the run's id in the clients' API.
         owner: the id of the user whose client created the run.
-        rank: the rank of the run's adapter; 0 if it trains all weights.
+        rank: the rank of the run's adapter; 0 means all weights of the model.
         calls: the group's calls for this run.
-        made_by: (kind, result) of the request that created the run; None means an earlier start of the server.
+        made_by: (kind, result) of the request that created the run; None if an earlier start of the server created it.
         next_number: the number of the next request to perform.
         incomplete: the error of a failed forward_backward, after which gradients are incomplete; None if none failed.
         has_gradients: whether there are gradients that no update has used.
@@ -102,7 +102,7 @@ class TrainingRun:
             if self.resumed_at is not None and kind not in _PARALLEL and number >= self.next_number:
                 self._skip_lost(number)
             if not self.next_number <= number < self.next_number + _GAP:
-                problem = f"seq_id={number}, and the next one to be done is {self.next_number}"
+                problem = f"seq_id={number}, and the next request to perform is {self.next_number}"
                 raise StateError(problem, field="seq_id", hint="number requests 1, 2, 3, ..")
             is_needed = not self._is_busy and number == self.next_number
             result = self.results.new(self.owner, size, is_needed=is_needed, model_id=self.id)
@@ -130,7 +130,7 @@ class TrainingRun:
         self.updates, self.tokens = progress.updates, progress.tokens
         self.redone = time.time(), progress.next_number
         if progress.has_gradients:
-            self.incomplete = StateError("the server was started anew", field="forward_backward")
+            self.incomplete = StateError("the server was restarted", field="forward_backward")
 
     def was_lost(self, saved: Saved) -> bool:
         """Returns whether a request after the checkpoint from which the run was resumed wrote this save."""
@@ -181,7 +181,7 @@ class TrainingRun:
         return number
 
     def _skip_lost(self, number: int) -> None:
-        """Makes the request of this number the next one; missing requests before it are lost, and waiting ones fail."""
+        """Makes the request `number` the next request; missing requests before it are lost, waiting requests fail."""
         missing = self._first_missing()
         if number > missing and self.resumed_at is not None:
             last = min([number, *(waiting for waiting in self._waiting if waiting > missing)]) - 1
@@ -194,10 +194,10 @@ class TrainingRun:
     def _lost_error(self, lost: tuple[int, int, str]) -> StateError:
         first, last, path = lost
         return StateError(
-            f"requests {first} to {last} of {self.id} were lost when the server ended, and it is where it was after "
-            f"update {self.updates}",
+            f"requests {first} to {last} of {self.id} were lost when the server ended, and the run is as it was "
+            f"after update {self.updates}",
             field="seq_id",
-            hint=f"load {path} into it, or create a training client from that, and go on from there",
+            hint=f"load {path} into the run, or create a training client from it, and continue from there",
         )
 
     def _ended_error(self) -> StateError:

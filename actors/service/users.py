@@ -122,7 +122,7 @@ class Shares:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._taken: Counter[str] = Counter()  # by user
+        self._taken: Counter[str] = Counter()  # id of a user -> amount
 
     @property
     def taken(self) -> int:

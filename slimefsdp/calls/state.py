@@ -100,7 +100,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
     @call(*ROLES, adapter="any", answers_by_rank=True)
     def describe(self) -> Descriptions:
-        """Describes the sharded units of the model: sizes, dtypes and layout. Not a collective.
+        """Describes the sharded units of the model: sizes, dtypes and layout. This is no collective.
 
         Returns:
             A rank's `Description`; for a group, one per rank.
@@ -170,7 +170,7 @@ class StateCalls(Calls):
 
         Raises:
             SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; with `drop_failed`,
-                all receivers did. A receiver that has begun the update must not sample before the next update.
+                all receivers failed. A receiver that has begun the update must not sample before the next update.
             ConfigError: `drop_failed` is set in a call on a Trainer.
         """
         from slimefsdp.models.lora import merged_rows
@@ -202,7 +202,7 @@ class StateCalls(Calls):
         """Copies the actor's weights to the reference model; shard by shard if the reference is colocated.
 
         Raises:
-            StateError: there is no reference model, its architecture differs, or on a Trainer it is a separate group.
+            StateError: there is no reference model, its architecture differs, or a Trainer has it in a separate group.
             SyncError: as in `update_weights`, for a reference group.
         """
         from slimefsdp.models.decoder import PolicyModel
@@ -227,7 +227,7 @@ class StateCalls(Calls):
         the call returns.
 
         Args:
-            loop_state: data of the caller, as for JSON, which `load` returns.
+            loop_state: JSON-like data of the caller, which `load` returns.
             name: the checkpoint's name; None means no name. A named checkpoint is kept until its folder is removed; it
                 does not count for `checkpoint.keep_last`, and is never `latest`.
             overwrite: whether the checkpoint replaces an earlier checkpoint of this name.
@@ -261,7 +261,7 @@ class StateCalls(Calls):
 
     @call("actor", "critic")
     def finish_save(self) -> Path | None:
-        """Waits until the save in the background is on disk; returns its folder, or None if there was no such save.
+        """Waits until the save in the background is on disk; returns the folder, or None if there was no such save.
 
         Raises:
             CheckpointError: the checkpoint could not be written; earlier checkpoints remain valid.
@@ -309,7 +309,7 @@ class StateCalls(Calls):
         return dict(info["loop_state"])
 
     def _load_reference_group(self, step: int | Literal["latest"], name: str | None) -> dict[str, Any]:
-        """Restores a reference group's weights: from the checkpoint, or from the model folder if it has no others."""
+        """Restores a reference group's weights: the checkpoint's, or the model folder's if the checkpoint has none."""
         from slimefsdp.models.decoder import PolicyModel
         from slimefsdp.training.build import model_for
 

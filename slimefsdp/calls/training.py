@@ -55,18 +55,18 @@ def _check_new_adapter(role: str, arguments: Arguments) -> None:
         value = arguments[name]
         if value is not None and (type(value) is not int or not least <= value < 2**63):
             problem = f"{name}={short_repr(value)} of an adapter is no whole number of {least} or more"
-            raise ConfigError(problem, field=name, hint="leave it out, and the settings of the run hold")
+            raise ConfigError(problem, field=name, hint="leave it out, to use the settings of the run")
     alpha = arguments["alpha"]
     if alpha is not None and not (is_finite(alpha) and 0 < alpha <= 1e30):
         problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
-        raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
+        raise ConfigError(problem, field="alpha", hint="leave it out, to use lora.alpha")
 
 
 def _check_log_probs(role: str, arguments: Arguments) -> None:
     wanted = arguments["with_log_probs"]
     if not isinstance(wanted, bool) or (wanted and role == "critic"):
         problem = f"with_log_probs={short_repr(wanted)} on a group of role {role!r}"
-        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and to a policy alone")
+        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and true only to a policy")
 
 
 def _check_update_settings(role: str, arguments: Arguments) -> None:
@@ -265,7 +265,7 @@ class TrainingCalls(Calls):
         if rank is not None and rank > config.lora.rank:
             problem = f"rank={rank} of an adapter is more than lora.rank={config.lora.rank}, for which there is room"
             raise ConfigError(
-                problem, field="rank", hint="choose a smaller one, or start the run with a larger lora.rank"
+                problem, field="rank", hint="choose a smaller rank, or start the run with a larger lora.rank"
             )
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
         with self._state.exchanging(adapters):

@@ -155,7 +155,7 @@ class CorrectionSettings(Settings):
 
 
 class CriticSettings(PlacedSettings):
-    """Describes the value model of algorithm=ppo; its optimiser, schedule and epochs are those of the policy."""
+    """Describes the value model of algorithm=ppo, which has the optimiser, schedule and epochs of the policy."""
 
     path: PathOrIdSetting | None = Field(
         None,
@@ -194,7 +194,7 @@ class AlgorithmSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def fill_dpo_loss(cls, tree: Any) -> Any:
-        """Sets the loss of algorithm=dpo to the mean over pairs, which is loss.policy=dpo with sequence_mean."""
+        """Under algorithm=dpo, sets loss.policy=dpo and loss.reduction=sequence_mean, unless the user has set them."""
         given = tree.get("loss") or {} if isinstance(tree, dict) else None
         if not isinstance(given, dict) or tree.get("algorithm") != "dpo":
             return tree
@@ -276,7 +276,7 @@ class AlgorithmSettings(Settings):
 
     @property
     def kl_estimator(self) -> str:
-        """Returns the formula of the KL: `loss.kl_estimator` without `_unbiased`, or its default."""
+        """Returns the formula of the KL: `loss.kl_estimator` without `_unbiased`; its default depends on kl_in."""
         chosen = self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
         return chosen.removesuffix("_unbiased")
 
@@ -300,7 +300,7 @@ class AlgorithmSettings(Settings):
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     def effective(self, field: str) -> Any:
-        """Returns the value of a setting; if advantage.estimator is null, returns the estimator that is used."""
+        """Returns the value of a setting; for advantage.estimator, the property `estimator`, which is never null."""
         return self.estimator if field == "advantage.estimator" else self.value_of(field)
 
     def value_of(self, field: str) -> Any:

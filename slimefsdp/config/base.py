@@ -74,7 +74,7 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def function_name(value: str) -> str:
-    """Checks the name of a user's function, `module:function` or `file.py:function`; makes the file's path absolute.
+    """Checks and returns `module:function` or `file.py:function`; the returned path of a file is absolute.
 
     Raises the error of `broken_rule` if the name has another form.
     """
@@ -101,7 +101,7 @@ def within_ranks(value: Any) -> Any:
 
 
 def list_of(is_item: Callable[[Any], Any], items: str, example: str, *, may_be_empty: bool = False) -> BeforeValidator:
-    """Returns a validator that accepts lists whose items all fulfil `is_item`, and makes them tuples.
+    """Returns a validator that accepts lists whose items all fulfil `is_item`, and converts them to tuples.
 
     Args:
         items: a plural noun for the items, for the error.
@@ -209,7 +209,7 @@ class Settings(BaseModel):
         section = self.section or own.removesuffix("Settings").lower()
         field = f"{section}.{name}" if own.endswith("Settings") else name
         return ConfigError(
-            f"{field} cannot be changed: settings are read once, and what was launched with them would not know",
+            f"{field} cannot be changed: settings are read once, and running processes would not see the change",
             field=field,
             hint=f"read them again with an override: load_config(path, ['{field}=...'])",
         )

@@ -102,7 +102,7 @@ def _import_hint(module_name: str, function_name: str, error: BaseException) -> 
     if module_name.endswith(".py"):
         if Path(module_name).is_file():
             return f"correct the file{also}"
-        return "name a file by its path from the settings file's folder or from the present one; neither has it"
+        return "give the file's path from the settings file's folder or the current folder; neither has this file"
     is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
     if not (is_missing or module_name.startswith(".")):  # for example ./rewards instead of ./rewards.py
         return f"correct the module{also}"
@@ -112,7 +112,7 @@ def _import_hint(module_name: str, function_name: str, error: BaseException) -> 
         if Path(file).is_file()
         else "write file.py:function for a file"
     )
-    return f"install the module, or put its folder on PYTHONPATH (the present folder is not searched), or {here}"
+    return f"install the module, or put its folder on PYTHONPATH (the current folder is not searched), or {here}"
 
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:

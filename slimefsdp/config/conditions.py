@@ -95,12 +95,12 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
     ),
     (
         {"attention.kernel": ("flash_attn_3",), "attention.strategy": ("ring_flash_attn",), "mesh.cp": But((1,))},
-        "this strategy computes by the flash-attn package whatever the kernel",
+        "this strategy always computes by the flash-attn package",
         "set attention.strategy=auto, or remove attention.kernel",
     ),
     (
         {"reference.offload": ("none", "swap"), "fsdp.cpu_offload": (True,)},
-        "the policy is on the host between uses, and so must the reference be",
+        "the policy is on the host between uses, so the reference must be there too",
         "remove one",
     ),
     (
@@ -155,7 +155,7 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
     ),
     (
         {"rollout.overlong_buffer_tokens": But((None,)), "rollout.environment": But((None,))},
-        "the environment gives the rewards, and no penalty is taken off them",
+        "the environment gives the rewards, from which no penalty is subtracted",
         "remove rollout.overlong_buffer_tokens",
     ),
 ]

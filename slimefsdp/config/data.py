@@ -38,10 +38,10 @@ def heldout_field(name: str) -> str:
 
 
 def _checked_heldout(value: Any) -> Path | dict[str, Path]:
-    """Checks data.heldout; returns a path or id, or name -> path or id of several sets. Errors name the set."""
+    """Checks data.heldout; returns a path or id, or a mapping name -> path or id. Errors name the set."""
     example = "write it like {math: math.jsonl, code: code.jsonl}"
     if isinstance(value, list | tuple):
-        raise broken_rule("is a list, and several held-out sets have names", example)
+        raise broken_rule("is a list, and several held-out sets need names", example)
     if not isinstance(value, Mapping):
         return path_or_id(value)
     if not value:
@@ -52,7 +52,7 @@ def _checked_heldout(value: Any) -> Path | dict[str, Path]:
         # the name is part of names of metrics and folders
         if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
             rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
-            raise broken_rule(rule, "rename it, for its metrics are eval/NAME/..")
+            raise broken_rule(rule, "rename it: the name is part of its metrics, eval/NAME/..")
         try:
             sets[name] = path_or_id(path)
         except PydanticCustomError as error:

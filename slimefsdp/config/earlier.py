@@ -116,7 +116,7 @@ def with_present_names(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_constants(stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each setting of an earlier run that differs from the constant that replaced it."""
+    """Yields a sentence for each setting of an earlier run that was replaced by a constant with another value."""
     for earlier, present in RENAMED.items():
         section, _, name = earlier.partition(".")
         values = stored.get(section)

@@ -51,7 +51,7 @@ def check_ready_to_train(config: RunConfig) -> None:
 
 
 def check_ready_to_serve(config: RunConfig) -> None:
-    """Checks that `slimefsdp serve` can run with these settings. What requests choose must not be set.
+    """Checks that `slimefsdp serve` can run with these settings. What requests choose must have its default.
 
     Raises:
         ConfigError: a setting is missing, or is not supported by `serve`; the error names the first such setting.
@@ -62,13 +62,13 @@ def check_ready_to_serve(config: RunConfig) -> None:
         )
     if config.lora.path is not None:
         raise ConfigError(
-            "lora.path is set, and clients' adapters begin with none",
+            "lora.path is set, and clients' adapters cannot begin from a folder",
             field="lora.path",
             hint="set lora.rank=32 alone, or no lora setting for a server that trains all weights",
         )
     if config.algorithm != "grpo":
         raise ConfigError(
-            f"algorithm={config.algorithm} has no place in a service, whose requests say what is computed",
+            f"algorithm={config.algorithm} cannot be chosen for a service, whose requests decide what is computed",
             field="algorithm",
             hint="leave it out",
         )
@@ -86,7 +86,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
         found = config.value_of(field)
         if found != value:
             raise ConfigError(
-                f"{field}={short_text(found)} has no place in a service, whose requests say what is computed",
+                f"{field}={short_text(found)} cannot be chosen for a service, whose requests decide what is computed",
                 field=field,
                 hint=f"leave it at {short_text(value)}",
             )
@@ -95,7 +95,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
     is_loopback = config.service.host in ("127.0.0.1", "localhost", "::1")
     if not is_loopback and config.service.api_key_env is None:
         raise ConfigError(
-            f"service.address={config.service.address} can be reached by others, and no key is asked for",
+            f"service.address={config.service.address} can be reached by others, and requests need no key",
             field="service.api_key_env",
             hint="name an environment variable that holds a key, or listen at 127.0.0.1",
         )
@@ -112,7 +112,7 @@ def _check_server_that_samples(config: RunConfig) -> None:
         problem = f"rollout.engine={rollout.engine} does not sample for a service"
     elif lora.rank is None:
         field, hint = "rollout.engine", f"set lora.rank=32, or {embedded}"
-        problem = "rollout.engine=vllm samples for a service from adapters alone, and lora.rank is null"
+        problem = "rollout.engine=vllm samples for a service only from adapters, and lora.rank is null"
     elif lora.rank > (most := (SERVERS["vllm"].adapter_ranks or (lora.rank,))[-1]):
         field, hint = "lora.rank", f"lower it, or {embedded}"
         problem = f"lora.rank={lora.rank}, and vLLM takes adapters of rank {most} at most"
@@ -124,7 +124,7 @@ def _check_server_that_samples(config: RunConfig) -> None:
         problem = "model.init=random, and rollout.engine=vllm reads the model's folder by itself"
     elif rollout.engines != 1:
         field, hint = "rollout.engines", "set it to 1"
-        problem = f"rollout.engines={rollout.engines}, and a service samples by one"
+        problem = f"rollout.engines={rollout.engines}, and a service samples with one"
     elif rollout.placement != "own":
         field, hint = "rollout.placement", "set it to own"
         problem = f"rollout.placement={rollout.placement}, and a service trains and samples at the same time"

@@ -111,7 +111,7 @@ def _construct_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
 
 
 def _construct_float(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
-    if node.value[-1] in "fFnN":  # .inf, .nan; the caller decides whether they are valid
+    if node.value[-1] in "fFnN":  # .inf or .nan; the caller decides whether these are valid
         return float(node.value.replace(".", ""))
     value = float(node.value)
     if math.isinf(value):
@@ -165,7 +165,7 @@ def parse_yaml(text: str, *, name: str = "<text>") -> Any:
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, text, name) from None
-    except (ValueError, OverflowError):  # "\UFFFFFFFF"
+    except (ValueError, OverflowError):  # for example for "\UFFFFFFFF"
         line = loader.get_mark().line + 1  # type: ignore[no-untyped-call]
         raise ConfigError(
             f"an escape that names no character ({name}, line {line})", hint="remove the escape"

@@ -248,7 +248,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _name(part: str) -> str:
-    """Returns a part of a name that a user typed; if it is long or not printable, a short printable form of it."""
+    """Returns a part of a name that a user typed; a long or unprintable part is shortened and escaped."""
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 

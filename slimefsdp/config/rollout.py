@@ -40,7 +40,7 @@ class ServerKind:
         temperatures: the lowest and the highest temperature at which the server samples.
         transports: the transports by which the server can receive weights, the best first.
         adapter_transports: the transports by which the server can receive adapters.
-        adapter_ranks: the ranks that the server's limit on adapters may have, in ascending order; None means any rank.
+        adapter_ranks: the possible values of the server's limit on adapters' ranks, ascending; None means any rank.
         compares_checksums: whether the server's workers can compare weights with checksums.
     """
 
@@ -284,7 +284,7 @@ class RolloutSettings(Settings):
     )
 
     def limits_at(self, step: int) -> LengthLimits:
-        """Returns the limits on lengths in a step, counted from 1; without a curriculum all steps have the same."""
+        """Returns the limits on lengths in a step, which is counted from 1."""
         begun = [stage for stage in self.curriculum if stage.from_step <= step]
         if not begun:
             return LengthLimits(1, None, self.max_new_tokens)
@@ -303,7 +303,7 @@ class RolloutSettings(Settings):
             raise BrokenRule(
                 "rollout.engine",
                 f"rollout.engine={self.engine} needs either rollout.engine_python, to start servers, or "
-                "rollout.engine_urls, where they are there already",
+                "rollout.engine_urls, if they already run",
                 "set one of them",
             )
         urls = [url.lower() for url in self.engine_urls or ()]
@@ -312,7 +312,7 @@ class RolloutSettings(Settings):
                 "rollout.engines",
                 f"rollout.engines={self.engines} is not the number of different "
                 f"rollout.engine_urls={list(self.engine_urls)}",
-                "set it to that",
+                "set it to their number",
             )
         return self
 
@@ -353,7 +353,7 @@ class RolloutSettings(Settings):
                 "rollout.overlong_buffer_tokens",
                 f"rollout.overlong_buffer_tokens={self.overlong_buffer_tokens} is more than a response of "
                 f"rollout.max_new_tokens={self.max_new_tokens} has",
-                "lower it, or raise that",
+                "lower it, or raise rollout.max_new_tokens",
             )
         return self
 
@@ -373,14 +373,14 @@ class RolloutSettings(Settings):
                     "rollout.curriculum",
                     f"rollout.curriculum allows max_new_tokens={most} from step {stage.from_step} on, which is more "
                     f"than rollout.max_new_tokens={self.max_new_tokens}, for which packs and engines have room",
-                    "lower it, or raise that",
+                    "lower it, or raise rollout.max_new_tokens",
                 )
             if most is not None and most < (self.overlong_buffer_tokens or 0):
                 raise BrokenRule(
                     "rollout.curriculum",
                     f"rollout.curriculum allows max_new_tokens={most} from step {stage.from_step} on, which is less "
                     f"than rollout.overlong_buffer_tokens={self.overlong_buffer_tokens}",
-                    "raise it, or lower that",
+                    "raise it, or lower rollout.overlong_buffer_tokens",
                 )
         return self
 

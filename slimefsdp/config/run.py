@@ -185,7 +185,7 @@ class RunConfig(TrainerConfig):
         return self
 
     def sampling(self, *, evaluates: bool) -> Sampling:
-        """Returns how responses are sampled for training; or in evaluations, where `evaluation` overrides `rollout`."""
+        """Returns how responses are sampled for training, or in evaluations, where `evaluation` comes first."""
         rollout, own = self.rollout, self.evaluation
         training = Sampling(
             rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
@@ -239,11 +239,11 @@ class RunConfig(TrainerConfig):
             known = ", ".join(ENGINES)
             return (
                 f"lora.sync=adapters is for engines {known}, not rollout.engine={rollout.engine}",
-                f"use one, {others}",
+                f"use one of these engines, {others}",
             )
         if rollout.engine == "embedded":
-            given = "lora.sync=adapters, and embedded engines take adapters by no rollout.weight_transport=disk"
-            return (given, f"set another, {others}") if rollout.transport == "disk" else None
+            given = "lora.sync=adapters, and embedded engines cannot take adapters by rollout.weight_transport=disk"
+            return (given, f"set another transport, {others}") if rollout.transport == "disk" else None
         server = SERVERS[rollout.engine]
         if rollout.transport not in server.adapter_transports:
             return (
@@ -291,7 +291,7 @@ class RunConfig(TrainerConfig):
             given = f"optim.warmup_updates={warmup:g}" if is_share else f"optim.schedule={self.optim.schedule}"
             raise BrokenRule(
                 given.partition("=")[0],
-                f"{given} is of a schedule that ends nowhere",
+                f"{given} needs a schedule with an end",
                 "set optim.total_updates, run.steps or, under sft, run.epochs",
             )
         return self
@@ -334,7 +334,7 @@ class RunConfig(TrainerConfig):
 
     @property
     def algorithm_title(self) -> str:
-        """Returns the name of the algorithm, or its estimator and loss if it has none."""
+        """Returns the name of the algorithm; if it has no name, its estimator and loss."""
         if not self.has_rollouts or (self.estimator, self.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
             return self.algorithm.upper()
         return f"{self.estimator} with {self.loss.policy} loss"
@@ -409,7 +409,7 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     if not is_list or not all(isinstance(override, str) for override in overrides):
         problem = f"overrides={short_repr(overrides)} is not a list of texts"
         raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
-    # the caller's dictionary must not be changed; its base is relative to the current folder
+    # the caller's dictionary must not be changed; the path of its base starts at the current folder
     tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
     for override in overrides:
         apply_override(tree, override)

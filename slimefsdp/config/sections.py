@@ -169,7 +169,7 @@ class LoraSettings(Settings):
     def are_trained(self) -> bool:
         """Returns whether there are adapters.
 
-        If they come from lora.path, lora.rank is null until `with_adapters` sets it.
+        If the adapters come from lora.path, lora.rank is null until `with_adapters` sets it.
         """
         return self.rank is not None or self.path is not None
 
@@ -187,7 +187,7 @@ class PlacedSettings(Settings):
 
 
 class ReferenceSettings(PlacedSettings):
-    """Describes the frozen model of the KL and of DPO; it is needed only by some losses, or on request."""
+    """Describes the frozen model of the KL and of DPO. Only some losses, or calls for its log-probs, need the model."""
 
     path: PathOrIdSetting | None = Field(None, description="folder or id of the reference; null means model.path")
     offload: Literal["sleep", "swap", "fsdp", "none"] = Field(

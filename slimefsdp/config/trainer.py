@@ -71,7 +71,6 @@ class TrainerConfig(AlgorithmSettings):
 
     @property
     def collective_timeout_s(self) -> float:
-        """Returns the timeout of collectives in seconds."""
         return 3600.0
 
     @property
@@ -101,7 +100,7 @@ class TrainerConfig(AlgorithmSettings):
         return {name: kinds for name, kinds in sections.items() if kinds}
 
     def effective(self, field: str) -> Any:
-        """Extends `AlgorithmSettings.effective`: with lora.path, lora.rank counts as set, as its folder has it."""
+        """Extends `AlgorithmSettings.effective`: lora.rank counts as set if lora.path is set."""
         return self.lora.rank or self.lora.path if field == "lora.rank" else super().effective(field)
 
     @model_validator(mode="after")
@@ -113,8 +112,8 @@ class TrainerConfig(AlgorithmSettings):
         if self.model.frozen:
             raise BrokenRule(
                 "model.frozen",
-                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of "
-                f"{setting} freeze whole",
+                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of a model that "
+                f"{setting} freezes as a whole",
                 "remove one of them",
             )
         for name in changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
@@ -128,7 +127,7 @@ class TrainerConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_muon_with_adapters(self) -> Self:
-        """Refuses Muon, or optim.adamw_lr, if no adapter would use it. Patterns are checked when the model is built."""
+        """Refuses Muon or optim.adamw_lr if they apply to no adapter. Patterns are checked when the model is built."""
         targets, optim = self.lora.targets, self.optim
         # a critic's head is a matrix for the optimiser, and the critic has the same settings
         if not isinstance(optim, MuonSettings) or self.lora.rank is None or self.algorithm == "ppo":
@@ -143,7 +142,7 @@ class TrainerConfig(AlgorithmSettings):
         if optim.adamw_lr is not None and set(targets) <= {"attention", "mlp", "all-linear", "experts"}:
             raise BrokenRule(
                 "optim.adamw_lr",
-                f"optim.adamw_lr={optim.adamw_lr} is for what AdamW updates beside Muon, and adapters of "
+                f"optim.adamw_lr={optim.adamw_lr} is for what AdamW updates besides Muon, and adapters of "
                 f"lora.targets={list(targets)} are matrices of the decoder layers, which Muon updates",
                 "remove it",
             )
@@ -157,7 +156,7 @@ class TrainerConfig(AlgorithmSettings):
             raise BrokenRule(
                 "optim.warmup_updates",
                 f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}",
-                "lower the first or raise the second",
+                "lower it, or make the schedule longer",
             )
         return self
 
@@ -179,7 +178,7 @@ class TrainerConfig(AlgorithmSettings):
             raise BrokenRule(
                 "reference.update_interval_steps",
                 f"reference.update_interval_steps={self.reference.update_interval_steps} updates a model that "
-                "loss.kl_coefficient=0 never asks",
+                "loss.kl_coefficient=0 never uses",
                 "remove it, or raise loss.kl_coefficient",
             )
         return self
@@ -259,7 +258,7 @@ class TrainerConfig(AlgorithmSettings):
         return self.actor_mesh if dp is None else (1, dp)
 
     def ranks_of(self, role: Role) -> int:
-        """Returns the number of processes in the group of a role that has its own group."""
+        """Returns the number of processes of a role that has a separate group."""
         return math.prod(self.mesh_of(role)) * self.mesh.cp
 
     @property
@@ -286,12 +285,12 @@ class TrainerConfig(AlgorithmSettings):
             raise ConfigError(problem, field="settings", hint='write them like {"policy": "cispo", "clip_high": 0.3}')
         for name in settings:
             if name not in _LOSS_OF_A_CALL:
-                problem = f"settings has {short_repr(name)}, which is not what one call can choose"
+                problem = f"settings has {short_repr(name)}, which cannot be chosen for one call"
                 raise ConfigError(problem, field="settings", hint=f"choose of {', '.join(_LOSS_OF_A_CALL)}")
         policy = settings.get("policy", self.loss.policy)
         choices = [name for name in POLICY_LOSSES if name not in PAIRWISE]
         if policy not in (*choices, self.loss.policy):
-            problem = f"policy={short_repr(policy)} is not what one call can choose"
+            problem = f"policy={short_repr(policy)} cannot be chosen for one call"
             raise ConfigError(
                 problem, field="settings", hint=f"use {', '.join(choices)}, or set loss.policy for the whole run"
             )

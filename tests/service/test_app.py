@@ -351,7 +351,7 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service, mo
             answer(http, http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": number, "adam_params": adam}))
             for run, number in ((runs[0], 4), (runs[1], 2))
         ]
-    assert all("started anew" in one["error"] for one in steps) and cast(Any, group).dropped == 2
+    assert all("restarted" in one["error"] for one in steps) and cast(Any, group).dropped == 2
 
 
 def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: Service) -> None:

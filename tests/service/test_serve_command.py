@@ -34,10 +34,10 @@ ROOT = Path(__file__).parents[2]
 VLLM = {"engine": "vllm", "engine_python": "python"}
 UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
     "no folder": ({"run": {"dir": None}}, "run.dir", "not set"),
-    "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.path", "begin with none"),
-    "sgd": ({"optim": {"name": "sgd"}}, "optim.name", "no place"),
-    "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature", "no place"),
-    "a KL": ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient", "no place"),
+    "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.path", "cannot begin from"),
+    "sgd": ({"optim": {"name": "sgd"}}, "optim.name", "cannot be chosen"),
+    "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature", "cannot be chosen"),
+    "a KL": ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient", "cannot be chosen"),
     "sglang": ({"rollout": {"engine": "sglang", "engine_python": "p"}}, "rollout.engine", "does not sample"),
     "all weights by vllm": (
         {"rollout": VLLM, "lora": {"rank": None, "targets": ["attention", "mlp"]}},
@@ -51,7 +51,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
         "model.init",
         "reads the model's folder",
     ),
-    "two servers": ({"rollout": {**VLLM, "engines": 2}}, "rollout.engines", "samples by one"),
+    "two servers": ({"rollout": {**VLLM, "engines": 2}}, "rollout.engines", "samples with one"),
     "turns": ({"rollout": {**VLLM, "placement": "colocated"}}, "rollout.placement", "at the same time"),
     "no key": ({"service": {"address": "0.0.0.0:8000"}}, "service.api_key_env", "can be reached by others"),
 }

@@ -52,7 +52,7 @@ def test_requests_wait_for_those_before_them_and_are_done_once_however_often_the
     first = request(1)
     assert [answer_of(one) for one in (first, late[1], late[0])] == [{"number": n} for n in (1, 2, 3)]
     assert request(2) is late[1] and answer_of(request(1)) == {"number": 1} and done == [1, 2, 3]
-    with refused(StateError, "seq_id", "next one to be done is 4"):
+    with refused(StateError, "seq_id", "next request to perform is 4"):
         request(10**6)
 
 
