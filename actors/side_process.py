@@ -45,7 +45,7 @@ class SideProcessError(Exception):
 
         Args:
             work: what the process did, for the message.
-            limit: the setting that limits the process's time; the error names it if the process was overdue.
+            limit: the setting that limits the process's time; the error names this setting if the process was overdue.
             field: the setting that the error names if the process ended by itself.
         """
         if self.is_overdue:

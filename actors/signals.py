@@ -44,7 +44,7 @@ class Interrupts:
         self._in_steps, self._step, self._steps = True, step, steps
 
     def step_done(self, step: int) -> bool:
-        """Returns whether the run was asked to end, so that it ends after this step's checkpoint."""
+        """Returns whether the run was asked to end, so that the run ends after this step's checkpoint."""
         is_requested = self.requested
         self._step = step if is_requested else step + 1
         return is_requested

@@ -98,7 +98,7 @@ def setup_of_folders(
     """Returns what estimates need to know of settings in which mesh.dp is a number.
 
     Args:
-        model: the sizes of the policy; those of reference and critic are read from their config.json.
+        model: the sizes of the policy; the sizes of reference and critic are read from config.json files.
         memory_bytes: memory of a rank's device, by which fsdp.sharding=auto is resolved; None means no limit.
     """
     assert config.mesh.dp != "auto"

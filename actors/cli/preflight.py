@@ -244,7 +244,7 @@ def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     Raises:
         ConfigError: something is missing, or does not fit mesh.device; the error names the setting.
     """
-    if config.run.wandb_project is not None and find_spec("wandb") is None:  # the driver, on this machine, uses it
+    if config.run.wandb_project is not None and find_spec("wandb") is None:  # the driver, on this machine, uses wandb
         raise ConfigError(
             f"run.wandb_project={config.run.wandb_project!r} needs the package wandb, which is not installed",
             field="run.wandb_project",

@@ -117,7 +117,7 @@ def _cluster_line(config: RunConfig, address: str) -> str:
 def _start_lines(checked: Checked) -> list[str]:
     """Returns lines about what `slimefsdp train` would start; mesh.dp=auto on CPUs means this machine's cores."""
     config = checked.config
-    # with mesh.device=auto, a cluster is assumed to have GPUs, since it is not asked here
+    # with mesh.device=auto, a cluster is assumed to have GPUs, since the cluster is not asked here
     has_gpus = config.cluster.address is not None or has_nvidia_driver()
     on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_gpus)
     if config.mesh.dp == "auto" and on_cpu and config.cluster.address is None:

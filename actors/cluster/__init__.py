@@ -1,1 +1,1 @@
-"""The Ray cluster: starting or joining one, placing processes, explaining its failures, and cleaning up."""
+"""The Ray cluster: starting or joining it, placing processes, explaining its failures, and cleaning up."""

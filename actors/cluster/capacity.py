@@ -48,8 +48,8 @@ def _group_ranks_beside_the_actor(config: RunConfig) -> int:
 def with_cluster_ranks(config: RunConfig) -> RunConfig:
     """Resolves mesh.dp=auto by the connected cluster; returns other settings unchanged.
 
-    On GPUs, the actor group takes all GPUs that engines, reference and critic groups leave. On CPUs, it takes one rank
-    per core, rounded down to a multiple of mesh.dp_replicate x mesh.cp, and at least that many ranks.
+    On GPUs, the actor group takes all GPUs that engines, reference and critic groups leave. On CPUs, the group takes
+    one rank per core, rounded down to a multiple of mesh.dp_replicate x mesh.cp, and at least that many ranks.
 
     Raises:
         ConfigError: the remaining GPUs are not a multiple of mesh.dp_replicate x mesh.cp.

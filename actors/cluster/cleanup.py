@@ -176,7 +176,7 @@ def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
             family, is_named = ProcessTree(), True
             family.adopt(pids, running_processes())
         if not message or message.endswith(_END):
-            if not is_named:  # Ray failed to start: processes since the last scan belong to it, too
+            if not is_named:  # Ray failed to start: processes since the last scan are Ray's, too
                 table = running_processes()
                 family.adopt(started(table), table)
             break

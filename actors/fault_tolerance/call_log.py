@@ -83,8 +83,8 @@ class CallLog:
     and each further adapter have separate checkpoints, since their states are independent. In all methods,
     adapter=None means the job.
 
-    The newest batches are in Ray's object store, older ones on the disk of `run.dir`. Without a `run.dir` there is no
-    checkpoint either, and all batches stay in the object store.
+    The newest batches are in Ray's object store, older batches on the disk of `run.dir`. Without a `run.dir` there is
+    no checkpoint either, and all batches stay in the object store.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -68,7 +68,7 @@ def launch_named(config: RunConfig, name: str) -> NamedGroup:
 
 
 _WAITERS = 64  # number of threads that wait for results
-_KEPT_S = 600.0  # how long the answers for a program are kept after its last sign of life
+_KEPT_S = 600.0  # how long a program's answers are kept after the program's last sign of life
 
 
 @dataclass(slots=True)

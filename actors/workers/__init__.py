@@ -1,1 +1,1 @@
-"""Ranks as Ray actors: the group, its calls, futures that notice a dead rank, the watchdog that notices a hung one."""
+"""Ranks as Ray actors: the group, its calls, futures that notice a dead rank, the watchdog that notices a hung rank."""

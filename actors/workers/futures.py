@@ -133,7 +133,7 @@ class CallFuture(Future[Any]):
         Raises:
             WorkerHung: not all ranks answered this call, or an earlier one, in time. WorkerDied: a process ended.
             ResourceError: the Ray cluster is gone.
-            SlimeError: any error of a rank. If several ranks failed, it is the root cause, and `others` has the rest.
+            SlimeError: any error of a rank; if several ranks failed, the root cause, with the other errors in `others`.
         """
         pending = list(self._refs)
         values: dict[Any, Any] = {}

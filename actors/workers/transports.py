@@ -21,7 +21,7 @@ class IpcUpdate(WeightUpdate):
     """A weight update by two shared buffers: engines read one buffer while the trainer fills the other.
 
     Args:
-        device: the device of the sent tensors. Engines use the same GPU or, if it is a CPU, the same machine.
+        device: the device of the sent tensors. Engines use the same GPU or, for a CPU, the same machine.
         before: the previous update by this transport; its buffers are used again.
     """
 

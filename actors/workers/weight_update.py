@@ -234,7 +234,7 @@ class ObjectStoreUpdate(WeightUpdate):
     def _prepared(self, bucket: Bucket) -> Any:
         try:
             return (store(pack_bucket(bucket, with_digests=self._checksums), "weights"),)
-        except ResourceError as error:  # all ranks raise rank 0's SyncErrors, but other errors only rank 0
+        except ResourceError as error:  # all ranks raise a SyncError of rank 0; only rank 0 raises other errors
             raise SyncError(f"weights cannot be sent: {error.message}", field=error.field, hint=error.hint) from error
 
 

@@ -84,7 +84,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
 
         Args:
             places: placement groups for the processes, which the caller releases; None means that the group reserves
-                and releases its own.
+                and releases its own placement groups.
             sharding: role -> level that replaces fsdp.sharding, so that a relaunched group keeps its earlier levels.
 
         Raises:
@@ -257,7 +257,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         if self.reference_group is not None:
             batch = self._with_reference(batch, self.reference_group)
         prepared = request.having(batch=store(batch, "batch"))
-        prepared.arguments.pop("plan", None)  # the prepared batch has it
+        prepared.arguments.pop("plan", None)  # the prepared batch has the plan
         return prepared
 
     def await_weights(self) -> None:
@@ -302,7 +302,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return self._begin(request)
 
     def _begin_save(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Saves the other groups' parts, then starts the actor's save; returns its future or a failed part's future."""
+        """Saves the other groups' parts and starts the actor's save; returns the future of this or of a failed part."""
         job = request.arguments.get("job") or JobCheckpoint(uuid.uuid4().hex)
         request = request.having(job=replace(job, parts=tuple(PARTS[group.role] for group in others)))
         part_arguments = {**request.arguments, "loop_state": None, "job": replace(job, is_part=True)}
@@ -315,7 +315,7 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         return _failed([group._begin(RankRequest("save", part_arguments)) for group in others]) or self._begin(request)
 
     def _begin_load(self, request: RankRequest, others: Sequence[WorkerGroup]) -> CallFuture:
-        """Loads the actor's part, then the other groups' parts; returns its future or a failed part's future."""
+        """Loads the actor's part, then the other groups' parts; returns the future of this load or of a failed part."""
         load = self._begin(request.having(job=request.arguments.get("job") or JobCheckpoint()))
         if _failed([load]):
             return load
