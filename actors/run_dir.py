@@ -76,6 +76,12 @@ class RunFolder:
         return CheckpointStore.of_run(self.path).steps()
 
     @property
+    def newest_step(self) -> int | None:
+        """Returns the step of the newest checkpoint, without verifying its files; None if there is none."""
+        newest = next(CheckpointStore.of_run(self.path).manifests(), None)
+        return None if newest is None else newest.step
+
+    @property
     def newest_loop_state(self) -> dict[str, Any]:
         """Returns the loop state of the newest checkpoint, without verifying it; empty if there is none."""
         newest = next(CheckpointStore.of_run(self.path).manifests(), None)
@@ -213,9 +219,9 @@ def check_folders(config: RunConfig) -> None:
         if problem:
             raise ConfigError(f"run.dir={run_dir} {problem}", field="run.dir", hint=hint)
         if config.checkpoint.resume and steps is not None:
-            oldest = RunFolder(run_dir).checkpoint_steps[0]
-            if oldest > steps:
-                problem = f"run.steps={steps} is below step {oldest}, of the oldest checkpoint in run.dir={run_dir}"
+            newest = RunFolder(run_dir).newest_step
+            if newest is not None and newest > steps:
+                problem = f"run.steps={steps} is below step {newest}, of the newest checkpoint in run.dir={run_dir}"
                 raise ConfigError(problem, field="run.steps", hint="raise run.steps, or begin another run")
         FolderLock(run_dir).require_free()
         refuse_unless_plain(run_dir / _METRICS)
@@ -225,7 +231,7 @@ def check_folders(config: RunConfig) -> None:
                 raise ConfigError(
                     f"run.export_dir={export_dir} would hold run.dir={run_dir}",
                     field="run.export_dir",
-                    hint="use a folder of its own, such as model/ inside run.dir",
+                    hint="use auto, which is the folder model/ in run.dir, or another folder of its own",
                 )
 
 

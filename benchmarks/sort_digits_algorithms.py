@@ -27,7 +27,7 @@ from benchmarks.record import write_record  # noqa: E402
 GRPO, PPO = "configs/sort_digits_grpo.yaml", "configs/sort_digits_ppo.yaml"
 WHAT = "held-out sampled accuracy of sort-digits, 256 prompts x 8 samples at temperature 1, every 15 steps"
 EVALUATED = "evaluation.interval_steps=15"
-COMMON = ("run.steps=150", "optim.total_updates=300", "run.export_dir=", EVALUATED)  # of all algorithms
+COMMON = ("run.steps=150", "optim.total_updates=300", "run.export_dir=null", EVALUATED)  # of all algorithms
 ALGORITHMS: dict[str, tuple[str, list[str]]] = {
     "GRPO": (GRPO, []),
     "Dr.GRPO": (

@@ -124,7 +124,7 @@ else
     rm -rf "$run"  # a run that ended before its first checkpoint starts again
     say "evaluating, training and evaluating again: $run"
   fi
-  "$python" -m actors.cli train configs/demo_llm_grpo.yaml "run.dir=$run" "run.export_dir=$run/model" \
+  "$python" -m actors.cli train configs/demo_llm_grpo.yaml "run.dir=$run" \
     "run.seed=$seed" "run.steps=$steps" "optim.total_updates=$((steps > 3 ? steps : 3))" "model.path=$model" \
     "data.train=$home/train.jsonl" "${heldout_sets[@]}" "checkpoint.resume=$resume" \
     "rollout.reward=examples/environments/reasoning_gym_tasks.py:$reward" "${engine[@]}" ${settings[@]+"${settings[@]}"}

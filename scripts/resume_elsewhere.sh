@@ -15,7 +15,7 @@ if [ -e "$run" ]; then
   exit 1
 fi
 
-train=(.venv/bin/slimefsdp train configs/sort_digits_grpo.yaml run.dir=$run run.export_dir=$run/model run.steps=12
+train=(.venv/bin/slimefsdp train configs/sort_digits_grpo.yaml run.dir=$run run.steps=12
   checkpoint.interval_steps=4 rollout.engines=1 evaluation.interval_steps=6)
 
 # in a process group of its own, so that the driver and all ranks can be killed together

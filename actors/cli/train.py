@@ -179,16 +179,15 @@ def _run_line(config: RunConfig) -> str:
     done = _steps_done(config)
     extent = f"{length} from the start"
     if config.checkpoint.resume:
-        extent = f"resumes from step {done} of {steps}"
+        extent = f"resumes from step {done} of {length}"
     return f"run       {config.algorithm} into {config.run.dir}, {extent}"
 
 
 def _steps_done(config: RunConfig) -> int:
     """Returns the step of the checkpoint from which a run is resumed; 0 for a new run."""
-    if not config.checkpoint.resume or config.run.steps is None:
+    if not config.checkpoint.resume or config.run.dir is None:
         return 0
-    assert config.run.dir is not None
-    return max(step for step in RunFolder(config.run.dir).checkpoint_steps if step <= config.run.steps)
+    return RunFolder(config.run.dir).newest_step or 0
 
 
 def _ranks_line(config: RunConfig, *, on_cpu: bool) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_serializer, field_validator
 
 from slimefsdp.config.base import (
     LARGEST,
@@ -19,6 +20,7 @@ from slimefsdp.config.base import (
     chosen_by,
     is_text,
     list_of,
+    path_text,
     within_ranks,
     without_nulls,
 )
@@ -75,6 +77,9 @@ _DETAILS = list_of(
 )
 
 
+MODEL_FOLDER = "model"  # in run.dir, for run.export_dir=auto
+
+
 class RunSettings(Settings):
     """Sets the length, seed and folders of a run."""
 
@@ -98,7 +103,8 @@ class RunSettings(Settings):
     export_dir: PathSetting | None = Field(
         None,
         description="after the last step, the model is written here as a Hugging Face folder in "
-        "precision.compute_dtype; adapters are also written as a PEFT folder, `adapter/` inside it",
+        "precision.compute_dtype; adapters are also written as a PEFT folder, `adapter/` inside it; auto: the folder "
+        "model/ in run.dir; null: no model is written",
     )
     wandb_project: str | None = Field(
         None,
@@ -106,6 +112,22 @@ class RunSettings(Settings):
         description="Weights & Biases project that also gets metrics and settings; a resumed run continues its wandb "
         "run, whose id is in run.dir/wandb_id; the environment's WANDB_NAME and WANDB_RUN_GROUP name the run and group",
     )
+
+    @field_validator("export_dir", mode="before")
+    @classmethod
+    def resolve_auto(cls, value: Any, info: ValidationInfo) -> Any:
+        """Replaces `auto` by the folder in run.dir, or by null if there is no run.dir."""
+        run_dir = info.data.get("dir")
+        if value != "auto":
+            return value
+        return None if run_dir is None else run_dir / MODEL_FOLDER
+
+    @field_serializer("export_dir", when_used="json")
+    def export_dir_text(self, value: Path | None) -> str | None:
+        """Returns `auto` for the folder in run.dir, so that stored settings can be used with another run.dir."""
+        if value is None:
+            return None
+        return "auto" if self.dir is not None and value == self.dir / MODEL_FOLDER else path_text(value)
 
 
 class ModelSettings(Settings):

@@ -8,16 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.run_dir import RecordedBatches, RunFolder, settings_text
+from actors.run_dir import RecordedBatches, RunFolder, check_folders, settings_text
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, ConfigError
+from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,7 @@ TREES: dict[str, Any] = {
     "patterns and paths": {
         **LEAST, "model": {"path": "m", "frozen": ["*.mlp.*", "a b"]}, "run": {"dir": "r u n", "steps": 3, "seed": 0}
     },
+    "a model in run.dir": {**LEAST, "run": {"dir": "runs/$$one", "export_dir": "auto"}},
     "a rule about what is given": {**LEAST, "algorithm": "sft", "batch": {"samples_per_update": 4}},
 }  # fmt: skip
 
@@ -70,6 +73,32 @@ def test_so_it_does_of_every_preset(tmp_path: Path, preset: Path) -> None:
     again = load_config(tmp_path / "settings.yaml")
     assert again == config and again.mesh.dp == 64
     assert_shows_all(settings_text(config), config)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("auto", "here/model"), ("model", "model"), ("/x/model", "/x/model"), ("null", None)]
+)
+def test_a_model_goes_into_run_dir_under_auto_and_else_where_its_path_says(written: str, meant: str | None) -> None:
+    config = load_config(ROOT / "configs/sort_digits_sft.yaml", [f"run.export_dir={written}", "run.dir=here"])
+    assert config.run.export_dir == (None if meant is None else Path(meant))
+
+
+def test_stored_settings_with_another_run_dir_leave_the_model_of_the_first_run(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text(settings_text(load_config(ROOT / "configs/sort_digits_sft.yaml")))
+    assert load_config(tmp_path / "settings.yaml", ["run.dir=other"]).run.export_dir == Path("other/model")
+    assert load_config(tmp_path / "settings.yaml", ["run.dir=null"]).run.export_dir is None
+
+
+def test_a_resumed_run_that_would_end_before_its_newest_checkpoint_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore.of_run(tmp_path)
+    for step in (2, 4):
+        store.begin(step)
+        store.commit(step, {}, [])
+    for steps in (3, 4):
+        run = {"dir": str(tmp_path), "steps": steps}
+        config = config_from_dict({**LEAST, "run": run, "checkpoint": {"resume": True}})
+        with refused(ConfigError, "run.steps", "run.steps=3", 4) if steps == 3 else nullcontext():
+            check_folders(config)
 
 
 def assert_shows_all(text: str, config: RunConfig) -> None:
