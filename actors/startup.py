@@ -1,11 +1,13 @@
-"""Reports on stderr what a command does: one line per stage until the first step, and the progress of long waits.
+"""Reports the stages of a start: one line per stage until the first step, and the progress of long waits.
 
-Only the command line reports (`reporting`); in a user's own program the functions are silent.
+A command writes these lines to stderr (`reporting`). A user's own program gets only the lines of stages that may take
+long, as messages of the logger `slimefsdp`.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ from typing import Any, TextIO
 HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # ages at which a stage writes one more line to a log file; later once a minute
 REFRESH_S = 1.0  # interval in which a stage's line on a terminal is updated
 WAITING_S = 30.0  # interval in which a step reports its progress
+_logger = logging.getLogger("slimefsdp")
 _reporter: Reporter | None = None
 _waited_for: Callable[[], str] | None = None
 
@@ -98,17 +101,29 @@ def reporting(stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool = False) -> Iterator[None]:
-    """Reports a stage of a command's start while the block runs; does nothing outside of `reporting`.
+    """Reports a stage of a start while the block runs; outside of `reporting` it is logged once.
 
     Args:
         progress: returns a text about the stage's progress, or ""; called from another thread.
         is_short: whether the stage is left out of a log file unless it takes long.
     """
-    if _reporter is None:
-        yield
+    if _reporter is not None:
+        with _reporter.stage(what, progress, is_short=is_short):
+            yield
         return
-    with _reporter.stage(what, progress, is_short=is_short):
-        yield
+    if not is_short:
+        _log(what)
+    yield
+
+
+def _log(message: str) -> None:
+    """Logs a message, which is printed to stderr unless the program has handlers or a level of its own for logging."""
+    if not _logger.hasHandlers() and _logger.level == logging.NOTSET:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        _logger.addHandler(handler)
+        _logger.setLevel(logging.INFO)
+    _logger.info(message)
 
 
 @contextmanager

@@ -195,8 +195,7 @@ def ray_session(config: RunConfig) -> Iterator[None]:
     """
     path = (config.run.dir or Path(tempfile.mkdtemp(prefix="slimefsdp-"))) / RAY_LOG
     print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
-    with stage("starting Ray" if config.cluster.address is None else "joining the cluster", start_progress):
-        connect(config, path)
+    connect(config, path)
     try:
         yield
     finally:
@@ -276,10 +275,11 @@ def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> 
             ) from error
     try:
         if address is not None:
-            with _keeping_sigterm():
+            with stage("joining the cluster", is_short=True), _keeping_sigterm():
                 ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
-            _start_local(num_cpus, cluster.launch_timeout_s)
+            with stage("starting Ray", start_progress):
+                _start_local(num_cpus, cluster.launch_timeout_s)
     except Exception as error:  # Ray raises `Exception` itself if a node does not start
         disconnect()
         if address is None:

@@ -1,8 +1,9 @@
-"""The stages of a start: a line each in a log file, one that is rewritten on a terminal, nothing where nobody asked."""
+"""The stages of a start: a line each in a log file, one that is rewritten on a terminal, a log message elsewhere."""
 
 from __future__ import annotations
 
 import io
+import logging
 
 import pytest
 
@@ -43,9 +44,45 @@ def test_a_step_that_takes_long_says_how_far_it_is_on_lines_of_their_own(
         assert waited_for() == "step 4: 18 of 64 responses", "a signal is answered in a program of one's own, too"
 
 
-def test_a_program_of_ones_own_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
-    with reporting(io.StringIO()):
-        pass
-    with stage("starting ranks"):
-        pass
+def stages() -> None:
+    for what in ("starting ranks", "loading the model"):
+        with stage(what), stage("a moment", is_short=True):
+            pass
+
+
+@pytest.fixture
+def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """The product's logger as in a program that has not configured logging; pytest itself has handlers."""
+    logger = logging.Logger("slimefsdp")
+    monkeypatch.setattr(startup, "_logger", logger)
+    return logger
+
+
+def test_a_program_of_ones_own_gets_a_line_for_each_long_stage(
+    logger: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stages()
+    assert capfd.readouterr() == ("", "slimefsdp: starting ranks\nslimefsdp: loading the model\n")
+
+
+@pytest.mark.parametrize(("level", "messages"), [("WARNING", []), ("INFO", ["starting ranks", "loading the model"])])
+@pytest.mark.parametrize("has_handlers", [True, False])
+def test_a_program_that_configures_logging_decides_about_the_lines(
+    logger: logging.Logger, capfd: pytest.CaptureFixture[str], level: str, messages: list[str], has_handlers: bool
+) -> None:
+    written = io.StringIO()
+    if has_handlers:
+        logger.parent = logging.RootLogger(level)
+        logger.parent.addHandler(logging.StreamHandler(written))
+    else:
+        logger.setLevel(level)
+    stages()
+    assert written.getvalue().splitlines() == (messages if has_handlers else [])
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_command_writes_its_stages_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with reporting(io.StringIO()), stage("starting ranks"):
+        pass
+    assert caplog.messages == []
