@@ -226,7 +226,7 @@ class RolloutLoop:
         self._are_colocated = config.rollout.placement == "colocated"
         self._version = -1  # version of the engines' weights; with colocated engines, of the policy's weights
         self._engines_are_outdated = True
-        self._has_warned = False  # whether a warning was given that a step had nothing to learn from
+        self._has_warned = False  # whether a warning was given that a step had no differing rewards
         self._ahead: AheadCollector | None = None  # set in the first step, if rollout.max_staleness is set
         self._trained_prompts: dict[str, Any] | None = None  # with `_ahead`: state of `prompts` after the newest batch
 
@@ -289,7 +289,7 @@ class RolloutLoop:
         if batch is not None:
             metrics |= self._staleness(batch)
             metrics |= self._trained(step, batch, seconds)
-        self._warn_if_nothing_is_learned(step, batch, metrics)
+        self._warn_if_rewards_are_equal(step, metrics)
         self._engines_are_outdated |= metrics["updates"] > 0
         interval = self._config.evaluation.interval_steps
         is_last = step + 1 == self._config.run.steps
@@ -312,14 +312,14 @@ class RolloutLoop:
             metrics |= self._evaluated(step + 1, seconds)
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
 
-    def _warn_if_nothing_is_learned(self, step: int, batch: RolloutBatch | None, metrics: Metrics) -> None:
-        """Warns if a step has nothing to learn from; warns only once, since the metrics show this for every step."""
+    def _warn_if_rewards_are_equal(self, step: int, metrics: Metrics) -> None:
+        """Warns once that the rewards of a step had no effect, although other terms of the loss were trained."""
         rewards_differ = self._config.estimator not in GROUPED or metrics.get("zero_variance_groups") != 1.0
-        if self._has_warned or (batch is not None and rewards_differ):
+        if self._has_warned or rewards_differ or metrics["updates"] == 0:
             return
         self._has_warned = True
-        reason = "there is nothing to train on" if batch is None else "no prompt has responses with differing rewards"
-        print(f"step {step + 1}: {reason}, so the rewards teach nothing in it (said once)", file=sys.stderr, flush=True)
+        reason = "no prompt has responses with differing rewards, so the rewards teach nothing in it (said once)"
+        print(f"step {step + 1}: {reason}", file=sys.stderr, flush=True)
 
     def _evaluated(self, done: int, seconds: Metrics) -> Metrics:
         """Evaluates the policy after `done` steps and returns the metrics; colocated engines get a turn for this."""

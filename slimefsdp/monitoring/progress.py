@@ -58,6 +58,25 @@ DPO_COLUMNS = (
 )
 
 
+def reason_without_update(metrics: Mapping[str, float]) -> str | None:
+    """Returns why a step made no update of the policy; None if it made one, or if the metrics do not show why."""
+    if metrics.get("updates") != 0:
+        return None
+    if "critic/updates" in metrics:
+        return "the critic trains alone"
+    if "rollout/reward_failures" in metrics and "rollout/reward" not in metrics:
+        return "every group had a failed reward"
+    for metric, reason in (
+        ("rollout/groups_dropped", "rollout.filter dropped all groups"),
+        ("zero_variance_groups", "the rewards of each group are equal"),
+        ("skipped_update", "the gradients were not finite"),
+        ("rollout/truncated", "all responses were truncated"),
+    ):
+        if metrics.get(metric) == 1:
+            return reason
+    return "loss.max_kl ended the step" if metrics.get("early_stopped_updates") else None
+
+
 def with_held_out(columns: Sequence[Column], held_out: Sequence[Column]) -> tuple[Column, ...]:
     """Returns the columns, with the single column for held-out records replaced by `held_out`."""
     position = next(index for index, column in enumerate(columns) if column.metric.startswith("eval/"))
@@ -91,6 +110,8 @@ class Progress:
             self._recent_seconds.append(seconds)
         cells = [f"step {step:{len(str(self._total_steps))}}/{self._total_steps}"]
         cells += [text for column in self._columns if (text := column.text(metrics)) is not None]
+        if (reason := reason_without_update(metrics)) is not None:
+            cells.append(f"no update: {reason}")
         if self._recent_seconds:
             remaining_s = statistics.median(self._recent_seconds) * (self._total_steps - step)
             cells.append(f"ETA {timedelta(seconds=round(remaining_s))}")
