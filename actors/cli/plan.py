@@ -366,17 +366,18 @@ def _attention_lines(setup: TrainingSetup, schedule: Schedule, choice: Choice) -
         cells = ["heads do not", "divide by cp"] if comm is None else map(byte_text, (comm.forward, comm.backward))
         rows.append([_marked(name, name == schedule.strategy), *cells])
     lines = [
-        "attention's messages in one layer, all ranks, per update",
+        "bytes that attention sends in one layer, of all ranks together, per update",
         *_rows(["", "forward", "backward"], *rows),
-        f"  of a rank in all layers: {byte_text(schedule.attention_bytes_per_rank(setup))}",
-        f"  * {choice}",
+        f"  one rank in all layers: {byte_text(schedule.attention_bytes_per_rank(setup))}",
+        *_wrapped(f"* {choice.name} is used: {choice.reason}"),
     ]
     least = lightest_strategy(schedule, setup)
     current, lightest = sent[schedule.strategy], sent[least]
     if current is not None and lightest is not None and least != schedule.strategy:
-        lines.append(  # attention.strategy=auto chooses before the samples are known
-            f"  for these samples attention.strategy={least} sends fewer bytes: {byte_text(lightest.total)} instead of "
-            f"{byte_text(current.total)}"
+        bytes_of_both = f"{byte_text(lightest.total)} instead of {byte_text(current.total)}"
+        lines += _wrapped(
+            f"attention.strategy={least} would send {bytes_of_both} for samples of these lengths, which auto does not "
+            "look at"
         )
     return [*lines, ""]
 
@@ -385,7 +386,7 @@ def _memory_lines(setup: TrainingSetup, schedule: Schedule) -> list[str]:
     sent = sharding_traffic(setup, schedule.micro_batches_per_update)
     levels = _memory_by_level(setup, schedule)
     return [
-        f"sharding's messages of a rank, per update: gathers {byte_text(sent.all_gather)}, reduce-scatters "
+        f"bytes that sharding sends per rank and update: gathers {byte_text(sent.all_gather)}, reduce-scatters "
         f"{byte_text(sent.reduce_scatter)}, all-reduces {byte_text(sent.all_reduce)}",
         "",
         "memory of a rank at the fullest moment of an update (an estimate)",
@@ -409,12 +410,12 @@ def _time_lines(schedule: Schedule, device: Device, result: Recommendation) -> l
             fits = "yes" if device.has_room(size) else "no"
             rows.append([name, *(f"{value:,.3g}" for value in seconds), byte_text(size), fits])
     return [
-        f"an update's floor, nothing overlapping, by {rates.source}: {rates.matrix_tflops:,.3g} TFLOP/s in products, "
-        f"{rates.comm_gbps:,.3g} GB/s sent; memory: {limit}",
+        f"least time of an update if nothing overlaps, by {rates.source}: {rates.matrix_tflops:,.3g} TFLOP/s in "
+        f"products, {rates.comm_gbps:,.3g} GB/s between ranks; memory: {limit}",
         *_rows(["", "seconds", "products", "attention", "memory", "sent", "host", "bytes", "fits"], *rows),
-        f"  * as set: {now.tokens_per_second(schedule):,.0f} tokens/s, "
+        f"  * the present settings: {now.tokens_per_second(schedule):,.0f} tokens/s, "
         f"{now.mfu(schedule, rates):.0%} of the rate in products",
-        *textwrap.wrap(result.advice, _WIDTH, initial_indent="  ", subsequent_indent="    "),
+        *_wrapped(result.advice),
     ]
 
 
@@ -458,7 +459,8 @@ def _longest_context(setup: TrainingSetup, device: Device, most_tokens: int) -> 
         f"the longest sample that fits {byte_text(device.memory_bytes)} a rank, a tenth of them left free (an "
         f"estimate); cp {setup.mesh.cp}, {_count(setup.model.parameters)} parameters",
         *_rows(["", "tokens", *_TERMS, "on the host", "of the free tenth"], *rows),
-        "  * as set. Of the free tenth: what flash attention's backward allocates inside, which no other term has",
+        "  * the present settings. The last column is what flash attention's backward allocates inside, from the tenth "
+        "that is left free",
     ]
     if any(context.tokens == most_tokens for context in contexts):
         reason = "longer ones were not tried" if most_tokens == MOST_TOKENS else "the positions that the model learned"
@@ -486,6 +488,10 @@ def _rows(*rows: list[str]) -> list[str]:
         cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join(["  " + first.ljust(widths[0]), *cells]).rstrip())
     return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _marked(name: str, is_chosen: bool) -> str:

@@ -80,19 +80,22 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
                 field="attention.strategy",
                 hint=f"use auto, or {' or '.join(fitting)}",
             )
-        return Choice(setting, "as set")
+        return Choice(setting, "set by attention.strategy")
     # For a sequence cut over all ranks, the ring sends cp - 1 times the bytes of its K and V, summed over ranks,
     # and Ulysses (cp - 1)/cp x (1 + heads/kv_heads) times. Only Ulysses sends uncut sequences; lengths are unknown here
     ulysses_is_lighter = cp > shape.heads / shape.kv_heads + 1
     cannot_split_heads = _problem("ulysses", shape, cp)
     if shape.has_windows and cannot_split_heads:
-        return Choice("all_gather", f"the ring cannot express this model's sliding windows, and {cannot_split_heads}")
+        problem = f"the ring cannot compute this model's sliding windows, and for ulysses {cannot_split_heads}"
+        return Choice("all_gather", problem)
     if shape.has_windows:
-        return Choice("ulysses", "the ring cannot express this model's sliding windows, and its heads can be divided")
-    if ulysses_is_lighter and not cannot_split_heads:
-        ratio = f"{shape.heads} heads over {shape.kv_heads} key heads"
-        return Choice("ulysses", f"with {ratio} a sequence that all ranks share takes it fewer bytes than the ring")
-    return Choice("ring", "its communication overlaps with computing")
+        return Choice("ulysses", "the ring cannot compute this model's sliding windows")
+    if cannot_split_heads:
+        return Choice("ring", f"it overlaps communication with computing, and for ulysses {cannot_split_heads}")
+    heads = f"with {shape.heads} attention heads and {shape.kv_heads} key-value heads"
+    if ulysses_is_lighter:
+        return Choice("ulysses", f"{heads} it sends fewer bytes than the ring for a sequence that all {cp} ranks share")
+    return Choice("ring", f"{heads} ulysses would not send fewer bytes, and the ring overlaps sending with computing")
 
 
 def serving_strategies(shape: AttentionShape, cp: int) -> list[Strategy]:

@@ -157,13 +157,13 @@ def _ways_to_train(setup: TrainingSetup, recomputations: tuple[Recompute, ...]) 
 
 
 def _advice(chosen: Candidate, recommended: Candidate, device: Device) -> str:
-    room = "" if device.memory_bytes is None else f" that fits {byte_text(device.memory_bytes)}"
+    room = "" if device.memory_bytes is None else f" of those that fit {byte_text(device.memory_bytes)}"
     if chosen.setup.settings == recommended.setup.settings:
-        return f"recommended: as it is set, which is the fastest{room} by the estimate"
-    why = f"recommended: {recommended.setup.settings}: the fastest{room} by the estimate"
+        return f"recommended: keep the settings, which are estimated to be the fastest{room}"
+    why = f"recommended: {recommended.setup.settings} (estimated to be the fastest{room}"
     if not device.has_room(chosen.memory.total):
-        return f"{why}; what is set does not fit"
-    return f"{why}, {chosen.seconds.total / recommended.seconds.total:.2f}x what is set"
+        return f"{why}; the present settings do not fit)"
+    return f"{why}, {chosen.seconds.total / recommended.seconds.total:.2f} times as fast as the present ones)"
 
 
 def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least_bytes: int) -> str:

@@ -29,11 +29,11 @@ from tests.support.tiny_models import ARCHITECTURES, TinyFolder
         (AttentionShape(32, 8, 128), 1, "local", "one rank"),
         (AttentionShape(32, 8, 128), 2, "ring", "overlaps"),
         (AttentionShape(32, 8, 128), 5, "ring", "overlaps"),
-        (AttentionShape(32, 8, 128), 8, "ulysses", "32 heads over 8 key heads"),
+        (AttentionShape(32, 8, 128), 8, "ulysses", "32 attention heads and 8 key-value heads"),
         (AttentionShape(32, 32, 128), 2, "ring", "overlaps"),
         (AttentionShape(32, 32, 128), 4, "ulysses", "fewer bytes"),
         (AttentionShape(30, 30, 128), 4, "ring", "overlaps"),
-        (AttentionShape(32, 8, 128, has_windows=True), 2, "ulysses", "windows, and its heads can be divided"),
+        (AttentionShape(32, 8, 128, has_windows=True), 2, "ulysses", "sliding windows"),
         (
             AttentionShape(30, 10, 128, has_windows=True),
             4,

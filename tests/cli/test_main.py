@@ -122,7 +122,7 @@ def test_plan_answers_without_torch_ray_transformers_or_weights(long_context: Pa
         "ring", "ulysses", "all_gather"
     ]  # fmt: skip
     assert not any("a guess: give --lengths" in line for line in lines) and max(map(len, lines)) <= 140
-    assert any(line.startswith("an update's floor, nothing overlapping, by a guess for H100: ") for line in lines)
+    assert any(line.startswith("least time of an update if nothing overlaps, by a guess for H100: ") for line in lines)
     assert lines[-1].startswith(("  recommended: ", "    "))
     assert "batch.share_prefixes=auto may compute less" in done.stdout
     done = run("plan", long_context, "--ranks", 64, "batch.share_prefixes=never")
