@@ -298,16 +298,21 @@ def losses_of(work: Work, log_probs: npt.NDArray[Any]) -> Floats:
     bounded = ratio.clip(work.config["clip_low_threshold"], work.config["clip_high_threshold"])
     if work.name == "cispo":
         return -bounded * now * advantages
-    return -np.minimum(ratio * advantages, bounded * advantages) * batch.mask
+    return np.where(batch.mask, -np.minimum(ratio * advantages, bounded * advantages), 0.0)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # losses that are not finite are refused by name
 def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
     """Returns the serialised ForwardBackwardOutput of a request.
 
     Args:
         log_probs: the log-probs of the targets, [R] in the order of the batch.
+
+    Raises:
+        BatchError: the loss of a token is not finite in float32.
     """
     losses = losses_of(work, log_probs)
+    _require_finite(work, losses.astype(np.float32))
     output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     copies = work.targets or 1
     lengths = work.batch.response_lengths[::copies]
@@ -325,6 +330,17 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
     output.metrics["loss:sum"] = float(losses.sum())
     output.metrics["tokens:sum"] = float(lengths.sum())
     return bytes(output.SerializeToString())
+
+
+def _require_finite(work: Work, losses: npt.NDArray[np.float32]) -> None:
+    infinite = np.flatnonzero(~np.isfinite(losses))
+    if infinite.size:
+        number = int(work.batch.sample_ids[infinite[0]]) // (work.targets or 1)
+        name, hint = "logprobs", "send log-probs that are nearer to the model's, or smaller advantages"
+        if work.name == "cross_entropy":
+            name, hint = "weights", "send smaller ones"
+        problem = f"with them the loss of a token is {losses[infinite[0]]:g} in float32"
+        _refuse(f"data[{number}].loss_fn_inputs.{name}", problem, hint)
 
 
 def _refuse(field: str, problem: str, hint: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
-from tests.support.service import message
+from tests.support.service import message, tensor
 
 CPU = torch.device("cpu")
 
@@ -128,6 +129,40 @@ def test_a_sparse_tensor_is_the_dense_one() -> None:
     assert works[0].batch.loss_weights is not None and works[0].batch.target_tokens is not None
     assert works[0].batch.loss_weights.tolist() == dense.T.ravel().tolist()
     assert works[0].batch.target_tokens.tolist() == tokens.T.ravel().tolist()
+
+
+FAR = {"logprobs": np.array([-1.0, -1e4, -1.0])}
+
+
+@pytest.mark.parametrize(
+    ("loss", "inputs", "field"),
+    [
+        ("cross_entropy", {"weights": np.array([1.0, 3e38, 1.0])}, "weights"),
+        ("cross_entropy", {"target_tokens": np.ones((3, 2), int), "weights": np.full((3, 2), -3e38)}, "weights"),
+        ("importance_sampling", FAR | {"advantages": np.ones(3)}, "logprobs"),
+        ("ppo", FAR | {"advantages": -np.ones(3)}, "logprobs"),
+        ("ppo", FAR | {"advantages": np.zeros(3)}, "logprobs"),
+        ("ppo", FAR | {"advantages": np.ones(3)}, None),  # the ratio is clipped, and the loss finite
+    ],
+)
+def test_a_loss_that_float32_cannot_hold_is_refused_by_the_name_of_its_input(
+    loss: str, inputs: dict[str, np.ndarray], field: str | None
+) -> None:
+    asked = message(loss=loss)
+    asked.data.append(message(loss=loss, **{"logprobs": None, **inputs}).data[0])
+    for name, values in inputs.items():  # the first datum is harmless
+        asked.data[0].loss_fn_inputs[name].CopyFrom(
+            tensor(values if name == "target_tokens" else -np.ones_like(values))
+        )
+    work = work_of(asked, vocab_size=VOCABULARY, max_tokens=64, max_targets=10**6)
+    log_probs = np.full(work.batch.num_response_tokens, -2.0, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if field is None:
+            output_of(work, log_probs)
+            return
+        with refused(BatchError, f"data[1].loss_fn_inputs.{field}", "float32"):
+            output_of(work, log_probs)
 
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])

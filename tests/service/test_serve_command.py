@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from tinker import types
 from actors.cli.main import main
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
-from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from slimefsdp.errors import CheckpointError, ConfigError, ModelError, ResourceError
 from slimefsdp.io.files import LOCK
 from tests.support.service import Server, datum, log_probs_of, service_tree, tokens_of
 from tests.support.waiting import PATIENCE_S
@@ -92,6 +93,17 @@ def test_a_port_in_use_is_found_before_anything_starts(
         port = taken.getsockname()[1]
         assert main(["serve", str(file), f"service.address=127.0.0.1:{port}"]) == ResourceError.exit_code
     assert f"127.0.0.1:{port}" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_starts(
+    untied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(untied, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    (tmp_path / "service.yaml").write_text(yaml.safe_dump(service_tree(model, tmp_path)))
+    assert main(["serve", str(tmp_path / "service.yaml")]) == ModelError.exit_code
+    said = capsys.readouterr().err
+    assert f"{model} has no tokenizer" in said and "field: model.path" in said and not (tmp_path / "run").exists()
 
 
 def test_a_server_of_all_weights_needs_room_for_one_more_model(
