@@ -152,8 +152,23 @@ def check_before_launch(
         with _kept(errors):
             _try_records(run)
         warn_of_shared_prompts(run.sets)
+        warn_of_long_warmup(run.config)
     _raise(errors)
     return run
+
+
+def warn_of_long_warmup(config: RunConfig) -> None:
+    """Prints a note if the run ends before the learning rate has risen to optim.lr."""
+    if config.run.steps is None:
+        return
+    steps_of_policy = config.run.steps - (config.critic.warmup_steps if config.algorithm == "ppo" else 0)
+    updates, warmup = max(0, steps_of_policy) * config.updates_per_step, config.warmup_updates
+    if updates < warmup:
+        print(
+            f"optim.warmup_updates: the run ends after {updates:,} of {warmup:,} warm-up updates, so the learning rate "
+            f"rises to only {updates / warmup:.0%} of optim.lr",
+            file=sys.stderr,
+        )
 
 
 def check_start(config: RunConfig, *, engines: int | None) -> RunConfig:

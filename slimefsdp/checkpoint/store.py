@@ -221,7 +221,15 @@ class CheckpointStore:
         if (source / MANIFEST).exists():
             return Choice(cls(source.parent).verify(source), source, [])
         inside = source / "checkpoints"
-        return cls(inside if inside.is_dir() else source).newest_verified()
+        store = cls(inside if inside.is_dir() else source)
+        if not store.steps():
+            raise CheckpointError(
+                f"{source} has no checkpoint",
+                field="SRC",
+                hint="name the run.dir of a run with checkpoint.interval_steps, or the folder of a step; the model in "
+                "run.export_dir is a Hugging Face folder already",
+            )
+        return store.newest_verified()
 
     def newest_verified(self) -> Choice:
         """Returns the newest whole checkpoint; reads every byte of it.

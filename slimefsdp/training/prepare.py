@@ -228,17 +228,18 @@ def checked_advantages(
     budget = config.max_pack_tokens
     longest = int(batch.lengths.argmax())
     if batch.lengths[longest] > budget:
+        needed = -(-int(batch.lengths[longest]) // config.mesh.cp)
         raise BatchError(
             f"sample {longest} has {batch.lengths[longest]} tokens, the budget is {budget} (batch.max_tokens_per_rank"
             f"={config.batch.max_tokens_per_rank} x mesh.cp={config.mesh.cp})",
             field="lengths",
-            hint=f"raise batch.max_tokens_per_rank to {-(-int(batch.lengths[longest]) // config.mesh.cp)}, or drop it",
+            hint=f"raise batch.max_tokens_per_rank to {needed}, or leave sample {longest} out of the batch",
         )
     if max_sample_tokens is not None and batch.lengths[longest] > max_sample_tokens:
         raise BatchError(
             f"sample {longest} has {batch.lengths[longest]} tokens, the model learned {max_sample_tokens} positions",
             field="lengths",
-            hint="drop it, or train a model with rotary positions",
+            hint=f"leave sample {longest} out of the batch, or train a model with rotary positions",
         )
     if batch.temperature is not None and batch.temperature != config.temperature:
         raise BatchError(

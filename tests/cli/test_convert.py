@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from actors.cli.main import main
-from slimefsdp.errors import byte_text
+from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.models.hf_folder import SINGLE_FILE
 from tests.support.tiny_models import save_tiny_model
 
@@ -34,3 +34,15 @@ def test_a_model_goes_out_and_comes_back_with_one_line_of_result_each(
     source, written = load_file(folder / SINGLE_FILE), load_file(back / SINGLE_FILE)
     assert source.keys() == written.keys() and all(torch.equal(written[n], source[n].float()) for n in source)
     assert json.loads((back / "config.json").read_text())["dtype"] == "float32" and (back / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_a_run_without_checkpoints_is_refused_with_the_setting_that_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: str
+) -> None:
+    (tmp_path / "run" / inside).mkdir(parents=True)
+    command = ["convert", "checkpoint-to-hf", str(tmp_path / "run"), str(tmp_path / "model")]
+    assert main(command) == CheckpointError.exit_code
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run'} has no checkpoint" in said and "field: SRC" in said
+    assert "checkpoint.interval_steps" in said and "run.export_dir" in said and not (tmp_path / "model").exists()

@@ -13,6 +13,7 @@ import yaml
 
 from actors.cli import main as cli
 from actors.cluster import connect
+from actors.rollout import prompt_files
 from actors.rollout.prompt_files import read_prompts
 from actors.rollout.prompts import PromptStream
 from slimefsdp.checkpoint.store import CheckpointStore
@@ -90,7 +91,9 @@ def test_train_its_dry_run_and_check_list_the_same_problems_and_write_nothing(
     for field, line in zip(("data.train", "rollout.reward", "mesh.dp"), others, strict=True):
         assert field in line
     for words in ([*train, "--dry-run"], check, [*check, "--json"]):
-        assert cli.main(words) == 0, words
+        assert cli.main([*words, "optim.warmup_updates=8"]) == 0, words
+        said = capsys.readouterr().err
+        assert "optim.warmup_updates" in said and "after 2 of 8" in said and "25% of optim.lr" in said
     assert everything(config.parent) == before
 
 
@@ -145,8 +148,14 @@ def test_records_that_are_here_are_read_in_the_form_of_the_algorithm_while_other
 
 
 def test_a_resume_that_ranks_would_refuse_is_refused_before_anything_starts(
-    config: Path, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path,
+    example: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    # counting tokens takes seconds in each call, and says nothing about the checkpoint
+    monkeypatch.setattr(prompt_files, "prompt_lengths", lambda _, records, **__: [8] * len(records))
     saved = load_config(config, ["lora.rank=8"])
     identity = identity_of(saved, "actor", read_model_folder(saved.model.path))
     prompts = PromptStream(read_prompts(saved).train, saved.run.seed).state()
