@@ -1,14 +1,16 @@
 """Meshes against one plain process: loss, parameters and gradients after three optimiser steps, and bytes per rank.
 
     python benchmarks/equivalence.py --json benchmarks/results/equivalence.json [--all-meshes]
+    python benchmarks/equivalence.py --shared --json benchmarks/results/equivalence_shared.json
 
 The reference is written from the formulas in plain PyTorch (tests/support/plain_step.py): one process, one forward a
 sample, no packing, no FSDP. Every row is `Trainer.train_step` on real gloo ranks over the same batch, three updates.
-The bounds are: float64, 1e-12; float32 under SGD with momentum, 2 ulp of the parameter + 1e-5 of the largest update.
-AdamW divides by the size of the gradient: a parameter whose true gradient is zero (a key bias under softmax) takes
-full-size steps in the direction of rounding noise. Such parameters, or elements of them, are found by their float64
-gradient and named; of the others the difference is shown, and in float64 bounded. In float32 small gradients are half
-noise, whoever computes them: there the difference under AdamW is shown only.
+`--shared` has meshes on which ranks share matrices (tp) or experts (ep). The bounds are: float64, 1e-12; float32 under
+SGD with momentum, 2 ulp of the parameter + 1e-5 of the largest update. AdamW divides by the size of the gradient: a
+parameter whose true gradient is zero (a key bias under softmax) takes full-size steps in the direction of rounding
+noise. Such parameters, or elements of them, are found by their float64 gradient and named; of the others the difference
+is shown, and in float64 bounded. In float32 small gradients are half noise, whoever computes them: there the difference
+under AdamW is shown only.
 """
 
 from __future__ import annotations
@@ -54,6 +56,19 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {  # kind,
     "qwen3_moe": ("qwen3_moe", {"vocab_size": 97}, STRATEGIES, False),
     "gpt_oss, windows and sinks": ("gpt_oss", {"vocab_size": 97}, ("ulysses", "all_gather"), False),
 }
+# kind and changes; sizes that two and four tp ranks, or ep ranks, can divide
+SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {"tie_word_embeddings": False}),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2, windows": ("qwen2", {}),
+    "gemma2, windows and soft-caps": ("gemma2", {}),
+    "gemma3, windows": ("gemma3_text", {}),
+    "mistral, windows": ("mistral", {}),
+    "gpt_oss, windows and sinks": ("gpt_oss", {"num_local_experts": 8}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8}),
+    "mixtral": ("mixtral", {"num_local_experts": 8}),
+}
 FEW = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2), (2, 2, 2))
 RUNS = {  # optimiser and dtype of the three runs of a row
     "float64 sgd": ("float64", {"name": "sgd", "lr": 0.05}),
@@ -72,20 +87,23 @@ class Mesh:
     cp: int
     strategy: str = "-"
     sharding: str = "full"
+    tp: int = 1
+    ep: int = 1
 
     def sections(self) -> dict[str, Any]:
         attention = {"strategy": self.strategy} if self.cp > 1 else {}
-        axes = {"dp_replicate": self.dp_replicate, "dp": self.dp, "cp": self.cp}
+        axes = {name: getattr(self, name) for name in ("dp_replicate", "dp", "cp", "tp", "ep")}
         return {"mesh": axes, "attention": attention, "fsdp": {"sharding": self.sharding}}
 
     @property
     def ranks(self) -> int:
-        return self.dp_replicate * self.dp * self.cp
+        return self.dp_replicate * self.dp * self.cp * self.tp
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *SHARED], help="all by default")
+    parser.add_argument("--shared", action="store_true", help="meshes with tp and ep ranks")
     parser.add_argument("--max-ranks", type=int, default=8)
     parser.add_argument("--all-meshes", action="store_true", help="for every model, not for the first alone")
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -93,15 +111,16 @@ def main() -> None:
     pool = RankPool()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(args.cases):
-            kind, changes, strategies, all_meshes = CASES[name]
+        for number, name in enumerate(args.cases or (SHARED if args.shared else CASES)):
+            kind, changes, strategies, all_meshes = (*SHARED[name], (), False) if args.shared else CASES[name]
             all_meshes = all_meshes or args.all_meshes
             path = save_tiny_model(Path(folder) / str(number), kind, **changes)
             for data in ("different", "same") if all_meshes and number == 0 else ("different",):
                 batch = data_of(path, data)
                 references = {run: reference(path, batch, run) for run in RUNS}
                 print(f"\n{name}; {data} data on every rank\n{HEADER}", flush=True)
-                for mesh in meshes(strategies, args.max_ranks, None if all_meshes and data == "different" else FEW):
+                few = None if all_meshes and data == "different" else FEW
+                for mesh in shared_meshes(kind) if args.shared else meshes(strategies, args.max_ranks, few):
                     row = measure(pool, path, batch, mesh, references)
                     results.append({"model": name, "data": data, **asdict(mesh), **row})
                     print(line(mesh, row), flush=True)
@@ -126,6 +145,18 @@ def meshes(strategies: tuple[str, ...], max_ranks: int, only: tuple[tuple[int, i
         for sharding in ("keep_parameters", "optimizer", "replicate"):
             found += [Mesh(1, 4, 1, sharding=sharding), Mesh(1, 2, 2, strategies[0], sharding)]
     return [mesh for mesh in found if mesh.ranks <= max_ranks]
+
+
+def shared_meshes(kind: str) -> list[Mesh]:
+    """Meshes with tp ranks, and with ep ranks for a mixture of experts."""
+    strategies = (
+        ("ring", "all_gather", "ulysses") if kind in ("qwen3", "llama", "mixtral", "qwen3_moe") else ("all_gather",)
+    )
+    found = [Mesh(1, 1, 1, tp=2), Mesh(1, 1, 1, tp=4), Mesh(1, 2, 1, tp=2), Mesh(2, 2, 1, tp=2)]
+    found += [Mesh(1, 1, 2, strategy, tp=2) for strategy in strategies]
+    if kind in ("gpt_oss", "qwen3_moe", "mixtral"):
+        found += [Mesh(1, 2, 1, ep=2), Mesh(1, 4, 1, ep=4), Mesh(1, 2, 1, tp=2, ep=4), Mesh(2, 2, 1, ep=2)]
+    return found
 
 
 def data_of(path: Path, data: str) -> RolloutBatch:
@@ -221,7 +252,7 @@ def measure(
             row[run]["their_difference"] = largest({name: difference[name][excused[name]] for name in named})
         if run == "float32 adamw":
             whole = ours["whole_bytes"]
-            shards = 1 if mesh.sharding == "replicate" else mesh.dp * mesh.cp
+            shards = 1 if mesh.sharding == "replicate" else mesh.dp * mesh.cp * mesh.tp
             wanted = [whole / shards, whole / shards, 2 * whole / shards]  # AdamW keeps two moments
             row["bytes_per_rank"] = [found["bytes"] for found in of_ranks]
             row["largest_bytes_over_1/N"] = [max(found["bytes"][i] for found in of_ranks) / wanted[i] for i in range(3)]
@@ -270,6 +301,7 @@ def line(mesh: Mesh, row: dict[str, Any]) -> str:
     adamw = " ".join(f"{row[run]['parameter_difference']:>7.1e}" for run in ("float64 adamw", "float32 adamw"))
     shares = "     ".join(f"{share:.2f}" for share in row["largest_bytes_over_1/N"])
     axes = f"{mesh.dp_replicate} x {mesh.dp} x {mesh.cp}"
+    axes += f" x tp {mesh.tp}" * (mesh.tp > 1) + f" ep {mesh.ep}" * (mesh.ep > 1)
     return (
         f"  {mesh.ranks:>5}  {axes:>15}  {mesh.strategy:<10}  {mesh.sharding:<15}  {row['float64 sgd']['loss']:.6f}"
         f"  {row['float64 sgd']['parameter_sum']:>11.6f} {sgd}  {adamw}     {shares}"

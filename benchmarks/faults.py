@@ -76,6 +76,7 @@ class Arena:
     folder: Path
     ranks: int
     device: str = "cpu"
+    tp: int = 1
 
     def __post_init__(self) -> None:
         self._model = save_tiny_model(self.folder / "model")
@@ -87,7 +88,8 @@ class Arena:
 
     def settings(self, run: str, **sections: dict[str, Any]) -> RunConfig:
         """Those of a run in a folder of this name."""
-        mesh = {"dp": 2, "cp": self.ranks // 2, "device": self.device}
+        dp = 1 if self.tp == self.ranks else 2
+        mesh = {"dp": dp, "cp": self.ranks // dp // self.tp, "tp": self.tp, "device": self.device}
         cluster = {"ping_timeout_s": PING_TIMEOUT_S}
         return settings(self._model, self.folder / run, mesh=mesh, cluster=cluster, **sections)
 
@@ -214,6 +216,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="4: dp 2 x cp 2")
+    parser.add_argument("--tp", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks among them")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as many GPUs as ranks")
     parser.add_argument("--only", default="", help="cases whose names hold this")
     parser.add_argument("--resume", action="store_true", help="leave out what the record holds already")
@@ -224,7 +227,7 @@ def main() -> None:
         done = json.loads(args.json.read_text())["results"]["cases"]
     failed = [f"{case['case']}: {miss}" for case in done for miss in case["misses"]]
     with tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(Arena(Path(folder), args.ranks, args.device))
+        matrix = Matrix(Arena(Path(folder), args.ranks, args.device, args.tp))
         for faults in cases_of(args.ranks):
             name = " + ".join(map(str, faults))
             if args.only not in name or name in [case["case"] for case in done]:

@@ -1,6 +1,7 @@
 """What `slimefsdp plan` estimates against what `Trainer.train_step` does: peak memory, and which of two is faster.
 
     python benchmarks/plan_accuracy.py --json benchmarks/results/plan_accuracy.json
+    python benchmarks/plan_accuracy.py --shared --json benchmarks/results/plan_accuracy_shared.json
 
 Memory is the sum of all live tensors: what the trainer holds before the step, and every allocation and release during
 it, as torch's own profiler records them (on CUDA, its allocator's peak). Time is user CPU seconds of
@@ -142,6 +143,31 @@ MEMORY = [
       for level in ("full", "keep_parameters", "optimizer", "replicate")
       for model, tokens, kind in (("wide", 1024, "none"), ("wide", 1024, "full"), ("large vocabulary", 1024, "none"))),
 ]  # fmt: skip
+TP, EP = {"mesh.dp": 1, "mesh.tp": 2}, {"mesh.ep": 2}
+# of settings under which ranks share matrices or experts
+SHARED_MEMORY = [
+    *(Case(model, tokens, 2, TP | {CHECKPOINTING: kind})
+      for model, tokens in (("wide", 1024), ("large vocabulary", 1024), ("llama", 1024)) for kind in ("none", "full")),
+    Case("large vocabulary, untied", 1024, 2, TP),
+    Case("wide", 1024, 2, TP | {CHECKPOINTING: "selective"}),
+    Case("wide", 1024, 2, TP | {"fsdp.sharding": "keep_parameters"}),
+    Case("wide", 1024, 2, TP | {"fsdp.sharding": "optimizer"}),
+    Case("wide", 1024, 2, TP | {"lora.rank": 32}),
+    Case("wide", 1024, 4, {"mesh.dp": 2, "mesh.tp": 2}),
+    *(Case("mixture", 1024, 2, EP | {CHECKPOINTING: kind}) for kind in ("none", "full")),
+    Case("mixture", 1024, 2, TP),
+    Case("mixture", 1024, 2, TP | EP),
+]  # fmt: skip
+SHARED_PAIRS = [
+    ("tensor-parallel ranks against data ranks", Case("wide", 1024, 2, TP), Case("wide", 1024, 2)),
+    ("tensor-parallel ranks against data ranks, large vocabulary", Case("large vocabulary", 1024, 2, TP),
+     Case("large vocabulary", 1024, 2)),
+    ("tensor-parallel ranks against context ranks", Case("wide", 1024, 2, TP, sample=1024),
+     Case("wide", 1024, 2, {"mesh.dp": 1, "mesh.cp": 2}, sample=1024)),
+    ("experts divided against experts gathered", Case("mixture", 1024, 2, EP), Case("mixture", 1024, 2)),
+    ("experts divided against experts gathered, small packs", Case("mixture", 128, 2, EP, micro_batches=8),
+     Case("mixture", 128, 2, micro_batches=8)),
+]  # fmt: skip
 PAIRS = [
     ("recomputing layers", Case("wide", 1024), Case("wide", 1024, 1, {CHECKPOINTING: "full"})),
     ("a small head against a large one", Case("small", 1024), Case("large vocabulary, untied", 1024)),
@@ -161,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("memory", "time"))
+    parser.add_argument("--shared", action="store_true", help="settings under which ranks share matrices or experts")
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args()
     results: dict[str, Any] = {"memory": [], "rankings": []}
@@ -170,11 +197,12 @@ def main() -> None:
         for model, changes in MODELS.items():
             (folder / model.replace(" ", "_")).mkdir()
             (folder / model.replace(" ", "_") / "config.json").write_text(json.dumps(SIZES | changes))
-        for name, first, second in PAIRS if options.only != "memory" else []:
+        pairs, cases = (SHARED_PAIRS, SHARED_MEMORY) if options.shared else (PAIRS, MEMORY)
+        for name, first, second in pairs if options.only != "memory" else []:
             row = ranking_row(pool, name, first, second, folder, options.rounds)
             results["rankings"].append(row)
             print(f"{row['measured_ratio']:.3f} measured, {row['predicted_ratio']:.3f} predicted: {name}", flush=True)
-        for case in MEMORY if options.only != "time" else []:
+        for case in cases if options.only != "time" else []:
             row = memory_row(pool, case, folder)
             results["memory"].append(row)
             print(f"{row['predicted_over_measured']:.3f} of {row['measured_mb']:8.1f} MB  {row['case']}", flush=True)
@@ -201,7 +229,8 @@ def predicted(case: Case, folder: Path, rates: Rates) -> Candidate:
     model, on_cpu = ModelSpec.from_config(described), DEVICE.type == "cpu"
     mesh = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
     setup = setup_of(config, model, mesh, on_cpu=on_cpu, reference=model, critic=model)
-    strategy = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model), mesh.cp).traffic
+    shape = AttentionShape.of_model_spec(model).over(config.mesh.tp)
+    strategy = choose_strategy(config.attention.strategy, shape, mesh.cp).traffic
     batch, cost = case.batch(model.vocab), cost_model_of(config, described)
     plan, counted = plan_training(config, batch, cost), int(batch.mask.sum()) / batch.num_tokens
     schedule = measure_schedule(plan, batch.lengths, setup, strategy=strategy, cost=cost, counted_share=counted)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from slimefsdp.errors import ModelError
+from slimefsdp.errors import ConfigError, ModelError
 
 NEWTON_SCHULZ_STEPS = 5  # iterations of Muon on a matrix; Jordan et al. find no gain in more
 # architectures whose embedding is the head if config.json does not say whether it is
@@ -36,6 +36,10 @@ _FUSED_NAMES = {
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
 }
 _PARTS_OF_LAYERS = {"attention": "self_attn.", "mlp": "mlp.", "experts": "mlp.experts."}  # keywords of lora.targets
+
+
+# architectures whose blocks, embedding and head slimefsdp.distributed.tensor_parallel can cut
+TENSOR_PARALLEL = ("gemma2", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,22 @@ class ModelSpec:
     has_head_norms: bool = False  # there are norms of queries and keys
     has_softcap: bool = False  # attention scores are soft-capped
     has_sinks: bool = False  # each head has an attention sink
+
+    def over(self, tp: int) -> ModelSpec:
+        """Returns the sizes of the part that one of `tp` tensor-parallel ranks computes.
+
+        Experts are not cut, but each rank computes those of its own tokens, which is as much work as all tokens with
+        experts of a smaller size.
+        """
+        if tp == 1:
+            return self
+        return replace(
+            self,
+            heads=self.heads // tp,
+            kv_heads=max(1, self.kv_heads // tp),
+            intermediate=self.intermediate // tp,
+            vocab=self.vocab // tp,
+        )
 
     @property
     def attention_parameters(self) -> int:
@@ -312,3 +332,45 @@ def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
     is_count = type(pattern) is int and pattern > 0
     period = pattern if is_count else _FULL_ATTENTION_PERIOD.get(model_type)
     return layers - layers // period if period else layers
+
+
+def check_parallel(config: Mapping[str, Any], tp: int, ep: int) -> None:
+    """Checks that tp and ep ranks can share a model with this config.json.
+
+    Raises:
+        ConfigError: the architecture, or its heads, rows, vocabulary or experts, cannot be divided.
+    """
+    if tp > 1:
+        _check_tensor_parallel(config, tp)
+    if ep == 1:
+        return
+    if (experts := ModelSpec.from_config(config).experts) == 1:
+        problem = f"mesh.ep={ep} divides experts, and a model of type {config.get('model_type')} has none"
+        raise ConfigError(problem, field="mesh.ep", hint="set it to 1")
+    if experts % ep:
+        problem = f"mesh.ep={ep} does not divide the {experts} experts of this model"
+        raise ConfigError(problem, field="mesh.ep", hint=f"set it to {_largest_divisor([experts], ep)}")
+
+
+def _check_tensor_parallel(config: Mapping[str, Any], tp: int) -> None:
+    kind = config.get("model_type")
+    if kind not in TENSOR_PARALLEL:
+        problem, hint = f"a model of type {kind}", f"set it to 1, or train one of {', '.join(TENSOR_PARALLEL)}"
+        raise ConfigError(f"mesh.tp={tp} cannot divide {problem}", field="mesh.tp", hint=hint)
+    spec = ModelSpec.from_config(config)
+    counts = {"attention heads": spec.heads, "words of the vocabulary": spec.vocab}
+    if spec.experts == 1:  # experts are not cut
+        counts["rows of the MLP"] = spec.intermediate
+    undivided = [f"{count} {what}" for what, count in counts.items() if count % tp]
+    if spec.kv_heads % tp and tp % spec.kv_heads:
+        undivided.append(f"{spec.kv_heads} key-value heads")
+    if undivided:
+        raise ConfigError(
+            f"mesh.tp={tp} cannot divide the {undivided[0]} of this model",
+            field="mesh.tp",
+            hint=f"set it to {_largest_divisor([*counts.values(), spec.kv_heads], tp)}",
+        )
+
+
+def _largest_divisor(counts: Sequence[int], below: int) -> int:
+    return next(size for size in range(below - 1, 0, -1) if not any(count % size for count in counts))

@@ -38,10 +38,10 @@ from slimefsdp.estimate.hardware import (
 from slimefsdp.estimate.memory import Memory, peak_memory
 from slimefsdp.estimate.recommend import MOST_TOKENS, Candidate, Recommendation, as_record, longest_contexts, recommend
 from slimefsdp.estimate.schedule import Schedule, lightest_strategy, measure_schedule, read_samples
-from slimefsdp.estimate.setup import SHARDINGS, MeshShape, TrainingSetup, setup_of
-from slimefsdp.estimate.traffic import choose_sharding, sharding_traffic
+from slimefsdp.estimate.setup import MeshShape, TrainingSetup, setup_of
+from slimefsdp.estimate.traffic import choose_sharding, expert_parallel_bytes, sharding_traffic, tensor_parallel_bytes
 from slimefsdp.io.user_files import can_keep_files
-from slimefsdp.model_spec import ModelSpec
+from slimefsdp.model_spec import ModelSpec, check_parallel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of, may_share, plan_training
@@ -77,7 +77,8 @@ def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)
     model = ModelSpec.from_config(folder.config)
-    attention = AttentionShape.of_model_spec(model)
+    check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
+    attention = AttentionShape.of_model_spec(model).over(config.mesh.tp)
     check_kernel(config.attention.kernel, attention, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)
     if longest_context:
@@ -122,8 +123,7 @@ def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
         config = config.with_ranks(ranks)
         if config.ranks != ranks:
             raise ConfigError(
-                f"--ranks={ranks}, but mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x "
-                f"mesh.cp={config.mesh.cp} needs {config.ranks}",
+                f"--ranks={ranks}, but {config.mesh.product} needs {config.ranks}",
                 field="--ranks",
                 hint="change the mesh, or set mesh.dp=auto",
             )
@@ -241,10 +241,37 @@ def _plan(
     lines = [
         *_load_lines(config, setup, schedule, source, batch),
         *(_attention_lines(setup, schedule, choice) if setup.mesh.cp > 1 else []),
+        *_lines_of_shared_layers(setup, schedule),
         *_memory_lines(setup, schedule),
         *_time_lines(schedule, device, result),
     ]
     return {"lengths": spec, "is_batch": batch is not None, **_record(setup, schedule, device, result)}, lines
+
+
+def _bytes_of_shared_layers(setup: TrainingSetup, schedule: Schedule) -> dict[str, int]:
+    """Returns the bytes that a rank sends in the mean update because ranks share matrices or experts."""
+    tokens = schedule.computed_tokens / len(schedule.updates) / setup.mesh.ranks
+    sent = {
+        "tensor_parallel_bytes_per_rank": tensor_parallel_bytes(setup, tokens),
+        "expert_parallel_bytes_per_rank": expert_parallel_bytes(setup, tokens),
+    }
+    return {name: round(count) for name, count in sent.items() if count}
+
+
+def _lines_of_shared_layers(setup: TrainingSetup, schedule: Schedule) -> list[str]:
+    sent = {name: byte_text(count) for name, count in _bytes_of_shared_layers(setup, schedule).items()}
+    lines = []
+    if setup.tp > 1:
+        lines.append(
+            f"tp        {setup.tp} ranks share each layer's matrices; each sends "
+            f"{sent['tensor_parallel_bytes_per_rank']} of hidden states in an update"
+        )
+    if setup.ep > 1:
+        lines.append(
+            f"ep        {setup.ep} ranks share each layer's experts; each sends "
+            f"{sent['expert_parallel_bytes_per_rank']} of hidden states in an update"
+        )
+    return lines
 
 
 def _guessed_lengths(config: RunConfig) -> str:
@@ -276,8 +303,9 @@ def _record(setup: TrainingSetup, schedule: Schedule, device: Device, result: Re
 
     comm = {name: schedule.comm_bytes(name, setup) for name in schedule.comm}
     return {
-        "parameters": setup.model.parameters,
-        "mesh": asdict(setup.mesh),
+        "parameters": (setup.whole or setup.model).parameters,
+        "mesh": asdict(setup.mesh) | {"tp": setup.tp, "ep": setup.ep},
+        **_bytes_of_shared_layers(setup, schedule),
         **({} if setup.adapters is None else {"adapters": asdict(setup.adapters)}),
         **({"lightest_strategy": lightest_strategy(schedule, setup)} if setup.mesh.cp > 1 else {}),
         **asdict(schedule),
@@ -299,7 +327,7 @@ def _record(setup: TrainingSetup, schedule: Schedule, device: Device, result: Re
 
 
 def _memory_by_level(setup: TrainingSetup, schedule: Schedule) -> dict[str, Memory]:
-    return {level: peak_memory(replace(setup, sharding=level), schedule.largest) for level in SHARDINGS}
+    return {level: peak_memory(replace(setup, sharding=level), schedule.largest) for level in setup.shardings}
 
 
 def _load_lines(
@@ -311,14 +339,15 @@ def _load_lines(
         source: where the samples come from.
         batch: the planned batch; None if only lengths are known.
     """
-    model, mesh, updates, imbalance = setup.model, setup.mesh, schedule.updates, schedule.imbalance
+    model, mesh, updates, imbalance = setup.whole or setup.model, setup.mesh, schedule.updates, schedule.imbalance
     fewest, mean, most = schedule.tokens_per_rank
     samples = _range([update.samples for update in updates])
     micro_batches = _range([update.micro_batches for update in updates])
     repeated = f", {config.loss.epochs} times over" if config.loss.epochs > 1 else ""
     lines = [
-        f"mesh      {mesh.ranks} rank{'s' * (mesh.ranks != 1)} = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x "
-        f"cp {mesh.cp}; packs of at most {config.max_pack_tokens:,} tokens",
+        f"mesh      {config.ranks} rank{'s' * (config.ranks != 1)} = dp_replicate {mesh.dp_replicate} "
+        f"x dp {mesh.dp} x cp {mesh.cp}{f' x tp {setup.tp}' if setup.tp > 1 else ''}; "
+        f"packs of at most {config.max_pack_tokens:,} tokens",
         f"model     {_count(model.parameters)} parameters: {model.layers} layers of {model.hidden}, "
         f"{model.heads} heads over {model.kv_heads} key heads",
     ]
@@ -457,7 +486,7 @@ def _longest_context(setup: TrainingSetup, device: Device, most_tokens: int) -> 
         )
     lines = [
         f"the longest sample that fits {byte_text(device.memory_bytes)} a rank, a tenth of them left free (an "
-        f"estimate); cp {setup.mesh.cp}, {_count(setup.model.parameters)} parameters",
+        f"estimate); cp {setup.mesh.cp}, {_count((setup.whole or setup.model).parameters)} parameters",
         *_rows(["", "tokens", *_TERMS, "on the host", "of the free tenth"], *rows),
         "  * the present settings. The last column is what flash attention's backward allocates inside, from the tenth "
         "that is left free",

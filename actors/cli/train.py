@@ -121,7 +121,7 @@ def _start_lines(checked: Checked) -> list[str]:
     has_gpus = config.cluster.address is not None or has_nvidia_driver()
     on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_gpus)
     if config.mesh.dp == "auto" and on_cpu and config.cluster.address is None:
-        copies = config.mesh.dp_replicate * config.mesh.cp
+        copies = config.mesh.dp_replicate * config.mesh.ranks_per_pack
         config = config.with_ranks(max(1, (os.cpu_count() or 1) // copies) * copies)
         check_machine(config)
     model = ModelSpec.from_config(read_model_folder(config.model.path, with_weights=False).config)
@@ -138,7 +138,7 @@ def _start_lines(checked: Checked) -> list[str]:
         _ranks_line(config, on_cpu=on_cpu),
     ]
     if config.mesh.cp > 1:
-        shape = AttentionShape.of_model_spec(model)
+        shape = AttentionShape.of_model_spec(model).over(config.mesh.tp)
         lines.append(f"attention {choose_strategy(config.attention.strategy, shape, config.mesh.cp)}")
     lines.append(_updates_line(config))
     if config.has_rollouts:
@@ -196,7 +196,8 @@ def _ranks_line(config: RunConfig, *, on_cpu: bool) -> str:
         return f"ranks     as many as the GPUs that engines and other groups leave, on {device}"
     mesh, others = config.mesh, processes_needed(config) - config.ranks
     return (
-        f"ranks     {config.ranks} = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp} on {device}, "
+        f"ranks     {config.ranks} = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp}"
+        f"{f' x tp {mesh.tp}' if mesh.tp > 1 else ''} on {device}, "
         f"and {others} more process{'es' * (others != 1)}"
     )
 

@@ -52,7 +52,7 @@ def with_cluster_ranks(config: RunConfig) -> RunConfig:
     one rank per core, rounded down to a multiple of mesh.dp_replicate x mesh.cp, and at least that many ranks.
 
     Raises:
-        ConfigError: the remaining GPUs are not a multiple of mesh.dp_replicate x mesh.cp.
+        ConfigError: the remaining GPUs are not a multiple of mesh.dp_replicate x mesh.cp x mesh.tp.
         ResourceError: no GPU is left.
     """
     if config.mesh.dp != "auto":
@@ -62,7 +62,7 @@ def with_cluster_ranks(config: RunConfig) -> RunConfig:
     total = ray.cluster_resources()
     if config.mesh.device == "cpu" or (config.mesh.device == "auto" and not total.get("GPU")):
         cores = int(total["CPU"]) if config.cluster.address is not None else os.cpu_count() or 1
-        copies = config.mesh.dp_replicate * config.mesh.cp
+        copies = config.mesh.dp_replicate * config.mesh.ranks_per_pack
         resolved = config.with_ranks(max(1, cores // copies) * copies)
         check_machine(resolved)
         return resolved
@@ -89,8 +89,7 @@ def check_machine(config: RunConfig) -> None:
         check_cores(
             needed,
             config.mesh.device,
-            asked=f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} "
-            f"with {needed - config.ranks} more processes",
+            asked=f"{config.mesh.product} with {needed - config.ranks} more processes",
             field="mesh.dp",
             hint="use fewer ranks or engines, or name a cluster.address",
         )
@@ -142,13 +141,15 @@ def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None
     if config.mesh.device == "cpu" or available is None or (available == 0 and config.mesh.device == "auto"):
         return
     others = _group_ranks_beside_the_actor(config) + engines
-    needed = others + (config.mesh.dp_replicate * config.mesh.cp if config.mesh.dp == "auto" else config.ranks)
+    needed = others + (
+        config.mesh.dp_replicate * config.mesh.ranks_per_pack if config.mesh.dp == "auto" else config.ranks
+    )
     if needed > available:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
         where = f"this machine shows {available} (CUDA_VISIBLE_DEVICES={visible})"
         raise ResourceError(
-            f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
-            f"{others} more processes needs {needed} GPUs{' or more' * (config.mesh.dp == 'auto')}, and "
+            f"{config.mesh.product} with {others} more processes needs {needed} GPUs"
+            f"{' or more' * (config.mesh.dp == 'auto')}, and "
             + (where if address is None else f"the cluster at {address} has {available}"),
             field="mesh.dp",
             hint="use fewer ranks or engines, mesh.device=cpu, or name a cluster.address",

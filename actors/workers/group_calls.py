@@ -88,8 +88,7 @@ class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory]
         with suppress(SlimeError):  # the job may have ended
             config: RunConfig | None = getattr(self, "config", None)
             if config is not None:
-                dp_replicate, dp = config.mesh_of(self.role)
-                ranks = dp_replicate * dp * config.mesh.cp
+                ranks = config.ranks_of(self.role)
                 parts += [f"{ranks} rank{'s' * (ranks != 1)}", str(config.folder_of(self.role)[0])]
         return f"{type(self).__name__}({', '.join(parts)})"
 

@@ -6,7 +6,7 @@ This module does not import torch, so that a driver can check settings before a 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slimefsdp.batching.cost import STRATEGIES, Strategy
@@ -43,6 +43,10 @@ class AttentionShape:
             has_sinks=model_spec.has_sinks,
             has_softcap=model_spec.has_softcap,
         )
+
+    def over(self, tp: int) -> AttentionShape:
+        """Returns the shape of one of `tp` tensor-parallel ranks; several ranks may share a key-value head."""
+        return replace(self, heads=self.heads // tp, kv_heads=max(1, self.kv_heads // tp))
 
 
 @dataclass(frozen=True, slots=True)

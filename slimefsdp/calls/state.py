@@ -110,8 +110,7 @@ class InspectionCalls(Calls, Generic[MemoryReports, Memories, Descriptions]):
 
         model, mesh = self._state.model, self._state.mesh
         reshard(model)
-        axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
-        return cast(Descriptions, describe_model(model, axes))
+        return cast(Descriptions, describe_model(model, mesh.axes))
 
     @call(*ROLES)
     def check_sync(self) -> ReplicaCheck:

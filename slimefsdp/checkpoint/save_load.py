@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from slimefsdp import heartbeat
 from slimefsdp.checkpoint.manifest import Manifest, check_files
@@ -35,7 +34,7 @@ from slimefsdp.checkpoint.shards import (
 )
 from slimefsdp.checkpoint.store import CheckpointStore, Choice, first_verified
 from slimefsdp.distributed.collectives import from_first, gathered, run_on_first, run_together
-from slimefsdp.distributed.mesh import local_rows, local_shard
+from slimefsdp.distributed.mesh import local_block, local_shard
 from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError
 from slimefsdp.io.files import FileRecord, io_reported
 
@@ -193,16 +192,15 @@ def _verified_together(
 def tensors_of(named: Named, optimizer: torch.optim.Optimizer | None) -> dict[str, ShardedTensor]:
     """Returns this rank's rows of every parameter (`model.*`) and optimiser tensor (`optimizer.*`), as views."""
 
-    def shard(tensor: torch.Tensor, start: int) -> ShardedTensor:
-        return ShardedTensor(local_shard(tensor).detach(), tuple(tensor.shape), start)
+    def shard(tensor: torch.Tensor) -> ShardedTensor:
+        start = (*local_block(tensor).start, 0, 0)  # a 0-d tensor has no dimensions
+        return ShardedTensor(local_shard(tensor).detach(), tuple(tensor.shape), start[0], start[1])
 
     tensors: dict[str, ShardedTensor] = {}
     for name, parameter in named:
-        start = local_rows(parameter)[0]
-        tensors[f"model.{name}"] = shard(parameter, start)
+        tensors[f"model.{name}"] = shard(parameter)
         for key, value in ({} if optimizer is None else optimizer.state.get(parameter, {})).items():
-            # sharded optimiser state is sharded like the parameter
-            tensors[f"optimizer.{name}.{key}"] = shard(value, start if isinstance(value, DTensor) else 0)
+            tensors[f"optimizer.{name}.{key}"] = shard(value)
     return tensors
 
 

@@ -1,9 +1,9 @@
 """Stores each rank's shards of a run's tensors as safetensors with a JSON index, readable by any number of ranks.
 
-Rank 3 writes `rank_00003.safetensors` (its rows of every tensor) and `rank_00003.json` (dtype, global shape and first
-row of each tensor, and the rank's own state such as its RNG). A reading rank reads only the rows that it needs, from
-the files that have them. This module does not check that the bytes are the saved ones; `CheckpointStore.verify` must be
-called first.
+Rank 3 writes `rank_00003.safetensors` (its rows of every tensor, or some columns of these rows under tensor
+parallelism) and `rank_00003.json` (dtype, global shape and position of each tensor, and the rank's own state such as
+its RNG). A reading rank reads only the rows that it needs, from the files that have them. This module does not check
+that the bytes are the saved ones; `CheckpointStore.verify` must be called first.
 """
 
 from __future__ import annotations
@@ -29,55 +29,84 @@ from slimefsdp.io.files import (
 from slimefsdp.io.safetensors_file import DTYPE_NAMES, TORCH_DTYPES, TensorFileWriter, TensorSpec, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry, read_header
 
+_BUFFER_BYTES = 1 << 20  # largest size of a buffer for rows of which only some columns are read
 _INDEX_NAME = re.compile(r"rank_(\d{5})\.json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensor:
-    """Rows [start, start + local.shape[0]) of a tensor of `global_shape`; `start` counts rows of dim 0.
+    """Rows [start, start + rows) of a tensor of `global_shape`, or columns [column, column + columns) of these rows.
 
-    A rank without a share has zero rows. A 0-d tensor, or a tensor that every rank holds whole, has start 0.
+    Rows are indices of dim 0, columns indices of dim 1. A rank without a share has zero rows. A 0-d tensor, or a tensor
+    that every rank holds whole, has start 0.
     """
 
-    local: torch.Tensor  # [rows, *global_shape[1:]], any device
+    local: torch.Tensor  # [rows, columns, *global_shape[2:]], any device
     global_shape: tuple[int, ...]
     start: int
+    column: int = 0
 
     @property
     def rows(self) -> int:
         """Returns the number of local rows; a 0-d tensor counts as one row."""
         return self.local.shape[0] if self.local.dim() else 1
 
+    @property
+    def columns(self) -> int:
+        """Returns the number of local columns; a tensor without dim 1 counts as one column."""
+        return _columns(tuple(self.local.shape))
+
+
+def _columns(shape: tuple[int, ...]) -> int:
+    return shape[1] if len(shape) > 1 else 1
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Locates the rows of a tensor that a rank has written."""
+    """Locates the rows and columns of a tensor that a rank has written."""
 
     dtype: str
     global_shape: tuple[int, ...]
     start: int
     rows: int
+    column: int
+    columns: int
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.global_shape[1:]) if self.global_shape else ()
+        if len(self.global_shape) < 2:
+            return (self.rows,) if self.global_shape else ()
+        return (self.rows, self.columns, *self.global_shape[2:])
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Locates rows [start, stop) of a tensor; in the file's tensor `entry` they start at row `first`."""
+    """Locates rows [start, stop) x columns [left, right) of a tensor, which are inside a file's piece of it."""
 
     entry: TensorEntry
-    first: int
+    piece: _Piece
     start: int
     stop: int
+    left: int
+    right: int
 
     def read(self, file: BinaryIO, tensor: ShardedTensor) -> None:
-        """Reads these rows into a tensor; its local shard must contain all of them."""
-        begin, end = self.start - tensor.start, self.stop - tensor.start
+        """Reads these rows and columns into a tensor; its local shard must contain all of them."""
+        first = self.start - self.piece.start
         # a 0-d tensor has no rows to slice
-        target = tensor.local[begin:end] if tensor.global_shape else tensor.local
-        read_rows(file, self.entry, self.first, self.first + self.stop - self.start, target)
+        target = (
+            tensor.local[self.start - tensor.start : self.stop - tensor.start] if tensor.global_shape else tensor.local
+        )
+        if self.right - self.left == tensor.columns == self.piece.columns:
+            read_rows(file, self.entry, first, first + self.stop - self.start, target)
+            return
+        target = target[:, self.left - tensor.column : self.right - tensor.column]
+        row = torch.empty(self.entry.shape[1:], dtype=TORCH_DTYPES[self.entry.dtype])
+        for part in target.split(max(1, _BUFFER_BYTES // row.nbytes)):
+            rows = row.new_empty(len(part), *row.shape)
+            read_rows(file, self.entry, first, first + len(part), rows)
+            part.copy_(rows[:, self.left - self.piece.column : self.right - self.piece.column])
+            first += len(part)
 
 
 class SavedShards:
@@ -113,36 +142,44 @@ class SavedShards:
     def read(self, name: str) -> torch.Tensor:
         """Reads one whole tensor into new memory. Raises the errors of `rows_of` and `fill`."""
         spec = self.specs[name]
-        rows = self.rows_of(name, spec, 0, spec.shape[0] if spec.shape else 1)  # checked before memory is allocated
+        tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), spec.shape, 0)
+        located = self.rows_of(name, tensor)  # checked before memory is allocated
         tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype), spec.shape, 0)
-        fill([(located, tensor) for located in rows])
+        fill([(rows, tensor) for rows in located])
         return tensor.local
 
-    def rows_of(self, name: str, spec: TensorSpec, start: int, stop: int) -> list[_Rows]:
-        """Locates rows [start, stop) of a tensor; a row that several ranks saved is read from the file of the first.
-
-        Args:
-            spec: dtype and global shape that the tensor must have.
+    def rows_of(self, name: str, tensor: ShardedTensor) -> list[_Rows]:
+        """Locates the rows and columns of a tensor; what several ranks saved is read from the file of the first.
 
         Raises:
-            CheckpointError: the rows are not all saved with this dtype and shape; the error names tensor and file.
+            CheckpointError: they are not all saved with this dtype and global shape; the error names tensor and file.
         """
-        dtype = DTYPE_NAMES[spec.dtype]
+        dtype, shape = DTYPE_NAMES[tensor.local.dtype], tensor.global_shape
         for rank, piece in self._pieces[name].items():
             index = _index_path(self.folder, rank)
             if piece.dtype != dtype:
                 raise _refused(name, index, f"is saved as {piece.dtype}, but is {dtype} here")
-            if piece.global_shape != spec.shape:
-                shapes = f"{list(piece.global_shape)}, but has {list(spec.shape)} here"
+            if piece.global_shape != shape:
+                shapes = f"{list(piece.global_shape)}, but has {list(shape)} here"
                 raise _refused(name, index, f"is saved with global shape {shapes}")
-        located, row = [], start
-        for rank, piece in sorted(self._pieces[name].items(), key=lambda item: (item[1].start, item[0])):
-            end = min(stop, piece.start + piece.rows)
-            if piece.start <= row < end:
-                located.append(_Rows(self._entry(name, rank, piece), row - piece.start, row, end))
-                row = end
-        if row < stop:
-            raise _refused(name, self.folder, f"lacks row {row} of {spec.shape[0] if spec.shape else 1}")
+        located, stop, column = [], tensor.start + tensor.rows, tensor.column
+        ordered = sorted(self._pieces[name].items(), key=lambda item: (item[1].start, item[0]))
+        # pieces with the same columns form a band, in which rows follow each other
+        for left, right in sorted({(piece.column, piece.column + piece.columns) for _, piece in ordered}):
+            right = min(right, tensor.column + tensor.columns)
+            if not left <= column < right:
+                continue
+            row = tensor.start
+            for rank, piece in ordered:
+                end = min(stop, piece.start + piece.rows)
+                if piece.column == left and piece.start <= row < end:
+                    located.append(_Rows(self._entry(name, rank, piece), piece, row, end, column, right))
+                    row = end
+            if row < stop:
+                raise _refused(name, self.folder, f"lacks row {row} of {shape[0] if shape else 1}")
+            column = right
+        if column < tensor.column + tensor.columns:
+            raise _refused(name, self.folder, f"lacks column {column} of {_columns(shape)}")
         return located
 
     def _entry(self, name: str, rank: int, piece: _Piece) -> TensorEntry:
@@ -175,8 +212,7 @@ def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
     saved.require_names(wanted.keys())
     for name, tensor in wanted.items():
         _check_share(name, tensor)
-        spec = TensorSpec(name, tensor.local.dtype, tensor.global_shape)
-        reads += [(rows, tensor) for rows in saved.rows_of(name, spec, tensor.start, tensor.start + tensor.rows)]
+        reads += [(rows, tensor) for rows in saved.rows_of(name, tensor)]
     return reads
 
 
@@ -215,6 +251,8 @@ def write_shard(
             "start": tensor.start,
             "rows": tensor.rows,
         }
+        if tensor.columns != _columns(tensor.global_shape):
+            index["tensors"][name] |= {"column": tensor.column, "columns": tensor.columns}
     text = json_bytes(index, "state")
     # wider dtypes come first, so that every tensor is aligned
     ordered = sorted(tensors.items(), key=lambda item: -item[1].local.dtype.itemsize)
@@ -272,11 +310,13 @@ def _check_share(name: str, tensor: ShardedTensor) -> None:
         known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
         raise CheckpointError(f"{name} is {local.dtype}", field=name, hint=f"convert it to one of {known}")
     total = shape[0] if shape else 1
-    if local.dim() != len(shape) or local.shape[1:] != shape[1:] or not 0 <= tensor.start <= total - tensor.rows:
+    fits = local.dim() == len(shape) and local.shape[2:] == shape[2:]
+    fits = fits and 0 <= tensor.start <= total - tensor.rows and 0 <= tensor.column <= _columns(shape) - tensor.columns
+    if not fits:
         raise CheckpointError(
-            f"{name}: a share {tuple(local.shape)} from row {tensor.start} lies outside {shape}",
+            f"{name}: a share {tuple(local.shape)} from row {tensor.start}, column {tensor.column} is outside {shape}",
             field=name,
-            hint="pass the rows that this rank holds, and the first one's number",
+            hint="pass the rows and columns that this rank holds, and the indices of the first ones",
         )
 
 
@@ -284,7 +324,14 @@ def _read_pieces(path: Path) -> dict[str, _Piece]:
     index, _ = read_json(path)
     try:
         pieces = {
-            name: _Piece(str(p["dtype"]), tuple(map(whole, p["global_shape"])), whole(p["start"]), whole(p["rows"]))
+            name: _Piece(
+                str(p["dtype"]),
+                shape := tuple(map(whole, p["global_shape"])),
+                whole(p["start"]),
+                whole(p["rows"]),
+                whole(p.get("column", 0)),
+                whole(p.get("columns", _columns(shape))),
+            )
             for name, p in index["tensors"].items()
         }
         unknown = {piece.dtype for piece in pieces.values()} - TORCH_DTYPES.keys()

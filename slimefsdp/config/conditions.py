@@ -99,6 +99,39 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         "set attention.strategy=auto, or remove attention.kernel",
     ),
     (
+        {"mesh.tp": But((1,)), "optim.name": ("muon",)},
+        "muon needs whole matrices, which tp ranks share",
+        "use adamw, or set mesh.tp=1",
+    ),
+    (
+        {"mesh.ep": But((1,)), "optim.name": ("muon",)},
+        "muon needs the experts of a layer together, which ep ranks share",
+        "use adamw, or set mesh.ep=1",
+    ),
+    *(
+        (
+            {axis: But((1,)), "fsdp.sharding": ("replicate",)},
+            "every rank would hold the whole model, which these ranks share",
+            f"use another level, or set {axis}=1",
+        )
+        for axis in ("mesh.tp", "mesh.ep")
+    ),
+    (
+        {"mesh.ep": But((1,)), "optim.state_dtype": ("8bit",)},
+        "the scales of these moments are not divided over ep ranks",
+        "use bfloat16, or set mesh.ep=1",
+    ),
+    (
+        {"mesh.tp": But((1,)), "optim.state_dtype": ("bfloat16", "8bit")},
+        "these moments are rounded by rows, which tp ranks share",
+        "remove optim.state_dtype, or set mesh.tp=1",
+    ),
+    (
+        {"mesh.tp": But((1,)), "model.compile": (True,)},
+        "blocks that exchange tokens between tp ranks are not compiled",
+        "remove model.compile, or set mesh.tp=1",
+    ),
+    (
         {"reference.offload": ("none", "swap"), "fsdp.cpu_offload": (True,)},
         "the policy is on the host between uses, so the reference must be there too",
         "remove one",
@@ -183,7 +216,7 @@ def broken_condition(config: Any) -> BrokenRule | None:
                 chosen = f"{other}={config.effective(other)}"
                 return BrokenRule(other, f"{chosen} needs {field}, which is not set", "set it")
     for conflict, reason, hint in CONFLICTS:
-        is_known = all(hasattr(config, setting.partition(".")[0]) for setting in conflict)
+        is_known = all(_has(config, *setting.split(".")) for setting in conflict)
         if is_known and all(_holds(config.effective(setting), values) for setting, values in conflict.items()):
             shown = " with ".join(_shown(setting, config.effective(setting)) for setting in conflict)
             return BrokenRule(next(iter(conflict)), f"{shown}: {reason}", hint)
@@ -193,6 +226,11 @@ def broken_condition(config: Any) -> BrokenRule | None:
 def condition_text(field: str) -> str:
     """Returns the condition under which a setting is read, as a text for documents; empty if it is always read."""
     return " and ".join(map(_condition, *zip(*ONLY_WITH[field].items(), strict=True))) if field in ONLY_WITH else ""
+
+
+def _has(config: Any, section: str, name: str = "") -> bool:
+    """Returns whether the settings have a setting; the sections of some optimisers lack some."""
+    return hasattr(config, section) and (not name or hasattr(getattr(config, section), name))
 
 
 def _holds(value: Any, values: tuple[Any, ...]) -> bool:

@@ -80,6 +80,8 @@ _FOREIGN_NAMES = {
     "mesh.cp": (
         "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size", "ulysses_sequence_parallel_size",
     ),
+    "mesh.tp": ("tp", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size"),
+    "mesh.ep": ("ep", "expert_model_parallel_size", "expert_parallel_size", "ep_size"),
     "attention.kernel": ("attn_implementation", "flash_attention"),
     "precision.compute_dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision"),
     "fsdp.sharding": ("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "reshard_after_forward", "zero_stage"),
@@ -150,9 +152,7 @@ _FOREIGN_NAMES = {
 }  # fmt: skip
 # what this project does not have -> names of such settings in other trainers
 _ABSENT = {
-    "tensor parallelism": ("tp", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size"),
     "pipeline parallelism": ("pp", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"),
-    "expert parallelism": ("ep", "expert_model_parallel_size", "expert_parallel_size", "ep_size"),
     "quantized weights": ("load_in_4bit", "load_in_8bit", "quantization_config"),
     "dropout of adapters": ("lora_dropout", "dropout"),
     "DeepSpeed and Megatron": ("deepspeed", "train_backend", "megatron"),

@@ -224,7 +224,10 @@ class ReferenceSettings(PlacedSettings):
 
 
 class MeshSettings(Settings):
-    """Describes the device mesh (dp_replicate, dp, cp). The product is the number of ranks; cp ranks are adjacent."""
+    """Describes the device mesh (dp_replicate, dp, cp, tp).
+
+    The product is the number of ranks. tp ranks are adjacent, and the ranks of a pack are.
+    """
 
     dp_replicate: RankCount = Field(
         1, description="copies of the model; parameters are sharded inside a copy, gradients summed over all copies"
@@ -233,9 +236,28 @@ class MeshSettings(Settings):
         1, description="data-parallel ranks of a copy; auto means as many as the started ranks or the cluster allow"
     )
     cp: RankCount = Field(1, description="context-parallel ranks that share each pack")
+    tp: RankCount = Field(
+        1, description="tensor-parallel ranks, which share the matrices of each layer and the tokens between its blocks"
+    )
+    ep: RankCount = Field(
+        1,
+        description="expert-parallel ranks, which share the experts of each layer: so many adjacent ranks of the "
+        "dp x cp x tp ranks of a copy",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto means cuda if this machine, or the joined cluster, has GPUs, else cpu"
     )
+
+    @property
+    def ranks_per_pack(self) -> int:
+        """Returns the number of ranks that compute a pack together."""
+        return self.cp * self.tp
+
+    @property
+    def product(self) -> str:
+        """Returns the settings whose product is the number of ranks, as a text."""
+        tp = f" x mesh.tp={self.tp}" if self.tp > 1 else ""
+        return f"mesh.dp_replicate={self.dp_replicate} x mesh.dp={self.dp} x mesh.cp={self.cp}{tp}"
 
 
 class AttentionSettings(Settings):

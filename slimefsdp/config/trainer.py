@@ -34,7 +34,7 @@ from slimefsdp.config.sections import (
     RunSettings,
 )
 from slimefsdp.errors import ConfigError, short_repr, short_text
-from slimefsdp.rpc import Role
+from slimefsdp.rpc import ROLES, Role
 
 
 class TrainerConfig(AlgorithmSettings):
@@ -149,6 +149,20 @@ class TrainerConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_expert_ranks(self) -> Self:
+        """Refuses mesh.ep that does not divide the ranks of a copy; with mesh.dp=auto `build_mesh` checks it."""
+        mesh = self.mesh
+        for role, dp in ((role, self.mesh_of(role)[1]) for role in ROLES if mesh.dp != "auto"):
+            ranks = dp * mesh.ranks_per_pack
+            if ranks % mesh.ep:
+                raise BrokenRule(
+                    "mesh.ep",
+                    f"mesh.ep={mesh.ep} does not divide the {ranks} ranks of a copy of the {role}'s model",
+                    "set it to a divisor of dp x cp x tp",
+                )
+        return self
+
+    @model_validator(mode="after")
     def check_warmup(self) -> Self:
         total, own = self.total_updates, self.optim.total_updates
         if total is not None and self.warmup_updates >= total:
@@ -221,21 +235,21 @@ class TrainerConfig(AlgorithmSettings):
     @property
     def ranks(self) -> int:
         """Returns the number of processes of the actor group; raises a ConfigError if mesh.dp is auto."""
-        return self.data_ranks * self.mesh.cp
+        return self.data_ranks * self.mesh.ranks_per_pack
 
     def with_ranks(self, ranks: int) -> Self:
         """Returns these settings for an actor group of `ranks` processes, with mesh.dp=auto replaced by a number.
 
         Raises:
-            ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp.
+            ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp x mesh.tp.
         """
         if self.mesh.dp != "auto":
             return self
-        copies = self.mesh.dp_replicate * self.mesh.cp
+        copies = self.mesh.dp_replicate * self.mesh.ranks_per_pack
         if ranks < 1 or ranks % copies:
             raise ConfigError(
                 f"mesh.dp=auto: {ranks} ranks are no multiple of mesh.dp_replicate={self.mesh.dp_replicate} x "
-                f"mesh.cp={self.mesh.cp}",
+                f"mesh.cp={self.mesh.cp}{f' x mesh.tp={self.mesh.tp}' if self.mesh.tp > 1 else ''}",
                 field="mesh.dp",
                 hint=f"start {max(1, round(ranks / copies)) * copies} ranks, or change mesh.cp or mesh.dp_replicate",
             )
@@ -253,13 +267,13 @@ class TrainerConfig(AlgorithmSettings):
         return self.batch.max_tokens_per_rank * self.mesh.cp
 
     def mesh_of(self, role: Role) -> tuple[int, int]:
-        """Returns (dp_replicate, dp) of a role; cp is the same for all roles."""
+        """Returns (dp_replicate, dp) of a role; cp and tp are the same for all roles."""
         dp = {"actor": None, "ref": self.reference.dp, "critic": self.critic.dp}[role]
         return self.actor_mesh if dp is None else (1, dp)
 
     def ranks_of(self, role: Role) -> int:
         """Returns the number of processes of a role that has a separate group."""
-        return math.prod(self.mesh_of(role)) * self.mesh.cp
+        return math.prod(self.mesh_of(role)) * self.mesh.ranks_per_pack
 
     @property
     def model_paths(self) -> dict[str, Path]:

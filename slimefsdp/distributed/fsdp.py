@@ -21,11 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.distributed.expert_parallel import cut_experts
+from slimefsdp.distributed.mesh import CutMesh, Mesh
+from slimefsdp.distributed.tensor_parallel import cut_over_tp
 from slimefsdp.errors import ConfigError
 
 if TYPE_CHECKING:  # slimefsdp.models imports this package
@@ -53,13 +57,18 @@ class Parallelism:
 def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderModel:
     """Compiles layers, makes them recompute activations, and shards the policy over the mesh, in place.
 
-    Parameters may be on the meta device. The order matters: recomputation wraps the compiled forward, and sharding
-    wraps both. The head's weight is in the root unit, so it is gathered only during the root's forward. Gradients are
-    summed over all ranks, not averaged, because the token weights already normalise the loss.
+    Parameters may be on the meta device. The order matters: parameters are cut over tp ranks first, recomputation wraps
+    the compiled forward, and sharding wraps both. The head's weight is in the root unit, so it is gathered only during
+    the root's forward. Gradients are summed over all ranks, not averaged, because the token weights already normalise
+    the loss.
 
     Raises:
         ConfigError: see `choose_units`.
     """
+    if mesh.tp is not None:
+        cut_over_tp(policy, mesh.tp)
+    if mesh.ep is not None:
+        cut_experts(policy, mesh.ep)
     if how.compile:
         compile_layers(policy.decoder_layers())
     recompute_layers(policy.decoder_layers(), how.recompute, pin_memory=how.pin_memory)
@@ -68,6 +77,8 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
         reduce_dtype=how.reduce_dtype or how.master_dtype,
     )
     offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
+    cut = [part for part in (mesh.tp, mesh.ep) if part is not None]
+    placement = _placement_by_parameter(mesh.fsdp, cut) if cut else None
     for unit in reversed(choose_units(policy, how.wrap)):  # inner first: an outer unit gets the other parameters
         fully_shard(
             unit,
@@ -75,9 +86,10 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
             mp_policy=precision,
             offload_policy=offload,
             reshard_after_forward=not how.keep_parameters,
+            shard_placement_fn=placement,
         )
     # torch's default keeps the root gathered from forward to backward, which begins with the root
-    fully_shard(policy, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload, shard_placement_fn=placement)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             if mesh.fsdp.size() > 1:  # on one rank this would make torch divide all gradients by 1 in a separate pass
@@ -85,6 +97,38 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
             # else torch would turn a divide factor of 1 into a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     return policy
+
+
+def _placement_by_parameter(whole: DeviceMesh, cut: Sequence[CutMesh]) -> Callable[[nn.Parameter], Any]:
+    """Returns the function by which FSDP shards parameters that are cut over other ranks than whole ones.
+
+    Raises:
+        ConfigError: this release of torch has one mesh for all parameters of a unit.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+    except ImportError as error:
+        raise ConfigError(
+            "mesh.tp and mesh.ep need a torch whose FSDP takes a mesh for each parameter, and this is torch "
+            f"{torch.__version__}",
+            field="mesh.tp",
+            hint="install torch 2.13, or set mesh.tp and mesh.ep to 1",
+        ) from error
+
+    def info(mesh: DeviceMesh) -> Any:
+        if mesh.ndim == 1:
+            return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    # FSDP compares these objects by identity
+    of_whole, of_cut = info(whole), {part.axis: info(part.fsdp) for part in cut}
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(
+            Shard(0), of_cut[parameter.device_mesh] if isinstance(parameter, DTensor) else of_whole
+        )
+
+    return place
 
 
 @contextmanager

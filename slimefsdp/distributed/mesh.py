@@ -1,9 +1,10 @@
-"""Starts the process group and builds the (dp_replicate, dp, cp) device mesh."""
+"""Starts the process group, builds the (dp_replicate, dp, cp, tp) device mesh, and locates shards in global tensors."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from slimefsdp import heartbeat
 from slimefsdp.distributed.collectives import collectives_begun
@@ -22,11 +23,27 @@ from slimefsdp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Holds the axes of a group of ranks, row-major, with cp ranks adjacent.
+class CutMesh:
+    """Holds the axes for parameters that are cut over tp or ep ranks, and sharded by FSDP over the other ranks."""
 
-    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. Parameters are sharded over dp x cp
-    ranks; dp_replicate is the number of copies of the model. Gradients are summed over all ranks.
+    size: int
+    rank: int
+    axis: DeviceMesh  # the ranks that have one part each
+    fsdp: DeviceMesh  # mesh for FSDP over the ranks with the same part: one axis, or (replicate, shard)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.axis.get_group()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Holds the axes of a group of ranks, row-major, with tp ranks adjacent.
+
+    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. The tp ranks of a cp rank share its
+    tokens: outside of the tensor-parallel blocks each has its own tokens (see `slimefsdp.distributed.tensor_parallel`).
+    Parameters are sharded over dp x cp x tp ranks; dp_replicate is the number of copies of the model. Gradients are
+    summed over all ranks.
     """
 
     dp_replicate: int
@@ -38,11 +55,25 @@ class Mesh:
     group: dist.ProcessGroup  # all ranks
     fsdp: DeviceMesh  # mesh for FSDP: one axis to shard over, or (replicate, shard)
     cp_group: dist.ProcessGroup  # a real group even for one rank, because None means all ranks in torch
+    tp: CutMesh | None = None  # None for one tp rank
+    ep: CutMesh | None = None  # None for one ep rank
 
     @property
     def data_ranks(self) -> int:
         """Returns the number of ranks that get packs of their own, dp_replicate x dp."""
         return self.dp_replicate * self.dp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Returns the size of each axis by its name in the settings; tp and ep are left out if they are 1."""
+        axes = {"dp_replicate": self.dp_replicate, "dp": self.dp, "cp": self.cp}
+        axes |= {} if self.tp is None else {"tp": self.tp.size}
+        return axes | ({} if self.ep is None else {"ep": self.ep.size})
+
+    @property
+    def is_first_of_pack(self) -> bool:
+        """Returns whether this rank counts its pack's outputs; all ranks that share a pack hold the same outputs."""
+        return self.cp_rank == 0 and (self.tp is None or self.tp.rank == 0)
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -127,37 +158,46 @@ def build_mesh(
     device: torch.device,
     *,
     dp_replicate: int = 1,
+    tp: int = 1,
+    ep: int = 1,
     is_whole_on_every_rank: bool = False,
     timeout_s: float | None = None,
 ) -> Mesh:
-    """Returns the (dp_replicate, dp, cp) mesh over the ranks of the process group.
+    """Returns the (dp_replicate, dp, cp, tp) mesh over the ranks of the process group.
 
     Meshes are cached by arguments: torch frees the threads and connections of a mesh's groups only with the process
     group of all ranks, so a process with many Trainers in turn would accumulate them.
 
     Args:
+        ep: the number of ranks, adjacent among the dp x cp x tp ranks of a copy, that have a part of the experts each.
         is_whole_on_every_rank: do not shard parameters; every rank has a copy of the model.
         timeout_s: timeout of collectives in the groups made here; None means torch's default.
 
     Raises:
-        ConfigError: dp_replicate x dp x cp is not the number of ranks.
+        ConfigError: dp_replicate x dp x cp x tp is not the number of ranks, or ep does not divide those of a copy.
     """
-    world_size, needed = dist.get_world_size(), dp_replicate * dp * cp
+    world_size, needed = dist.get_world_size(), dp_replicate * dp * cp * tp
     if needed != world_size:
-        copies = dp_replicate * cp
+        copies = dp_replicate * cp * tp
         way_out = f"set mesh.dp={world_size // copies}, or " if world_size % copies == 0 else ""
         raise ConfigError(
-            f"mesh.dp_replicate={dp_replicate} x mesh.dp={dp} x mesh.cp={cp} needs {needed} ranks, but {world_size} "
-            "were started",
+            f"mesh.dp_replicate={dp_replicate} x mesh.dp={dp} x mesh.cp={cp}{f' x mesh.tp={tp}' if tp > 1 else ''} "
+            f"needs {needed} ranks, but {world_size} were started",
             field="mesh.dp",
             hint=f"{way_out}start {needed} ranks",
+        )
+    if (world_size // dp_replicate) % ep:
+        raise ConfigError(
+            f"mesh.ep={ep} does not divide the {world_size // dp_replicate} ranks of a copy of the model",
+            field="mesh.ep",
+            hint="set it to a divisor of dp x cp x tp",
         )
     world = dist.group.WORLD
     if any(mesh_world is not world for mesh_world, *_ in _meshes):  # meshes of a destroyed process group
         _meshes.clear()
-    key = (world, dp, cp, device, dp_replicate, is_whole_on_every_rank, timeout_s)
+    key = (world, dp, cp, device, dp_replicate, tp, ep, is_whole_on_every_rank, timeout_s)
     if key not in _meshes:
-        _meshes[key] = _new_mesh(dp, cp, device, dp_replicate, is_whole_on_every_rank, timeout_s)
+        _meshes[key] = _new_mesh((dp_replicate, dp, cp, tp), ep, device, is_whole_on_every_rank, timeout_s)
     return _meshes[key]
 
 
@@ -165,18 +205,38 @@ _meshes: dict[tuple[Any, ...], Mesh] = {}  # (process group of all ranks, argume
 
 
 def _new_mesh(
-    dp: int, cp: int, device: torch.device, dp_replicate: int, is_whole_on_every_rank: bool, timeout_s: float | None
+    sizes: tuple[int, int, int, int],
+    ep: int,
+    device: torch.device,
+    is_whole_on_every_rank: bool,
+    timeout_s: float | None,
 ) -> Mesh:
     world_size = dist.get_world_size()
-    axes = init_device_mesh(device.type, (dp_replicate, dp, cp), mesh_dim_names=("dp_replicate", "dp", "cp"))
+    dp_replicate, dp, cp, tp = sizes
+    axes = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp", "cp", "tp"))
     copies = world_size if is_whole_on_every_rank else dp_replicate
-    flat = axes._flatten("dp_cp" if copies == 1 else "all_ranks")
+    shard_name = "dp_cp" if tp == 1 else "dp_cp_tp"
+    flat = axes._flatten(shard_name if copies == 1 else "all_ranks")
     fsdp = flat
     if copies > 1:
-        fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_cp"))
+        fsdp = init_device_mesh(
+            device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", shard_name)
+        )
+    meshes = [axes, flat, fsdp]
+    cut: dict[int, CutMesh] = {}  # by size; tp and ep ranks are the same if they are as many, and FSDP needs one mesh
+    for size in {tp, ep} - {1}:
+        # one root, because FSDP concatenates the two meshes of a parameter
+        root = init_device_mesh(
+            device.type,
+            (dp_replicate, world_size // dp_replicate // size, size),
+            mesh_dim_names=("dp_replicate", "rest", "cut"),
+        )
+        meshes.append(root)
+        rest = root["rest"] if copies == 1 else root["dp_replicate", "rest"]
+        cut[size] = CutMesh(size, root.get_local_rank("cut"), root["cut"], rest)
     cp_group = axes["cp"].get_group()
     if timeout_s is not None:  # a mesh gives its groups torch's default timeout, not that of the process group
-        for mesh in (axes, flat, fsdp):
+        for mesh in meshes:
             for axis in range(mesh.ndim):
                 _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
     if cp > 1 and device.type == "cuda":
@@ -192,6 +252,8 @@ def _new_mesh(
         group=flat.get_group(),
         fsdp=fsdp,
         cp_group=cp_group,
+        tp=cut.get(tp),
+        ep=cut.get(ep),
     )
 
 
@@ -221,9 +283,61 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor
 
 
-def local_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the range [start, end) of dim 0 in this rank's shard; an empty range starts at the tensor's end."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Locates a part of a global tensor: in each dimension d the indices [start[d], start[d] + shape[d])."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Returns the range [start, end) of dim 0; a 0-d tensor counts as one row."""
+        return (self.start[0], self.start[0] + self.shape[0]) if self.shape else (0, 1)
+
+    def is_rows_of(self, shape: Sequence[int]) -> bool:
+        """Returns whether the block consists of whole rows of dim 0, so that its numbers follow each other."""
+        return tuple(self.shape[1:]) == tuple(shape[1:])
+
+
+def local_block(tensor: torch.Tensor) -> Block:
+    """Returns this rank's part of a sharded tensor, or the whole tensor; an empty part starts at the end of dim 0."""
     if not isinstance(tensor, DTensor):
-        return 0, tensor.shape[0] if tensor.ndim else 1
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0], offset[0] + shape[0]
+        return Block((0,) * tensor.ndim, tuple(tensor.shape))
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a tensor on ranks outside its mesh"
+    return _block_at(tensor, coordinate)
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is cut over another axis than FSDP's, so that ranks do not hold successive rows."""
+    return isinstance(tensor, DTensor) and sum(not isinstance(placed, Replicate) for placed in tensor.placements) > 1
+
+
+def blocks_of_ranks(tensor: DTensor, group: dist.ProcessGroup) -> list[Block]:
+    """Returns the part of a sharded tensor that each rank of `group` holds, in the order of the group's ranks."""
+    mesh = tensor.device_mesh.mesh
+    return [_block_at(tensor, (mesh == rank).nonzero()[0].tolist()) for rank in dist.get_process_group_ranks(group)]
+
+
+def _block_at(tensor: DTensor, coordinate: Sequence[int]) -> Block:
+    """Returns the part of a tensor at a coordinate of its mesh.
+
+    The tp axis is the last one of a mesh, and FSDP shards dim 0 of what a tp rank holds; so the axes are applied from
+    the last to the first. Torch's `compute_local_shape_and_global_offset` returns the same, but lists every row.
+    """
+    start, shape = [0] * tensor.ndim, list(tensor.shape)
+    for axis in reversed(range(len(tensor.placements))):
+        placement = tensor.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        assert isinstance(placement, Shard | _StridedShard), placement
+        dim, count = placement.dim, tensor.device_mesh.size(axis)
+        chunk = -(-shape[dim] // count)
+        offset = min(coordinate[axis] * chunk, shape[dim])
+        start[dim], shape[dim] = start[dim] + offset, min(chunk, shape[dim] - offset)
+    return Block(tuple(start), tuple(shape))

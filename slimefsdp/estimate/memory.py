@@ -85,12 +85,13 @@ class LayerActivations:
             added = (adapters.outputs + adapters.inner) * compute // model.layers
             sums, sums_backward = adapters.summed * compute // model.layers, adapters.largest_sum * compute
         return cls(
-            norms=model.norms_per_layer * hidden * (wide + for_weight) + 2 * hidden * for_weight,
+            # norms save the tokens of one tp rank, the products that follow save those of all
+            norms=model.norms_per_layer * hidden * (wide + for_weight) // setup.tp + 2 * hidden * for_weight,
             attention=(queries + keys) * rotated_bytes + (keys + queries) * compute + model.heads * wide,
             mlp=model.mlp_matrices * rows + read_by_last_matrix + routed,
             adapters=adapter_bytes,
             products=(2 * queries + 2 * keys + 2 * hidden) * compute + (model.mlp_matrices - 1) * rows + routed + added,
-            stream=hidden * compute,
+            stream=hidden * compute // setup.tp,
             is_stream_kept=compute == wide,
             mlp_backward=2 * rows + hidden * compute,
             attention_backward=(2 * queries + 2 * keys + hidden) * compute,
@@ -112,7 +113,8 @@ def head_activations(setup: TrainingSetup, batch: MicroBatches) -> HeadActivatio
     model, sizes, rows = setup.model, setup.sizes, batch.rows
     hidden, compute, wide = model.hidden, sizes.compute, sizes.wide
     is_frozen, is_half = setup.lora_rank is not None, compute != wide
-    norm_bytes = batch.tokens * hidden * (wide if is_frozen else wide + compute)
+    norm_bytes = batch.tokens * hidden * (wide if is_frozen else wide + compute) // setup.tp
+    norm_bytes += batch.tokens * hidden * compute if setup.tp > 1 else 0  # the hidden states of all tp ranks' tokens
     if not rows:
         return HeadActivations(norm_bytes, 0, 0)
     tiles = _head_tiles(setup, rows)
@@ -187,7 +189,7 @@ def most_gathered(setup: TrainingSetup) -> int:
 def step_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
     """Returns the peak memory of an update of this model, not counting colocated models."""
     fullest = max(_moments(setup, batch), key=lambda moment: moment.total)
-    inputs = setup.recomputed_among(setup.model.layers) * batch.tokens * setup.model.hidden * setup.sizes.compute
+    inputs = setup.recomputed_among(setup.model.layers) * batch.tokens * LayerActivations.of(setup).stream
     host = inputs if setup.inputs_on_host else 0
     if not setup.states_on_host:
         return replace(fullest, host=host)
@@ -266,7 +268,7 @@ def _at_embedding(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> 
     # if gradients accumulate unsharded, parameters stay gathered until the last micro-batch
     done = 0 if before.unsharded else model.layers
     unsharded = before.unsharded + _gathered(setup, 0, done) + untied
-    stream = batch.tokens * model.hidden * sizes.compute
+    stream = batch.tokens * LayerActivations.of(setup).stream
     yield replace(before, unsharded=unsharded + 2 * size * sizes.compute, activations=stream)
     layer_gradients = model.layers * setup.trained_layer_parameters * sizes.reduce
     gradients = size * sizes.compute * (1 if model.is_tied else 2)

@@ -14,8 +14,13 @@ from slimefsdp.estimate.flops import executed_flops
 from slimefsdp.estimate.hardware import HEADROOM, Device, Rates, fits
 from slimefsdp.estimate.memory import LayerActivations, Memory, MicroBatches, peak_memory, recomputed_head_share
 from slimefsdp.estimate.schedule import Schedule
-from slimefsdp.estimate.setup import SHARDINGS, Recompute, TrainingSetup
-from slimefsdp.estimate.traffic import gathered_parameters, sharding_traffic
+from slimefsdp.estimate.setup import Recompute, TrainingSetup
+from slimefsdp.estimate.traffic import (
+    expert_parallel_bytes,
+    gathered_parameters,
+    sharding_traffic,
+    tensor_parallel_bytes,
+)
 
 _RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_RANKS = 8192  # largest mesh that is considered
@@ -82,7 +87,13 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
         products=(slowdown * (executed.layers + executed.head) + muon) / (1e12 * rates.matrix_tflops),
         attention=slowdown * executed.attention / (1e12 * rates.attention_tflops),
         memory=touched / (1e9 * rates.memory_gbps),
-        comm=(sharding.total + schedule.attention_bytes_per_rank(setup)) / (1e9 * rates.comm_gbps),
+        comm=(
+            sharding.total
+            + schedule.attention_bytes_per_rank(setup)
+            + tensor_parallel_bytes(setup, tokens)
+            + expert_parallel_bytes(setup, tokens)
+        )
+        / (1e9 * rates.comm_gbps),
         host=to_host / (1e9 * rates.host_gbps),
     )
 
@@ -148,7 +159,7 @@ def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selec
 
 def _ways_to_train(setup: TrainingSetup, recomputations: tuple[Recompute, ...]) -> Iterator[TrainingSetup]:
     """Yields every combination of sharding, recomputation, and, unless on a CPU, states on device or host."""
-    for sharding in SHARDINGS:
+    for sharding in setup.shardings:
         for recompute in recomputations:
             if recompute == "full" and setup.recompute == "offload":
                 recompute = "offload"

@@ -18,7 +18,10 @@ Recompute = Literal["none", "full", "selective", "offload"]
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Holds the number of ranks along each mesh axis; cp ranks share a pack, and dp x cp ranks a copy of the model."""
+    """Holds the number of ranks along each mesh axis; cp ranks share a pack, and dp x cp ranks a copy of the model.
+
+    The ranks of a tensor-parallel group count as one rank: each computes its part of every matrix.
+    """
 
     dp_replicate: int = 1
     dp: int = 1
@@ -83,7 +86,7 @@ class TrainingSetup:
     A field that comes from a setting has the setting's name.
     """
 
-    model: ModelSpec
+    model: ModelSpec  # the part of the model that a rank computes, if tensor-parallel ranks share it
     mesh: MeshShape = field(default_factory=MeshShape)
     sharding: Sharding = "full"
     sizes: ByteSizes = field(default_factory=ByteSizes)
@@ -98,6 +101,14 @@ class TrainingSetup:
     full_kl: bool = False  # the loss differentiates the KL over the whole vocabulary
     on_cpu: bool = False  # device and host share their memory, and gloo makes copies of what it sends
     colocated: ColocatedModels = field(default_factory=ColocatedModels)
+    tp: int = 1  # tensor-parallel ranks; `mesh` counts them as one
+    ep: int = 1  # expert-parallel ranks
+    whole: ModelSpec | None = None  # the model that tensor-parallel ranks share; None for one such rank
+
+    @property
+    def shardings(self) -> tuple[Sharding, ...]:
+        """Returns the levels that this setup may have: ranks that share matrices or experts cannot hold all of them."""
+        return SHARDINGS if self.tp == self.ep == 1 else SHARDINGS[:-1]
 
     @property
     def shards(self) -> int:
@@ -127,20 +138,34 @@ class TrainingSetup:
 
     @property
     def parameters(self) -> int:
-        return self.model.parameters + self.adapter_parameters
+        """Returns the number of parameters of all FSDP units; a rank gathers no more at a time."""
+        return self.model.parameters + self.adapter_parameters + self.model.layers * self._other_experts
 
     @property
     def trained_parameters(self) -> int:
-        return round(self.model.parameters * self.trained_share) + self.adapter_parameters
+        weights = self.model.parameters + self.model.layers * self._other_experts
+        return round(weights * self.trained_share) + self.adapter_parameters
 
     @property
     def layer_parameters(self) -> int:
         """Returns the number of parameters of one decoder layer and its adapters, which are one FSDP unit."""
-        return self.model.layer_parameters + self.adapter_parameters // self.model.layers
+        return self.model.layer_parameters + self._other_experts + self.adapter_parameters // self.model.layers
 
     @property
     def trained_layer_parameters(self) -> int:
-        return round(self.model.layer_parameters * self.trained_share) + self.adapter_parameters // self.model.layers
+        weights = self.model.layer_parameters + self._other_experts
+        return round(weights * self.trained_share) + self.adapter_parameters // self.model.layers
+
+    @property
+    def _other_experts(self) -> int:
+        """Returns how many more parameters of a layer's experts a rank gathers than `model` has.
+
+        The experts of `model` are a share of 1 / tp, and a rank gathers a share of 1 / ep.
+        """
+        if self.model.experts == 1:
+            return 0
+        experts = self.model.experts * self.model.expert_parameters
+        return experts * self.tp // self.ep - experts
 
     def recomputed_among(self, layers: int) -> int:
         """Returns how many of the first `layers` decoder layers are recomputed in backward."""
@@ -196,6 +221,7 @@ def setup_of(
     """Returns the setup that settings describe, with `full` sharding if fsdp.sharding is auto.
 
     Args:
+        model: the whole model, like `reference` and `critic`.
         mesh: the actual mesh, because mesh.dp in the settings may be auto.
         reference, critic: included if the settings colocate this model with the policy.
     """
@@ -205,9 +231,13 @@ def setup_of(
     has_reference = config.needs_reference and config.reference.is_colocated
     has_critic = config.algorithm == "ppo" and config.critic.is_colocated
     trained = model.trained_parameters(config.model.frozen or ()) / model.parameters
+    tp = config.mesh.tp
     return TrainingSetup(
-        model=model,
+        model=model.over(tp),
         mesh=mesh,
+        tp=tp,
+        ep=config.mesh.ep,
+        whole=model if tp > 1 else None,
         sharding="full" if config.fsdp.sharding == "auto" else config.fsdp.sharding,
         sizes=ByteSizes(
             compute=compute,
@@ -230,11 +260,11 @@ def setup_of(
         full_kl=config.kl_estimator == "full",
         on_cpu=on_cpu,
         colocated=ColocatedModels(
-            reference=reference if has_reference and not config.reference_is_policy else None,
+            reference=reference.over(tp) if reference and has_reference and not config.reference_is_policy else None,
             reference_rests_on_host=config.reference.offload != "none",
             reference_computes_from_host=config.reference.offload == "fsdp",
             reference_takes_policys_place=config.reference.offload == "swap",
-            critic=critic if has_critic else None,
+            critic=critic.over(tp) if critic and has_critic else None,
         ),
     )
 

@@ -54,7 +54,7 @@ def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> Sharding
     """
     shards, copies = setup.shards, setup.mesh.ranks // setup.shards
     gathered = gathered_parameters(setup, micro_batches) * setup.sizes.compute
-    trained = setup.model.parameters * setup.trained_share + setup.adapter_parameters
+    trained = setup.trained_parameters
     summed = (1 if setup.sharding == "optimizer" else micro_batches) * trained * setup.sizes.reduce
     others = (shards - 1) / shards
     return ShardingTraffic(
@@ -63,6 +63,33 @@ def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> Sharding
         all_reduce=round(2 * summed / shards * (copies - 1) / copies),
         copied=round(2 * (gathered + summed)),
     )
+
+
+def tensor_parallel_bytes(setup: TrainingSetup, tokens: float) -> float:
+    """Returns the bytes that a rank sends in an update to gather and add up hidden states over its tp ranks.
+
+    Attention and MLP of a layer each gather their inputs and add up their outputs, and so do their backward and their
+    recomputation. The embedding adds up, and the head gathers, in forward and in backward.
+
+    Args:
+        tokens: tokens of the update on one cp rank.
+    """
+    collectives = setup.model.layers * 4 * (2 + setup.recomputed_share) + 4
+    return collectives * tokens * setup.model.hidden * setup.sizes.compute * (setup.tp - 1) / setup.tp
+
+
+def expert_parallel_bytes(setup: TrainingSetup, tokens: float) -> float:
+    """Returns the bytes that a rank sends in an update to have its tokens computed by the experts of other ranks.
+
+    Each token goes to its experts and back, in forward, in backward and in recomputation.
+
+    Args:
+        tokens: tokens of the update on one cp rank.
+    """
+    model = setup.model
+    passes = model.layers * 2 * (2 + setup.recomputed_share)
+    rows = tokens / setup.tp * model.active_experts
+    return passes * rows * model.hidden * setup.sizes.compute * (setup.ep - 1) / setup.ep
 
 
 def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes: int | None) -> Sharding:

@@ -25,6 +25,8 @@ from slimefsdp.attention.call_plan import AttentionParams, PackAttention
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, Choice
 from slimefsdp.batching.packing import LocalShare
+from slimefsdp.distributed.mesh import CutMesh
+from slimefsdp.distributed.tensor_parallel import first_rank_trains, gather_tokens, local_part
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.model_spec import has_attention_softcap, windowed_layers
@@ -48,6 +50,11 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.attention = Attention(Choice("local", "until a mesh is known"))
+        self.tp: CutMesh | None = None  # the ranks over which the model is cut
+
+    @property
+    def tp_ranks(self) -> int:
+        return 1 if self.tp is None else self.tp.size
 
     @property
     def has_tied_embeddings(self) -> bool:
@@ -59,19 +66,21 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor:
         """Returns the hidden states after the final norm, [local_tokens, hidden_dim]; only `forward` may call it.
 
-        If there are no tokens, the result has one meaningless row.
+        The last rows are meaningless if placeholder tokens were added. Under tensor parallelism the result has the rows
+        of all tp ranks' tokens.
 
         Args:
             tokens: [local_tokens] int64.
             positions: [local_tokens] int64, restarting at 0 at each sample.
             pack_attention: the attention for the pack of these tokens, from `self.attention`.
         """
-        if not tokens.shape[0]:
-            # A rank without tokens must still join every collective and have a gradient for every parameter, but models
-            # cannot be called without tokens. So the rank computes one placeholder token. No token attends to it, and
-            # the head does not read its row.
-            tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
-            pack_attention = _without_the_only_token(pack_attention)
+        # A rank without tokens must still join every collective and have a gradient for every parameter, but models
+        # cannot be called without tokens; and tp ranks must have equally many tokens. So placeholder tokens are added.
+        # No token attends to them, and the head does not read their rows.
+        missing = max(1, -(-tokens.shape[0] // self.tp_ranks)) * self.tp_ranks - tokens.shape[0]
+        if missing:
+            tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+            pack_attention = _without_placeholders(pack_attention, missing)
         decoded = self.hf.get_decoder()(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -79,8 +88,8 @@ class DecoderModel(nn.Module):
             return_dict=True,  # config.json may set it to False
             pack_attention=pack_attention,
         )
-        hidden: torch.Tensor = decoded.last_hidden_state[0]
-        return hidden
+        hidden: torch.Tensor = decoded.last_hidden_state
+        return hidden[0] if self.tp is None else gather_tokens(hidden, self.tp)[0]
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Excludes parameters whose names match a shell-style pattern from training; must be called before sharding.
@@ -180,15 +189,16 @@ class DecoderModel(nn.Module):
         return [(name, parameter) for name, parameter in self.all_parameters() if parameter.requires_grad]
 
 
-def _without_the_only_token(attend: PackAttention) -> PackAttention:
-    """Returns `attend` for a rank without tokens: the placeholder token is hidden from it, and has an output of 0."""
+def _without_placeholders(attend: PackAttention, count: int) -> PackAttention:
+    """Returns `attend` for a pass whose last `count` tokens are hidden from it, and have an output of 0."""
 
-    def attend_to_nothing(
+    def attend_to_others(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: AttentionParams, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        return torch.cat([attend(q[:0], k[:0], v[:0], scoring, sinks), torch.zeros_like(q[..., : v.shape[-1]])])
+        attended = attend(q[:-count], k[:-count], v[:-count], scoring, sinks)
+        return torch.cat([attended, torch.zeros_like(q[-count:, :, : v.shape[-1]])])
 
-    return attend_to_nothing
+    return attend_to_others
 
 
 _NOT_OF_THE_FUNCTION = ("_name_or_path", "architectures", "dtype", "transformers_version")  # ignored by `is_like`
@@ -249,8 +259,10 @@ class PolicyModel(DecoderModel):
         head = self.hf.get_output_embeddings()
         adapter = None
         if isinstance(head, LoraLinear) and head.is_on:
-            adapter = HeadAdapter(head.low(hidden), head.lora_B)
-        return HeadInputs(hidden, head.weight, self.softcap, adapter)
+            adapter = HeadAdapter(head.low(hidden), local_part(head.lora_B))
+        if self.tp is None:
+            return HeadInputs(hidden, head.weight, self.softcap, adapter)
+        return HeadInputs(hidden, local_part(head.weight), self.softcap, adapter, self.tp.group)
 
     def is_like(self, other: PolicyModel) -> bool:
         """Returns whether two policies with equal weights would compute the same function.
@@ -306,7 +318,8 @@ class ValueModel(DecoderModel):
         dtype = torch.promote_types(hidden.dtype, torch.float32)  # half precision has only three digits
         score = self.hf.score
         assert isinstance(score, nn.Linear)
-        return F.linear(score.weight.to(dtype), hidden.to(dtype)) + score.bias.to(dtype).unsqueeze(1)
+        values = F.linear(score.weight.to(dtype), hidden.to(dtype)) + score.bias.to(dtype).unsqueeze(1)
+        return values if self.tp is None else first_rank_trains(values, self.tp)
 
     @property
     def has_tied_embeddings(self) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -42,6 +43,9 @@ class HeadInputs(NamedTuple):
     weight: Tensor  # [vocab, hidden_dim] in the same dtype
     softcap: float | None = None  # the final logit soft-cap of Gemma 2
     adapter: HeadAdapter | None = None  # in the same dtype
+    # ranks that hold successive parts of the vocabulary, of equal sizes; weight and adapter are this rank's part, and
+    # all ranks have the same rows. None means that this rank has the whole vocabulary
+    group: dist.ProcessGroup | None = None
 
 
 def token_log_probs(
@@ -59,7 +63,9 @@ def token_log_probs(
     synchronisation with the host. Gradients are first-order only.
 
     Args:
-        model: the inputs of the head, of any number of rows. The gradient of a frozen weight is not computed.
+        model: the inputs of the head, of any number of rows. The gradient of a frozen weight is not computed. If it has
+            a group, the call is collective, all ranks get the same results, and each rank's gradient of the hidden
+            states is what its own words contribute.
         targets: [rows] int64 in [0, vocab); the range is not checked.
         temperature: divides the logits, for log-probs and entropy alike; > 0.
         with_entropy: also return the entropy in nats.
@@ -118,7 +124,7 @@ def _apply(
     options: _HeadPass,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    hidden, weight, softcap, adapter = model
+    hidden, weight, softcap, adapter, group = model
     low, high = adapter or (None, None)
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
@@ -129,7 +135,7 @@ def _apply(
     if softcap is not None or not torch.is_grad_enabled():
         tiles = replace(tiles, held=1)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
-        hidden, weight, low, high, targets, reference, (softcap, options, tiles)
+        hidden, weight, low, high, targets, reference, (softcap, options, tiles, group)
     )
     return result
 
@@ -144,10 +150,11 @@ class _TokenLogProbs(torch.autograd.Function):
         high: Tensor | None,
         targets: Tensor,
         reference: HeadInputs | None,
-        settings: tuple[float | None, _HeadPass, HeadTiles],
+        settings: tuple[float | None, _HeadPass, HeadTiles, dist.ProcessGroup | None],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        softcap, (temperature, with_entropy, entropy_grad), tiles = settings
-        at_target = hidden.new_empty(hidden.shape[0], dtype=_logits_dtype(hidden))
+        softcap, (temperature, with_entropy, entropy_grad), tiles, group = settings
+        at_target = hidden.new_zeros(hidden.shape[0], dtype=_logits_dtype(hidden))
+        targets = targets if group is None else targets - dist.get_rank(group) * len(weight)  # indices in the own part
 
         def by_tile() -> Tensor:
             return at_target.new_empty(len(tiles.words), hidden.shape[0])
@@ -162,7 +169,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ref_buffer = at_target.new_empty(tiles.elements) if reference is not None else None
         slots = _slots(tiles, held)
         for part, words in enumerate(tiles.words):
-            head = _Words(weight, low, high, words, temperature, softcap)
+            head = _Words(weight, low, high, words, temperature, softcap, has_others=group is not None)
             ref_head = None if reference is None else _Words.of_reference(reference, words, temperature)
             for start, end in tiles.rows:
                 rows = slice(start, end)
@@ -186,32 +193,35 @@ class _TokenLogProbs(torch.autograd.Function):
                 difference.mul_(torch.exp(shifted, out=exps))
                 torch.sum(difference, dim=1, out=differences[part, rows])
         # combines the sums of all parts relative to the overall largest logit
-        top = largest.amax(0)
+        top = _maximum(largest.amax(0), group)
         below = largest - top
         share = below.exp()
-        exp_sum = (exp_sums * share).sum(0)
+        exp_sum = _sum((exp_sums * share).sum(0), group)
+        at_target = _sum(at_target, group)
         log_sum = exp_sum.log()
         # log_sum is subtracted from the shifted logit: computing a logsumexp first would round log-probs near 0
         log_probs = (at_target - top).sub_(log_sum)
-        kl = mean_difference = None
+        kl = mean_difference = ref_top = None
         if reference is not None:
             # K = log S_q - log S + D with D = sum_j e_j (z_j - z_qj) / S
-            ref_below = ref_largest - ref_largest.amax(0)
-            mean_difference = (differences + exp_sums * (below - ref_below)).mul_(share).sum(0).div_(exp_sum)
-            kl = (ref_exp_sums * ref_below.exp()).sum(0).log_().sub_(log_sum).add_(mean_difference)
+            ref_top = _maximum(ref_largest.amax(0), group)
+            ref_below = ref_largest - ref_top
+            mean_difference = (differences + exp_sums * (below - ref_below)).mul_(share).sum(0)
+            mean_difference = _sum(mean_difference, group).div_(exp_sum)
+            kl = _sum((ref_exp_sums * ref_below.exp()).sum(0), group).log_().sub_(log_sum).add_(mean_difference)
         entropy = None
         if with_entropy:
             # H = log S - sum_j e_j z_j / S
-            entropy = log_sum - (exp_logits + exp_sums * below).mul_(share).sum(0).div_(exp_sum)
+            entropy = log_sum - _sum((exp_logits + exp_sums * below).mul_(share).sum(0), group).div_(exp_sum)
             if not entropy_grad:
                 ctx.mark_non_differentiable(entropy)
-        ref_hidden, ref_weight, ctx.ref_softcap, _ = reference or (None, None, None, None)
+        ref_hidden, ref_weight, ctx.ref_softcap, *_ = reference or (None, None, None)
         ctx.save_for_backward(
-            hidden, weight, low, high, targets, largest, exp_sum, entropy if entropy_grad else None,
-            ref_hidden, ref_weight, None if reference is None else ref_largest, mean_difference,
+            hidden, weight, low, high, targets, largest, top, exp_sum, entropy if entropy_grad else None,
+            ref_hidden, ref_weight, None if reference is None else ref_largest, ref_top, mean_difference,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.softcap, ctx.tiles = temperature, softcap, tiles
+        ctx.temperature, ctx.softcap, ctx.tiles, ctx.has_others = temperature, softcap, tiles, group is not None
         ctx.kept = None if softcap is not None else held
         ctx.has_kernels = has_kernels  # without kernels, kept logits are relative to their largest in the tile
         return log_probs, entropy, kl
@@ -221,18 +231,17 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None, kl_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, low, high, targets, largest, exp_sums, entropy, *of_reference = ctx.saved_tensors
-        ref_hidden, ref_weight, ref_largest, mean_difference = of_reference
+        hidden, weight, low, high, targets, largest, top, exp_sums, entropy, *of_reference = ctx.saved_tensors
+        ref_hidden, ref_weight, ref_largest, ref_top, mean_difference = of_reference
         tiles: HeadTiles = ctx.tiles
         # the largest logit of each part minus the overall largest
-        has_parts = len(tiles.words) > 1
-        top = largest.amax(0) if has_parts else largest[0]
+        has_parts = len(tiles.words) > 1 or ctx.has_others
         below = largest - top if has_parts else None
-        ref_below = ref_largest - ref_largest.amax(0) if has_parts and ref_largest is not None else None
+        ref_below = ref_largest - ref_top if has_parts and ref_largest is not None else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(exp_sums)
         hidden_grad, low_grad = (
-            _RowsGrad(rows, exp_sums.dtype, has_parts) if needed else None
+            _RowsGrad(rows, exp_sums.dtype, len(tiles.words) > 1) if needed else None
             for rows, needed in zip((hidden, low), (ctx.needs_input_grad[0], ctx.needs_input_grad[2]), strict=True)
         )
         weight_grad = torch.zeros_like(weight, dtype=exp_sums.dtype) if ctx.needs_input_grad[1] else None
@@ -260,7 +269,7 @@ class _TokenLogProbs(torch.autograd.Function):
         slots = reversed(list(enumerate(_slots(tiles, held))))
         first_kept = 0 if kept is None else len(tiles.words) * len(tiles.rows) - tiles.held
         for part, words in reversed(list(enumerate(tiles.words))):
-            head = _Words(weight, low, high, words, ctx.temperature, ctx.softcap)
+            head = _Words(weight, low, high, words, ctx.temperature, ctx.softcap, has_others=ctx.has_others)
             ref_head = None
             if kl_grad is not None:
                 reference = HeadInputs(ref_hidden, ref_weight, ctx.ref_softcap)
@@ -327,6 +336,8 @@ class _Words:
         words: tuple[int, int],
         temperature: float,
         softcap: float | None,
+        *,
+        has_others: bool = False,
     ) -> None:
         start, end = words
         dtype = weight.dtype if weight.is_cuda else _logits_dtype(weight)
@@ -334,7 +345,8 @@ class _Words:
         self.high = None if high is None else high[start:end].to(dtype)
         self.words = words
         self._low, self._temperature, self._softcap = low, temperature, softcap
-        self._start, self._size, self._is_all = start, end - start, end - start == len(weight)
+        self._start, self._size = start, end - start
+        self._is_all = end - start == len(weight) and not has_others  # other ranks have other parts
 
     @classmethod
     def of_reference(cls, reference: HeadInputs, words: tuple[int, int], temperature: float) -> _Words:
@@ -459,6 +471,18 @@ class _RowsGrad:
 
     def total(self) -> Tensor:
         return self._grad.to(self._dtype)
+
+
+def _maximum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return values
+
+
+def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:

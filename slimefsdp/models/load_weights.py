@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slimefsdp.distributed.collectives import run_together
-from slimefsdp.distributed.mesh import local_rows, local_shard
+from slimefsdp.distributed.mesh import local_block, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.io.safetensors_file import TORCH_DTYPES, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry
@@ -105,10 +105,7 @@ def read_tensors(
     Args:
         named: (name of a tensor, parameter), in the same order on every rank.
     """
-    shares = [
-        _Share(name, local_shard(parameter).view(-1), local_rows(parameter)[0] * parameter.shape[1:].numel())
-        for name, parameter in named
-    ]
+    shares = [_Share.of(name, parameter) for name, parameter in named]
     _fill(shares, tensors, group, device, read_by)
 
 
@@ -141,19 +138,44 @@ def _has_second_head(model: DecoderModel, folder: ModelFolder) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """Describes the part of a stored tensor that this rank keeps, in row-major order, and where its values go."""
+    """Describes the part of a stored tensor that this rank keeps, and where its values go.
+
+    The part is a run of the tensor's numbers in row-major order, or some columns of a run of whole rows.
+    """
 
     name: str
-    values: torch.Tensor  # [numbers], a view of the shard; empty for an expert of another rank
-    start: int  # index of the first number in the stored tensor
+    values: torch.Tensor  # a view of the shard: [numbers], or [rows, columns]; empty for an expert of another rank
+    start: int  # index of the run's first number in the stored tensor
+    column: int = 0  # index of the first column
+    row_size: int = 1  # numbers of a stored row if the part is some columns of rows, otherwise 1
     is_second_head: bool = False  # the stored values are compared with `values` instead of written to them
 
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter, *, is_second_head: bool = False) -> _Share:
+        """Returns this rank's share of a tensor that is stored in the parameter's shape."""
+        block, shard = local_block(parameter), local_shard(parameter)
+        start = block.rows[0] * parameter.shape[1:].numel()
+        if block.is_rows_of(parameter.shape):
+            return cls(name, shard.view(-1), start, is_second_head=is_second_head)
+        return cls(name, shard, start, block.start[1], parameter.shape[1], is_second_head)
+
+    @property
+    def count(self) -> int:
+        """Returns the length of the run."""
+        return len(self.values) * self.row_size
+
     def take(self, start: int, values: torch.Tensor) -> None:
-        """Takes this rank's part of `values`, the numbers [start, start + len(values)) of the tensor, and checks it."""
-        first, end = max(start, self.start), min(start + len(values), self.start + len(self.values))
+        """Takes this rank's part of `values`, the numbers [start, start + len(values)) of the tensor, and checks it.
+
+        If the part is some columns, `values` are whole rows.
+        """
+        first, end = max(start, self.start), min(start + len(values), self.start + self.count)
         if first >= end:
             return
-        own, values = self.values[first - self.start : end - self.start], values[first - start : end - start]
+        values = values[first - start : end - start]
+        own = self.values[(first - self.start) // self.row_size : (end - self.start) // self.row_size]
+        if self.row_size > 1:
+            values = values.view(-1, self.row_size)[:, self.column : self.column + own.shape[1]]
         if not self.is_second_head:
             own.copy_(values)
             self.check(own)
@@ -167,6 +189,10 @@ class _Share:
                 f"set tie_word_embeddings to false, or drop {TIED_HEAD}",
             )
 
+    def whole_rows(self, most: int) -> int:
+        """Returns the largest number of numbers, at most `most`, that are whole rows if the part is some columns."""
+        return most // self.row_size * self.row_size
+
     def check(self, values: torch.Tensor) -> None:
         # minimum and maximum propagate NaN without extra memory; isfinite would allocate a tensor
         if not all(torch.isfinite(bound) for bound in values.aminmax()):
@@ -177,10 +203,10 @@ def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
     """Returns this rank's share of every stored tensor, in the same order on every rank."""
     shares = []
     for parameter, parts in _parts_by_parameter(model, folder):
-        (start, end), shard = local_rows(parameter), local_shard(parameter)
+        (start, end), shard = local_block(parameter).rows, local_shard(parameter)
         for part in parts:
             if part.expert is None:
-                shares.append(_Share(part.name, shard.view(-1), start * parameter.shape[1:].numel()))
+                shares.append(_Share.of(part.name, parameter))
             elif start <= part.expert < end:
                 rows = shard[part.expert - start, part.start : part.end]
                 shares.append(_Share(part.name, rows.view(-1), 0))
@@ -189,8 +215,7 @@ def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
     if _has_second_head(model, folder):
         embedding = model.hf.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
-        start = local_rows(embedding)[0] * embedding.shape[1]
-        shares.append(_Share(TIED_HEAD, local_shard(embedding).view(-1), start, is_second_head=True))
+        shares.append(_Share.of(TIED_HEAD, embedding, is_second_head=True))
     return shares
 
 
@@ -198,12 +223,13 @@ def _read_shares(files: OpenTensors, shares: Sequence[_Share]) -> None:
     for share in shares:
         if not len(share.values):
             continue
-        if not share.is_second_head:
+        if not share.is_second_head and share.row_size == 1:
             files.read(share.name, share.start, share.values)
             share.check(share.values)
             continue
-        dtype, end = files.dtype(share.name), share.start + len(share.values)
-        for start in range(share.start, end, step := _BUFFER_BYTES // dtype.itemsize):
+        dtype, end = files.dtype(share.name), share.start + share.count
+        step = share.whole_rows(_BUFFER_BYTES // dtype.itemsize)
+        for start in range(share.start, end, step):
             values = torch.empty(min(step, end - start), dtype=dtype)
             files.read(share.name, start, values)
             share.take(start, values)
@@ -262,10 +288,11 @@ def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Pie
     for index, share in enumerate(shares):
         dtype, start, numbers = files.dtype(share.name), 0, files.numbers(share.name)
         while start < numbers:
-            count = min(numbers - start, (BUCKET_BYTES - offset) // dtype.itemsize)
-            bucket.append(_Piece(index, start, count, dtype, offset))
-            start, offset = start + count, bucket[-1].end
-            if offset == BUCKET_BYTES:
+            count = min(numbers - start, share.whole_rows((BUCKET_BYTES - offset) // dtype.itemsize))
+            if count:
+                bucket.append(_Piece(index, start, count, dtype, offset))
+                start, offset = start + count, bucket[-1].end
+            if offset == BUCKET_BYTES or not count:
                 yield bucket
                 bucket, offset = [], 0
     if bucket:
@@ -348,8 +375,7 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
                         field="model.init",
                         hint="set model.init=folder, and give a folder with weights",
                     )
-                start, end = local_rows(own_weights[name])
-                local_shard(own_weights[name]).copy_(parameter[start:end])
+                local_shard(own_weights[name]).copy_(parameter[local_block(own_weights[name]).slices])
             _place(unit, "meta")
     finally:
         torch.default_generator.set_state(saved_state)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed.mesh import Mesh, local_rows, local_shard
+from slimefsdp.distributed.mesh import Mesh, local_block, local_shard
 from slimefsdp.errors import ConfigError, ModelError, short_text
 from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.models.decoder import DecoderModel
@@ -102,8 +102,7 @@ def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) ->
         drawn = torch.zeros(matrix.a.shape, dtype=torch.float32)  # [(experts,) rank, in_features]
         bound = drawn.shape[-1] ** -0.5
         drawn[..., :rank, :].uniform_(-bound, bound, generator=generator)
-        start, end = local_rows(matrix.a)
-        local_shard(matrix.a).copy_(drawn[start:end])
+        local_shard(matrix.a).copy_(drawn[local_block(matrix.a).slices])
         local_shard(matrix.b).zero_()
 
 
@@ -414,8 +413,8 @@ def fill_matrices(
             experts, rows, rank = b.shape
             whole = nn.Parameter(torch.empty(rows, rank * experts, dtype=b.dtype, device=b.device), requires_grad=False)
             read_tensors([(name, whole)], folder.tensors, group, device=device, read_by=read_by)
-            start, end = local_rows(b)
-            local_shard(b).detach().copy_(whole.view(rows, rank, experts).permute(2, 0, 1)[start:end])
+            stack = whole.view(rows, rank, experts).permute(2, 0, 1)
+            local_shard(b).detach().copy_(stack[local_block(b).slices])
     except ModelError as error:
         error.field = FIELD
         raise

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.distributed.mesh import is_cut, local_block, local_shard
 
 
 class LoraLinear(nn.Linear):
@@ -43,9 +43,12 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def merged_rows(self, parameter: str = "weight") -> torch.Tensor:
-        """Collective: returns this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the dtype of A."""
-        a = self.lora_A.full_tensor() if isinstance(self.lora_A, DTensor) else self.lora_A
-        b = local_shard(self.lora_B)  # sharded over the same rows as the weight
+        """Collective: returns this rank's part of W + (alpha / rank) B A, shaped like its part of W, in A's dtype."""
+        rows, columns = local_block(self.weight).slices
+        a = (self.lora_A.full_tensor() if isinstance(self.lora_A, DTensor) else self.lora_A)[:, columns]
+        b = local_shard(self.lora_B)  # sharded over the same rows as the weight, unless tp ranks share its columns
+        if isinstance(self.lora_B, DTensor) and is_cut(self.weight) and not is_cut(self.lora_B):
+            b = self.lora_B.full_tensor()[rows]
         return torch.addmm(local_shard(self.weight).to(b.dtype), b, a, alpha=self.scale)
 
     @property
@@ -70,7 +73,9 @@ class LoraExperts(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on:
             return super().forward(*args, **kwargs)
-        sums = {name: self._sum(getattr(self, name), *self.pairs[name]) for name in self.stacks}
+        # attributes rather than parameters: expert parallelism replaces them by this rank's part
+        parts = {name: (getattr(self, f"{name}_lora_A"), getattr(self, f"{name}_lora_B")) for name in self.stacks}
+        sums = {name: self._sum(getattr(self, name), *parts[name]) for name in self.stacks}
         # attributes of the instance take precedence over parameters of the same name
         self.__dict__.update(sums)
         try:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Replicate
 
 from slimefsdp.distributed.fsdp import parameter_groups
-from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.distributed.mesh import local_block, local_shard
 from slimefsdp.results import Description, Difference, ReplicaCheck, Unit
 
 if TYPE_CHECKING:  # only for mypy, because this package must not import models
@@ -121,7 +120,7 @@ def _layout(tensor: DTensor) -> str:
     axes = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
     return ", ".join(
         f"{axis} {mesh.size(index)} "
-        + (f"sharded on dim {placement.dim}" if isinstance(placement, Shard) else "replicated")
+        + ("replicated" if isinstance(placement, Replicate) else f"sharded on dim {placement.dim}")  # type: ignore[attr-defined]
         for index, (axis, placement) in enumerate(zip(axes, tensor.placements, strict=True))
     )
 
@@ -144,10 +143,10 @@ def _rows(tensor: torch.Tensor) -> str:
     """Returns which part of the whole tensor a shard is, such as `[32:64]`; "" for a whole tensor."""
     if not isinstance(tensor, DTensor):
         return ""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape) == tuple(tensor.shape):
+    block = local_block(tensor)
+    if block.shape == tuple(tensor.shape):
         return ""
-    return "[" + ", ".join(f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True)) + "]"
+    return "[" + ", ".join(f"{part.start}:{part.stop}" for part in block.slices) + "]"
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

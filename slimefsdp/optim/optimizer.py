@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from slimefsdp.distributed.mesh import local_rows, local_shard
+from slimefsdp.distributed.mesh import local_block, local_shard
 from slimefsdp.optim.low_bit import QuantizedState, RoundedState, block_of, update_quantized, update_rounded
 from slimefsdp.optim.muon import update_matrices
 
@@ -85,7 +85,7 @@ def build_optimizer(
         for rule in sorted(set(rules.values()))
     ]
     # the name of each parameter, and the index of this rank's first element in the whole parameter
-    name_and_offset = {p: (name, local_rows(p)[0] * math.prod(p.shape[1:])) for name, p in named}
+    name_and_offset = {p: (name, local_block(p).rows[0] * math.prod(p.shape[1:])) for name, p in named}
     for group in groups:
         if group["rule"] == "adamw_bfloat16":
             group |= {"rounding_seed": options.seed, "places": name_and_offset}

@@ -31,6 +31,7 @@ from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import CheckpointError, ConfigError, ModelError
 from slimefsdp.io.hub import HubId, reads_like_id, snapshot
+from slimefsdp.model_spec import check_parallel
 from slimefsdp.models.build import AnyModel, Trains, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
@@ -72,6 +73,8 @@ def mesh_for(config: TrainerConfig, role: Role, device: torch.device) -> Mesh:
         config.mesh.cp,
         device,
         dp_replicate=dp_replicate,
+        tp=config.mesh.tp,
+        ep=config.mesh.ep,
         is_whole_on_every_rank=config.fsdp.sharding == "replicate",
         timeout_s=config.collective_timeout_s,
     )
@@ -200,6 +203,7 @@ def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> M
         with_weights = field != "model.path" or config.model.init == "folder"
         folder = read_model_folder(path, field=field, with_weights=with_weights)
         check_architecture(folder, field=field)
+        check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
         return folder
 
     if config.model.read == "every_rank":
@@ -266,7 +270,7 @@ def _recorded_sharding(config: TrainerConfig, role: Role, mesh: Mesh) -> str | N
             info = manifest.info
             check_info(info, store.root)
             level = info["config"].get("fsdp", {}).get("sharding")
-            is_of_this_mesh = info["mesh"] == {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
+            is_of_this_mesh = info["mesh"] == mesh.axes
             return level if is_of_this_mesh and level in AUTO_LEVELS else None
     return None
 
@@ -339,6 +343,7 @@ def attention_for(config: TrainerConfig, mesh: Mesh, cost: CostModel, shape: Att
     Raises:
         ConfigError: the strategy or the kernels of the settings do not support the model, or need a missing package.
     """
+    shape = shape.over(config.mesh.tp)
     check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
     if choice.name == "ring_flash_attn":

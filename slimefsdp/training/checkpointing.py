@@ -83,7 +83,7 @@ class Checkpoints:
         self._config = config
         self._role = role
         self._mesh = mesh
-        self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
+        self._axes = mesh.axes
         self._identity = identity_of(config, role, folder)
         # the base weights of adapters are in no checkpoint, and must be the same again
         if config.lora.rank is not None and role != "ref":

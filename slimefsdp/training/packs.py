@@ -148,8 +148,8 @@ def outputs_of_packs(
     assert result is not None
     # after a forward without a backward FSDP keeps the root gathered; it would be stale once the shards change
     reshard(model)
-    if mesh.cp_rank != 0:
-        result.zero_()  # cp ranks hold the same values, which must be summed once
+    if not mesh.is_first_of_pack:
+        result.zero_()  # the ranks of a pack hold the same values, which must be summed once
     dist.all_reduce(result, group=mesh.group)  # adding zeros to a value changes no bit of the value
     return result.cpu()
 
@@ -171,13 +171,13 @@ def accumulate_gradients(
     Args:
         inputs: inputs of every response token of the batch, [R], on the CPU.
         objective: computes the loss of a pack from the model's outputs and the inputs of their tokens.
-        outputs: zeros [2, R] in the dtype of the model's outputs, on the device. The first cp rank writes the log-probs
-            and entropies of the trained tokens of its packs to it. None means that these values are not kept.
+        outputs: zeros [2, R] in the dtype of the model's outputs, on the device. The first rank of a pack writes the
+            log-probs and entropies of its trained tokens to it. None means that these values are not kept.
 
     Returns:
         The metrics of this rank, before the reduction over ranks.
     """
-    sums = MetricSums(mesh.device, counted=mesh.cp_rank == 0)
+    sums = MetricSums(mesh.device, counted=mesh.is_first_of_pack)
     reference_inputs: HeadInputs | None = None
     try:
         with gradients_summed_once(model) if options.sum_once else nullcontext() as begin:
@@ -200,7 +200,7 @@ def accumulate_gradients(
                             entropy_grad=options.entropy_grad,
                             reference=reference_inputs,
                         )
-                        if outputs is not None and mesh.cp_rank == 0:  # cp ranks hold the same values
+                        if outputs is not None and mesh.is_first_of_pack:
                             response_index = on_device(micro_batch.packed.response_index, mesh.device)
                             outputs[:, response_index] = values.detach()[: len(outputs)]
                         loss = objective(values, token_inputs.as_dtype(values.dtype), sums)

@@ -98,7 +98,7 @@ def cost_model_of(config: TrainerConfig, model_config: Mapping[str, Any] | None)
     model_spec = model_spec_of(model_config)
     if model_spec is None:
         return DEFAULT_COST_MODEL
-    shape = AttentionShape.of_model_spec(model_spec)
+    shape = AttentionShape.of_model_spec(model_spec).over(config.mesh.tp)
     strategy = choose_strategy(config.attention.strategy, shape, config.mesh.cp).traffic
     element_bytes = ELEMENT_BYTES[config.precision.compute_dtype]
     measured: dict[str, float] = {}

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from slimefsdp.distributed.mesh import local_block
 from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.progress import Manifest, UpdateProgress, other_model
 
@@ -65,10 +65,7 @@ class WeightReceiver(UpdateProgress):
             self.require_announced(name, tensor.shape)  # otherwise copy_ might broadcast the tensor silently
             parameter = self._parameters[name]
             if isinstance(parameter, DTensor):
-                shape, offset = compute_local_shape_and_global_offset(
-                    parameter.shape, parameter.device_mesh, parameter.placements
-                )
-                parameter.to_local().copy_(tensor[offset[0] : offset[0] + shape[0]])
+                parameter.to_local().copy_(tensor[local_block(parameter).slices])
             else:
                 parameter.copy_(tensor)
             self.missing.discard(name)

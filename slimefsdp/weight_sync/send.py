@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slimefsdp import heartbeat
 from slimefsdp.distributed.collectives import from_first, gathered, run_on_first
-from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.distributed.mesh import Block, blocks_of_ranks, is_cut, local_shard
 from slimefsdp.results import SyncReport
 from slimefsdp.weight_sync.buckets import Bucket
 from slimefsdp.weight_sync.progress import Manifest
@@ -179,8 +182,8 @@ def full_weights(
     """Collective: yields buckets of (name, full tensor on the mesh's device); every rank must take every bucket.
 
     Args:
-        named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or under
-            CPU offload on the host.
+        named: parameters sharded across `group`, in the same order on every rank; on the device, or under CPU offload
+            on the host.
         dtype: dtype of the yielded tensors; shards are cast before they are gathered.
         bucket_bytes: largest size of a bucket; a larger tensor is a bucket of its own.
         copies: if False, tensors may be a parameter's own memory, and must not be changed.
@@ -226,41 +229,58 @@ def _gather(
 def _gathered_alone(
     parameter: nn.Parameter, own: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Gathers a single tensor; the result is a view of the gathered memory without its padding."""
-    world_size, (count, *rest) = dist.get_world_size(group), parameter.shape
-    rows = _rows_per_rank(parameter, world_size)
-    gathered = torch.empty(world_size * rows, *rest, dtype=dtype, device=device)
-    rows_to_send = own.to(device, dtype).contiguous()
-    if len(rows_to_send) < rows:
-        padded = rows_to_send.new_zeros(rows, *rest)
-        padded[: len(rows_to_send)] = rows_to_send
-        rows_to_send = padded
-    dist.all_gather_into_tensor(gathered, rows_to_send, group=group)
-    return gathered[:count]
+    """Gathers a single tensor; see `_Layout.whole`."""
+    layout = _Layout.of(parameter, group)
+    numbers = own.to(device, dtype).contiguous().view(-1)
+    if len(numbers) < layout.size:
+        numbers = F.pad(numbers, (0, layout.size - len(numbers)))
+    gathered = numbers.new_empty(dist.get_world_size(group), layout.size)
+    dist.all_gather_into_tensor(gathered.view(-1), numbers, group=group)
+    return layout.whole(gathered)
 
 
 def _gathered_together(
     bucket: _Parameters, rows_of: _RowsOf, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> Bucket:
-    world_size = dist.get_world_size(group)
-    rows_per_rank = [_rows_per_rank(parameter, world_size) for _, parameter in bucket]
-    sizes = [rows * p.shape[1:].numel() for (_, p), rows in zip(bucket, rows_per_rank, strict=True)]
+    layouts = [_Layout.of(parameter, group) for _, parameter in bucket]
+    sizes = [layout.size for layout in layouts]
     rows_to_send = torch.empty(sum(sizes), dtype=dtype, device=device)
     for (name, parameter), target in zip(bucket, rows_to_send.split(sizes), strict=True):
         local = rows_of(name, parameter)
         target[: local.numel()].copy_(local.reshape(-1))
         target[local.numel() :].zero_()
-    gathered = rows_to_send.new_empty(world_size, rows_to_send.numel())
+    gathered = rows_to_send.new_empty(dist.get_world_size(group), rows_to_send.numel())
     dist.all_gather_into_tensor(gathered.view(-1), rows_to_send, group=group)
     full: Bucket = []
     offset = 0
-    for (name, parameter), rows, size in zip(bucket, rows_per_rank, sizes, strict=True):
-        parts = gathered[:, offset : offset + size]
-        full.append((name, parts.reshape(world_size * rows, *parameter.shape[1:])[: parameter.shape[0]].contiguous()))
-        offset += size
+    for (name, _), layout in zip(bucket, layouts, strict=True):
+        full.append((name, layout.whole(gathered[:, offset : offset + layout.size]).contiguous()))
+        offset += layout.size
     return full
 
 
-def _rows_per_rank(parameter: nn.Parameter, world_size: int) -> int:
-    """Returns the number of rows of the first ranks; later ranks may have fewer or none."""
-    return -(-parameter.shape[0] // world_size)
+@dataclass(frozen=True)
+class _Layout:
+    """Describes which part of a tensor each rank of a copy holds."""
+
+    shape: torch.Size
+    size: int  # numbers of the largest part; those of other ranks are padded to this length
+    blocks: list[Block] | None  # by rank; None means that the ranks hold successive rows
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, group: dist.ProcessGroup) -> _Layout:
+        if not is_cut(parameter):
+            rows = -(-parameter.shape[0] // dist.get_world_size(group))
+            return cls(parameter.shape, rows * parameter.shape[1:].numel(), None)
+        assert isinstance(parameter, DTensor)
+        blocks = blocks_of_ranks(parameter, group)
+        return cls(parameter.shape, max(math.prod(block.shape) for block in blocks), blocks)
+
+    def whole(self, gathered: torch.Tensor) -> torch.Tensor:
+        """Returns the whole tensor from the numbers of all ranks, [ranks, size]; a view for successive rows."""
+        if self.blocks is None:
+            return gathered.reshape(-1)[: self.shape.numel()].view(self.shape)
+        full = gathered.new_empty(self.shape)
+        for block, part in zip(self.blocks, gathered, strict=True):
+            full[block.slices] = part[: math.prod(block.shape)].view(block.shape)
+        return full

@@ -86,6 +86,13 @@ def test_weights_and_flags_are_those_of_a_loop_over_sequences(method, batch):
 
 
 @every_method
+def test_weights_of_exactly_one_are_inside_bounds_of_one(method):
+    log_rho, sequences = torch.zeros(12), Sequences(torch.arange(12) // 5, 3)
+    found = CORRECTIONS[method](log_rho, sequences, CorrectionOptions(low=1.0, high=1.0))
+    assert found.weights.eq(1.0).all() and not (found.below | found.above).any()
+
+
+@every_method
 def test_order_and_numbering_of_tokens_and_the_split_into_packs_change_nothing(method):
     batch = [[0.1, -0.9, 0.3], [0.9, 0.2], [-0.2], [0.4, 0.4, -0.1, 0.2]]
     log_rho, sequences = pack(batch)

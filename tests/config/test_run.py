@@ -323,7 +323,7 @@ def test_names_that_other_trainers_have_lead_to_those_of_this_one():
     [
         ("loss.policy=grpo", ["advantage.estimator=grpo"]),
         ("advantage.estimator=gspo", ["loss.policy=gspo"]),
-        ("mesh.tp=2", [NAMES_ELSEWHERE["tp"]]),
+        ("mesh.pp=2", [NAMES_ELSEWHERE["pp"]]),
         ("lora.r=8", ["lora.rank"]),
         ("per_device_train_batch_size=1", ["batch.samples_per_update"]),
         ("train={learning-rate: 1e-5, lora: {lora_alpha: 3}}", ["optim.lr", "lora.alpha"]),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.distributed.mesh import local_rows, local_shard
+from slimefsdp.distributed.mesh import local_block, local_shard
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.build import compute_dtype
 from slimefsdp.training.plan import plan_training
@@ -41,7 +41,7 @@ def fill_b(trainer: Trainer) -> None:
     """Gives every B of a trainer its `some_b`."""
     for name, parameter in trainer.policy.all_parameters():
         if name.endswith("lora_B"):
-            start, end = local_rows(parameter)
+            start, end = local_block(parameter).rows
             local_shard(parameter).copy_(some_b(name, parameter.shape)[start:end])
 
 

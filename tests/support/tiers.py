@@ -21,7 +21,7 @@ from tests.support.tiny_models import ARCHITECTURES
 STAND_FOR_ALL = {"qwen3", "qwen3_moe"}  # a dense model and one with experts
 QUICK_EXAMPLES = 20
 CASES = 2  # of a test on ranks, unless its module has another number as DEFAULT_CASES
-AXES = {"dp", "dp_replicate", "cp"}
+AXES = {"dp", "dp_replicate", "cp", "tp"}
 COUNTS = {*AXES, "ranks", "world", "world_size", "size", "shards", "writers", "readers"}
 WORDS = {
     "ray": "on a Ray cluster",
