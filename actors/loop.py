@@ -133,11 +133,7 @@ class Run:
         )
 
     def begin(self) -> int:
-        """Prepares the first step; returns how many steps are done.
-
-        A resumed run loads its newest checkpoint; another run writes the checkpoint of step 0, if it keeps checkpoints.
-        The engines receive the first weights. A run that starts at step 0 is evaluated.
-        """
+        """Loads or writes the first checkpoint, updates the engines, evaluates a new run; returns the steps done."""
         config = self._config
         start = _resume(config, self._group, self._loop.prompts, self._log)
         # written only now, so that a refused resume does not change the files of the earlier run
@@ -240,10 +236,7 @@ class RolloutLoop:
         return self._collector.prompts
 
     def prompts_state(self) -> dict[str, Any]:
-        """Returns the state of `prompts` after the last batch that was trained on.
-
-        The current state of `prompts` may be further, since a thread may collect batches ahead.
-        """
+        """Returns the state of `prompts` after the last trained batch; collecting ahead may have moved `prompts` on."""
         return self.prompts.state() if self._trained_prompts is None else self._trained_prompts
 
     def settle(self) -> None:

@@ -38,12 +38,11 @@ from slimefsdp.estimate.hardware import (
 from slimefsdp.estimate.memory import Memory, peak_memory
 from slimefsdp.estimate.recommend import MOST_TOKENS, Candidate, Recommendation, as_record, longest_contexts, recommend
 from slimefsdp.estimate.schedule import Schedule, lightest_strategy, measure_schedule, read_samples
-from slimefsdp.estimate.setup import MeshShape, TrainingSetup, setup_of
-from slimefsdp.estimate.traffic import choose_sharding, expert_parallel_bytes, sharding_traffic, tensor_parallel_bytes
+from slimefsdp.estimate.setup import TrainingSetup
+from slimefsdp.estimate.traffic import setup_of_folders, sharding_traffic, shared_layer_bytes
 from slimefsdp.io.user_files import can_keep_files
 from slimefsdp.model_spec import ModelSpec, check_parallel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.rpc import Role
 from slimefsdp.training.plan import cost_model_of, may_share, plan_training
 
 # limits of what is planned, since planning itself takes time and memory
@@ -91,28 +90,6 @@ def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_
         record, lines = _plan(config, folder, choice, setup, device, flags.lengths)
     print(json.dumps(record, indent=1, allow_nan=False) if as_json else "\n".join(lines))
     return 0
-
-
-def setup_of_folders(
-    config: RunConfig, model: ModelSpec, *, on_cpu: bool, memory_bytes: int | None = None
-) -> TrainingSetup:
-    """Returns what estimates need to know of settings in which mesh.dp is a number.
-
-    Args:
-        model: the sizes of the policy; the sizes of reference and critic are read from config.json files.
-        memory_bytes: memory of a rank's device, by which fsdp.sharding=auto is resolved; None means no limit.
-    """
-    assert config.mesh.dp != "auto"
-    mesh = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
-
-    def model_of(role: Role) -> ModelSpec:
-        path, field = config.folder_of(role)
-        return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
-
-    setup = setup_of(config, model, mesh, on_cpu=on_cpu, reference=model_of("ref"), critic=model_of("critic"))
-    if config.fsdp.sharding != "auto":
-        return setup
-    return replace(setup, sharding=choose_sharding(setup, config.batch.max_tokens_per_rank, memory_bytes))
 
 
 def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
@@ -241,37 +218,10 @@ def _plan(
     lines = [
         *_load_lines(config, setup, schedule, source, batch),
         *(_attention_lines(setup, schedule, choice) if setup.mesh.cp > 1 else []),
-        *_lines_of_shared_layers(setup, schedule),
         *_memory_lines(setup, schedule),
         *_time_lines(schedule, device, result),
     ]
     return {"lengths": spec, "is_batch": batch is not None, **_record(setup, schedule, device, result)}, lines
-
-
-def _bytes_of_shared_layers(setup: TrainingSetup, schedule: Schedule) -> dict[str, int]:
-    """Returns the bytes that a rank sends in the mean update because ranks share matrices or experts."""
-    tokens = schedule.computed_tokens / len(schedule.updates) / setup.mesh.ranks
-    sent = {
-        "tensor_parallel_bytes_per_rank": tensor_parallel_bytes(setup, tokens),
-        "expert_parallel_bytes_per_rank": expert_parallel_bytes(setup, tokens),
-    }
-    return {name: round(count) for name, count in sent.items() if count}
-
-
-def _lines_of_shared_layers(setup: TrainingSetup, schedule: Schedule) -> list[str]:
-    sent = {name: byte_text(count) for name, count in _bytes_of_shared_layers(setup, schedule).items()}
-    lines = []
-    if setup.tp > 1:
-        lines.append(
-            f"tp        {setup.tp} ranks share each layer's matrices; each sends "
-            f"{sent['tensor_parallel_bytes_per_rank']} of hidden states in an update"
-        )
-    if setup.ep > 1:
-        lines.append(
-            f"ep        {setup.ep} ranks share each layer's experts; each sends "
-            f"{sent['expert_parallel_bytes_per_rank']} of hidden states in an update"
-        )
-    return lines
 
 
 def _guessed_lengths(config: RunConfig) -> str:
@@ -305,7 +255,7 @@ def _record(setup: TrainingSetup, schedule: Schedule, device: Device, result: Re
     return {
         "parameters": (setup.whole or setup.model).parameters,
         "mesh": asdict(setup.mesh) | {"tp": setup.tp, "ep": setup.ep},
-        **_bytes_of_shared_layers(setup, schedule),
+        "shared_layers": _shared_layers(setup, schedule),
         **({} if setup.adapters is None else {"adapters": asdict(setup.adapters)}),
         **({"lightest_strategy": lightest_strategy(schedule, setup)} if setup.mesh.cp > 1 else {}),
         **asdict(schedule),
@@ -324,6 +274,10 @@ def _record(setup: TrainingSetup, schedule: Schedule, device: Device, result: Re
             "candidates": [of_candidate(candidate) for candidate in result.candidates],
         },
     }
+
+
+def _shared_layers(setup: TrainingSetup, schedule: Schedule) -> dict[str, int]:
+    return shared_layer_bytes(setup, schedule.computed_tokens / len(schedule.updates) / setup.mesh.ranks)
 
 
 def _memory_by_level(setup: TrainingSetup, schedule: Schedule) -> dict[str, Memory]:
@@ -417,6 +371,10 @@ def _memory_lines(setup: TrainingSetup, schedule: Schedule) -> list[str]:
     return [
         f"bytes that sharding sends per rank and update: gathers {byte_text(sent.all_gather)}, reduce-scatters "
         f"{byte_text(sent.reduce_scatter)}, all-reduces {byte_text(sent.all_reduce)}",
+        *(
+            f"bytes that {kind} parallelism sends per rank and update: {byte_text(count)} of hidden states"
+            for kind, count in _shared_layers(setup, schedule).items()
+        ),
         "",
         "memory of a rank at the fullest moment of an update (an estimate)",
         *_rows(

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from actors import side_process
-from actors.cli.plan import setup_of_folders
 from actors.cli.preflight import Checked, check_before_launch, check_start
 from actors.cli.torchrun import is_rank_of_torchrun, train_as_rank
 from actors.cluster.capacity import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver, processes_needed
@@ -23,6 +22,7 @@ from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ResourceError, byte_text
 from slimefsdp.estimate.memory import MicroBatches, training_memory
+from slimefsdp.estimate.traffic import setup_of_folders
 from slimefsdp.io.files import require_free_folder
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder

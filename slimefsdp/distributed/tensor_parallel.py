@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from slimefsdp.distributed.mesh import CutMesh
+from slimefsdp.distributed.token_shares import gather_tokens, local_part, scatter_tokens
 from slimefsdp.errors import ConfigError
 
 if TYPE_CHECKING:  # slimefsdp.models imports this package
@@ -72,83 +72,6 @@ def cut_over_tp(model: DecoderModel, mesh: CutMesh) -> None:
                 cut_parameter(head, name, parameter, 0, mesh)
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor that is cut over tp, or the whole tensor; differentiable."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class _Gather(torch.autograd.Function):
-    """[1, own tokens, features] of every tp rank -> [1, tokens, features]; backward sums the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(own, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _scattered(gradients[0], ctx.group), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Partial sums [1, tokens, features] of every tp rank -> the total of this rank's tokens; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(partial, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _gathered(gradients[0], ctx.group), None
-
-
-def gather_tokens(own: Tensor, mesh: CutMesh) -> Tensor:
-    """Collective: returns the hidden states of all tp ranks' tokens, [1, tokens, features]; backward is collective too.
-
-    Args:
-        own: [1, own tokens, features]; every tp rank has equally many tokens.
-    """
-    gathered: Tensor = _Gather.apply(own, mesh.group)
-    return gathered
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = own.new_empty(dist.get_world_size(group) * own.shape[1], *own.shape[2:])
-    dist.all_gather_into_tensor(whole, own[0].contiguous(), group=group)
-    return whole[None]
-
-
-def _scattered(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # not a view, because FSDP warns about units that return views
-    own = partial.new_empty(1, partial.shape[1] // dist.get_world_size(group), *partial.shape[2:])
-    dist.reduce_scatter_tensor(own[0], partial[0].contiguous(), group=group)
-    return own
-
-
-class _FirstRankTrains(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, is_first: bool) -> Tensor:
-        ctx.is_first = is_first
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0] if ctx.is_first else torch.zeros_like(gradients[0]), None
-
-
-def first_rank_trains(values: Tensor, mesh: CutMesh) -> Tensor:
-    """Returns `values` unchanged; gradients flow through the first tp rank's only, and are 0 on the others.
-
-    For values that every tp rank computes from all tokens with a weight that is not cut, so that gradients count once.
-    """
-    result: Tensor = _FirstRankTrains.apply(values, mesh.rank == 0)
-    return result
-
-
-# ---------------------------------------------------------------------- cutting
-
-
 def _cut_block(block: nn.Module, kv_heads: int, mesh: CutMesh) -> None:
     local: dict[tuple[nn.Module, str], LocalPart] = {}
     for path, module in block.named_modules():
@@ -176,8 +99,8 @@ def _cut_block(block: nn.Module, kv_heads: int, mesh: CutMesh) -> None:
         with local_parameters(local):
             output = forward(*args, **kwargs)
         if isinstance(output, tuple):
-            return _Scatter.apply(output[0], mesh.group), *output[1:]
-        return _Scatter.apply(output, mesh.group)
+            return scatter_tokens(output[0], mesh), *output[1:]
+        return scatter_tokens(output, mesh)
 
     block.forward = forward_of_all_tokens
 
@@ -248,8 +171,7 @@ def _cut_embedding(embedding: nn.Embedding, mesh: CutMesh) -> None:
         is_here = (columns >= 0) & (columns < words)
         with local_parameters(local):
             rows = forward(columns.clamp(0, words - 1))
-        scattered: Tensor = _Scatter.apply(rows * is_here[..., None], mesh.group)
-        return scattered
+        return scatter_tokens(rows * is_here[..., None], mesh)
 
     embedding.forward = forward_of_own_words  # type: ignore[method-assign]
 

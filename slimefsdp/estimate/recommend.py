@@ -15,12 +15,7 @@ from slimefsdp.estimate.hardware import HEADROOM, Device, Rates, fits
 from slimefsdp.estimate.memory import LayerActivations, Memory, MicroBatches, peak_memory, recomputed_head_share
 from slimefsdp.estimate.schedule import Schedule
 from slimefsdp.estimate.setup import Recompute, TrainingSetup
-from slimefsdp.estimate.traffic import (
-    expert_parallel_bytes,
-    gathered_parameters,
-    sharding_traffic,
-    tensor_parallel_bytes,
-)
+from slimefsdp.estimate.traffic import gathered_parameters, sharding_traffic, shared_layer_bytes
 
 _RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_RANKS = 8192  # largest mesh that is considered
@@ -88,10 +83,7 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
         attention=slowdown * executed.attention / (1e12 * rates.attention_tflops),
         memory=touched / (1e9 * rates.memory_gbps),
         comm=(
-            sharding.total
-            + schedule.attention_bytes_per_rank(setup)
-            + tensor_parallel_bytes(setup, tokens)
-            + expert_parallel_bytes(setup, tokens)
+            sharding.total + schedule.attention_bytes_per_rank(setup) + sum(shared_layer_bytes(setup, tokens).values())
         )
         / (1e9 * rates.comm_gbps),
         host=to_host / (1e9 * rates.host_gbps),

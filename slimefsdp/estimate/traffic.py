@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from slimefsdp.attention.select import repeated_kv_heads
 from slimefsdp.batching.cost import Strategy
 from slimefsdp.batching.cp_sharding import Layout, sent_rows, tokens_of
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
 from slimefsdp.estimate.hardware import HEADROOM
 from slimefsdp.estimate.memory import MicroBatches, training_memory
-from slimefsdp.estimate.setup import ByteSizes, Sharding, TrainingSetup
+from slimefsdp.estimate.setup import ByteSizes, MeshShape, Sharding, TrainingSetup, setup_of
 from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.rpc import Role
 
 AUTO_LEVELS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer")
 """The levels from which `fsdp.sharding=auto` chooses. `replicate` is not among them: it sends more than `optimizer`."""
@@ -65,31 +68,31 @@ def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> Sharding
     )
 
 
-def tensor_parallel_bytes(setup: TrainingSetup, tokens: float) -> float:
-    """Returns the bytes that a rank sends in an update to gather and add up hidden states over its tp ranks.
+def shared_layer_bytes(setup: TrainingSetup, tokens: float) -> dict[str, int]:
+    """Returns the bytes that a rank sends in an update because ranks share matrices or experts, by kind.
 
-    Attention and MLP of a layer each gather their inputs and add up their outputs, and so do their backward and their
-    recomputation. The embedding adds up, and the head gathers, in forward and in backward.
-
-    Args:
-        tokens: tokens of the update on one cp rank.
-    """
-    collectives = setup.model.layers * 4 * (2 + setup.recomputed_share) + 4
-    return collectives * tokens * setup.model.hidden * setup.sizes.compute * (setup.tp - 1) / setup.tp
-
-
-def expert_parallel_bytes(setup: TrainingSetup, tokens: float) -> float:
-    """Returns the bytes that a rank sends in an update to have its tokens computed by the experts of other ranks.
-
-    Each token goes to its experts and back, in forward, in backward and in recomputation.
+    - tensor: attention and MLP of a layer each gather their inputs and add up their outputs, and so do their backward
+      and their recomputation. The embedding adds up, and the head gathers, in forward and in backward.
+    - expert: each token goes to its experts and back, in forward, in backward and in recomputation.
 
     Args:
         tokens: tokens of the update on one cp rank.
     """
-    model = setup.model
-    passes = model.layers * 2 * (2 + setup.recomputed_share)
-    rows = tokens / setup.tp * model.active_experts
-    return passes * rows * model.hidden * setup.sizes.compute * (setup.ep - 1) / setup.ep
+    model, passes = setup.model, 2 + setup.recomputed_share
+    row = model.hidden * setup.sizes.compute
+    sent = {
+        "tensor": (4 * model.layers * passes + 4) * tokens * row * (setup.tp - 1) / setup.tp,
+        "expert": 2
+        * model.layers
+        * passes
+        * tokens
+        / setup.tp
+        * model.active_experts
+        * row
+        * (setup.ep - 1)
+        / setup.ep,
+    }
+    return {kind: round(count) for kind, count in sent.items() if count}
 
 
 def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes: int | None) -> Sharding:
@@ -110,6 +113,28 @@ def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes
     if not fitting:
         return min(AUTO_LEVELS, key=lambda level: memory_of[level])
     return min(fitting, key=lambda level: (traffic_of[level].total, traffic_of[level].copied, memory_of[level]))
+
+
+def setup_of_folders(
+    config: RunConfig, model: ModelSpec, *, on_cpu: bool, memory_bytes: int | None = None
+) -> TrainingSetup:
+    """Returns what estimates need to know of settings in which mesh.dp is a number.
+
+    Args:
+        model: the sizes of the policy; the sizes of reference and critic are read from config.json files.
+        memory_bytes: memory of a rank's device, by which fsdp.sharding=auto is resolved; None means no limit.
+    """
+    assert config.mesh.dp != "auto"
+    mesh = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
+
+    def model_of(role: Role) -> ModelSpec:
+        path, field = config.folder_of(role)
+        return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
+
+    setup = setup_of(config, model, mesh, on_cpu=on_cpu, reference=model_of("ref"), critic=model_of("critic"))
+    if config.fsdp.sharding != "auto":
+        return setup
+    return replace(setup, sharding=choose_sharding(setup, config.batch.max_tokens_per_rank, memory_bytes))
 
 
 def attention_comm_bytes(

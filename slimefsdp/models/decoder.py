@@ -26,7 +26,7 @@ from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, Choice
 from slimefsdp.batching.packing import LocalShare
 from slimefsdp.distributed.mesh import CutMesh
-from slimefsdp.distributed.tensor_parallel import first_rank_trains, gather_tokens, local_part
+from slimefsdp.distributed.token_shares import first_rank_trains, gather_tokens, local_part
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.model_spec import has_attention_softcap, windowed_layers

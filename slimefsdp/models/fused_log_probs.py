@@ -43,8 +43,7 @@ class HeadInputs(NamedTuple):
     weight: Tensor  # [vocab, hidden_dim] in the same dtype
     softcap: float | None = None  # the final logit soft-cap of Gemma 2
     adapter: HeadAdapter | None = None  # in the same dtype
-    # ranks that hold successive parts of the vocabulary, of equal sizes; weight and adapter are this rank's part, and
-    # all ranks have the same rows. None means that this rank has the whole vocabulary
+    # ranks with equal parts of the vocabulary, in order, and the same rows; weight and adapter are this rank's part
     group: dist.ProcessGroup | None = None
 
 
@@ -118,11 +117,7 @@ class _HeadPass(NamedTuple):
 
 
 def _apply(
-    model: HeadInputs,
-    targets: Tensor,
-    reference: HeadInputs | None,
-    options: _HeadPass,
-    chunk_bytes: int | None,
+    model: HeadInputs, targets: Tensor, reference: HeadInputs | None, options: _HeadPass, chunk_bytes: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     hidden, weight, softcap, adapter, group = model
     low, high = adapter or (None, None)
@@ -134,10 +129,8 @@ def _apply(
     # logits are not kept if there is no backward, nor with a soft-cap, since backward then needs its tanh as well
     if softcap is not None or not torch.is_grad_enabled():
         tiles = replace(tiles, held=1)
-    result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
-        hidden, weight, low, high, targets, reference, (softcap, options, tiles, group)
-    )
-    return result
+    settings = (softcap, options, tiles, group)
+    return _TokenLogProbs.apply(hidden, weight, low, high, targets, reference, settings)  # type: ignore[no-any-return]
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -193,26 +186,26 @@ class _TokenLogProbs(torch.autograd.Function):
                 difference.mul_(torch.exp(shifted, out=exps))
                 torch.sum(difference, dim=1, out=differences[part, rows])
         # combines the sums of all parts relative to the overall largest logit
-        top = _maximum(largest.amax(0), group)
+        top = _total(largest.amax(0), group, dist.ReduceOp.MAX)
         below = largest - top
         share = below.exp()
-        exp_sum = _sum((exp_sums * share).sum(0), group)
-        at_target = _sum(at_target, group)
+        exp_sum = _total((exp_sums * share).sum(0), group)
+        at_target = _total(at_target, group)
         log_sum = exp_sum.log()
         # log_sum is subtracted from the shifted logit: computing a logsumexp first would round log-probs near 0
         log_probs = (at_target - top).sub_(log_sum)
         kl = mean_difference = ref_top = None
         if reference is not None:
             # K = log S_q - log S + D with D = sum_j e_j (z_j - z_qj) / S
-            ref_top = _maximum(ref_largest.amax(0), group)
+            ref_top = _total(ref_largest.amax(0), group, dist.ReduceOp.MAX)
             ref_below = ref_largest - ref_top
             mean_difference = (differences + exp_sums * (below - ref_below)).mul_(share).sum(0)
-            mean_difference = _sum(mean_difference, group).div_(exp_sum)
-            kl = _sum((ref_exp_sums * ref_below.exp()).sum(0), group).log_().sub_(log_sum).add_(mean_difference)
+            mean_difference = _total(mean_difference, group).div_(exp_sum)
+            kl = _total((ref_exp_sums * ref_below.exp()).sum(0), group).log_().sub_(log_sum).add_(mean_difference)
         entropy = None
         if with_entropy:
             # H = log S - sum_j e_j z_j / S
-            entropy = log_sum - _sum((exp_logits + exp_sums * below).mul_(share).sum(0), group).div_(exp_sum)
+            entropy = log_sum - _total((exp_logits + exp_sums * below).mul_(share).sum(0), group).div_(exp_sum)
             if not entropy_grad:
                 ctx.mark_non_differentiable(entropy)
         ref_hidden, ref_weight, ctx.ref_softcap, *_ = reference or (None, None, None)
@@ -473,15 +466,10 @@ class _RowsGrad:
         return self._grad.to(self._dtype)
 
 
-def _maximum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _total(values: Tensor, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """Reduces values over the ranks that share the vocabulary, in place."""
     if group is not None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return values
-
-
-def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None:
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values, op, group=group)
     return values
 
 

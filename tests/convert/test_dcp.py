@@ -325,7 +325,7 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(
         (first, other, CheckpointError, "model_type", ["qwen3_moe", "qwen3"]),
         (first, elsewhere, CheckpointError, "rms_norm_eps", [1e-6, 0.001]),
         (first, tmp_path, ModelError, "--like", [tmp_path, "config.json"]),
-        (tmp_path, None, CheckpointError, "run.dir", [tmp_path]),
+        (tmp_path, None, CheckpointError, "SRC", [tmp_path]),
     ):
         with refused(error, field, *values):
             checkpoint_to_hugging_face(asked, tmp_path / "refused", like, dtype=None, note=nothing)
