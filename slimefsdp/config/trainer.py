@@ -56,6 +56,7 @@ class TrainerConfig(AlgorithmSettings):
     def __repr__(self) -> str:
         """Returns a short text with the main choices, and the number of settings that the user has set."""
         mesh = f"mesh={self.mesh.dp_replicate} x {self.mesh.dp} x {self.mesh.cp}"
+        mesh += f" x tp {self.mesh.tp}" * (self.mesh.tp > 1) + f", ep {self.mesh.ep}" * (self.mesh.ep > 1)
         known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
         shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
         sections = [getattr(self, name) for name in self.model_fields_set]

@@ -68,7 +68,7 @@ def test_the_settings_file_gives_the_same_settings_and_shows_all(tmp_path: Path,
 
 @pytest.mark.parametrize("preset", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_so_it_does_of_every_preset(tmp_path: Path, preset: Path) -> None:
-    config = load_config(preset, ["mesh.dp=auto", "mesh.cp=1", "mesh.dp_replicate=1"]).with_ranks(64)
+    config = load_config(preset, ["mesh.dp=auto", "mesh.cp=1", "mesh.tp=1", "mesh.dp_replicate=1"]).with_ranks(64)
     (tmp_path / "settings.yaml").write_text(settings_text(config))
     again = load_config(tmp_path / "settings.yaml")
     assert again == config and again.mesh.dp == 64

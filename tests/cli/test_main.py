@@ -136,7 +136,7 @@ def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -
         return json.loads(done.stdout)
 
     plain = found()
-    assert plain["mesh"] == {"dp_replicate": 2, "dp": 4, "cp": 8} and plain["samples"] == 128
+    assert plain["mesh"] == {"dp_replicate": 2, "dp": 4, "cp": 8, "tp": 1, "ep": 1} and plain["samples"] == 128
     assert plain["lengths"] == "lognormal(4096, 0.8, 2, 16384)" and plain["strategy"] == "ulysses"
     assert plain["parameters"] == 16 * (2 * 2048 * 40 * 64 + 3 * 2048 * 8192) + 2 * 1000 * 2048
     assert plain["imbalance"]["cp"]["tokens"] <= 1.05 and plain["imbalance"]["cp"]["work"] <= 1.05

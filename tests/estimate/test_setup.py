@@ -15,7 +15,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ModelError, SlimeError
 from slimefsdp.estimate.hardware import HEADROOM, Rates, write_calibration
 from slimefsdp.estimate.setup import ByteSizes, ColocatedModels, MeshShape, TrainingSetup, setup_of
-from slimefsdp.estimate.traffic import choose_sharding
+from slimefsdp.estimate.traffic import choose_sharding, shared_layer_bytes
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.trainer import Trainer
@@ -37,6 +37,25 @@ def settings(**sections: Any) -> RunConfig:
 def setup(**sections: Any) -> TrainingSetup:
     config = settings(**sections)
     return setup_of(config, MODEL, MeshShape(), on_cpu=True, reference=MODEL, critic=MODEL)
+
+
+def test_ranks_that_share_layers_hold_and_send_what_was_worked_out_by_hand() -> None:
+    full = {"activation_checkpointing": "full"}
+    alone, shared = setup(model=full), setup(model=full, mesh={"tp": 4})
+    assert shared.model == replace(MODEL, heads=1, kv_heads=1, intermediate=32, vocab=25) and shared.whole == MODEL
+    assert shared.shardings == ("full", "keep_parameters", "optimizer") and alone.whole is None
+    assert shared_layer_bytes(alone, 1000) == {}
+    # four collectives of each layer in forward, backward and recomputation, and four at the ends; 3 of 4 parts travel
+    assert shared_layer_bytes(shared, 1000) == {"tensor": (4 * 4 * 3 + 4) * 1000 * 64 * 2 * 3 // 4}
+    mixture = replace(MODEL, experts=8, active_experts=2)
+    config = settings(mesh={"dp": 4, "ep": 4})
+    divided = setup_of(config, mixture, MeshShape(dp=4), on_cpu=True)
+    whole = setup_of(settings(mesh={"dp": 4}), mixture, MeshShape(dp=4), on_cpu=True)
+    experts = 8 * 3 * 64 * 128
+    assert whole.layer_parameters - divided.layer_parameters == experts * 3 // 4
+    assert whole.parameters - divided.parameters == MODEL.layers * experts * 3 // 4
+    # each token goes to two experts and back, in forward and in backward
+    assert shared_layer_bytes(divided, 1000) == {"expert": 4 * 2 * 2 * 1000 * 2 * 64 * 2 * 3 // 4}
 
 
 def test_a_setup_is_that_of_the_settings() -> None:
