@@ -104,6 +104,11 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         "use adamw, or set mesh.tp=1",
     ),
     (
+        {"mesh.tp": But((1,)), "fsdp.wrap": SET},
+        "units inside of the blocks that tp ranks share would be gathered too late",
+        "remove fsdp.wrap, or set mesh.tp=1",
+    ),
+    (
         {"mesh.ep": But((1,)), "optim.name": ("muon",)},
         "muon needs the experts of a layer together, which ep ranks share",
         "use adamw, or set mesh.ep=1",

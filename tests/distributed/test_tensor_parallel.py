@@ -240,6 +240,7 @@ def test_a_model_that_tp_cannot_cut_is_refused_before_a_rank_starts(
         {"optim": {"name": "muon", "lr": 0.01}},
         {"optim": {"name": "adamw", "state_dtype": "8bit"}},
         {"fsdp": {"sharding": "replicate"}},
+        {"fsdp": {"wrap": ["Linear"]}},
         {"model": {"compile": True}},
     ],
     ids=str,
