@@ -65,6 +65,7 @@ def test_weights_after_three_updates_equal_a_plain_process(
         {"fsdp": {"sharding": "keep_parameters"}},
         {"fsdp": {"sharding": "optimizer"}},
         {"fsdp": {"cpu_offload": True}},
+        {"model": {"compile": True}},
     ],
     ids=str,
 )

@@ -106,6 +106,27 @@ def test_adapters_of_every_matrix_are_those_of_peft(
         assert ours["base moved"] == [] and ours["in sync"]
 
 
+def exported_adapters(rank: int, config: RunConfig, target: Path) -> plain_lora.Weights:
+    trainer = Trainer(config, device=CPU)
+    plain_lora.fill_b(trainer)
+    trainer.export_adapter(target)
+    return plain_lora.adapters_of(trainer)
+
+
+def adapters_of_folder(rank: int, config: RunConfig) -> plain_lora.Weights:
+    return plain_lora.adapters_of(Trainer(config, device=CPU))
+
+
+def test_a_peft_folder_is_written_and_read_over_tp(tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path) -> None:
+    path, target = tiny_folder("qwen3", tie_word_embeddings=False), tmp_path / "adapter"
+    lora = {"rank": 3, "alpha": 7.0, "targets": [*plain_lora.ALL, "lm_head"]}
+    exported = ranks.run(2, exported_adapters, settings(path, lora=lora, **ON_TWO), target)[0]
+    for mesh in ({}, {"tp": 2}):
+        config = settings(path, lora={"path": str(target)}, mesh=mesh)
+        for read in ranks.run(config.ranks, adapters_of_folder, config):
+            assert largest_difference(read, exported) == 0
+
+
 @pytest.mark.parametrize("mesh", OVER_TP)
 def test_engines_and_exports_get_the_merged_weights(
     tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, mesh: dict[str, Any]
