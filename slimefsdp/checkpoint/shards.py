@@ -142,19 +142,23 @@ class SavedShards:
     def read(self, name: str) -> torch.Tensor:
         """Reads one whole tensor into new memory. Raises the errors of `rows_of` and `fill`."""
         spec = self.specs[name]
-        tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), spec.shape, 0)
-        located = self.rows_of(name, tensor)  # checked before memory is allocated
+        rows = spec.shape[0] if spec.shape else 1
+        located = self.rows_of(name, spec, (0, rows), (0, _columns(spec.shape)))  # checked before memory is allocated
         tensor = ShardedTensor(torch.empty(spec.shape, dtype=spec.dtype), spec.shape, 0)
         fill([(rows, tensor) for rows in located])
         return tensor.local
 
-    def rows_of(self, name: str, tensor: ShardedTensor) -> list[_Rows]:
-        """Locates the rows and columns of a tensor; what several ranks saved is read from the file of the first.
+    def rows_of(self, name: str, spec: TensorSpec, rows: tuple[int, int], columns: tuple[int, int]) -> list[_Rows]:
+        """Locates a part of a tensor; what several ranks saved is read from the file of the first.
+
+        Args:
+            spec: dtype and global shape that the tensor must have.
+            rows, columns: ranges [start, end) of indices of dim 0 and dim 1; (0, 1) where there is no such dimension.
 
         Raises:
             CheckpointError: they are not all saved with this dtype and global shape; the error names tensor and file.
         """
-        dtype, shape = DTYPE_NAMES[tensor.local.dtype], tensor.global_shape
+        dtype, shape = DTYPE_NAMES[spec.dtype], spec.shape
         for rank, piece in self._pieces[name].items():
             index = _index_path(self.folder, rank)
             if piece.dtype != dtype:
@@ -162,14 +166,14 @@ class SavedShards:
             if piece.global_shape != shape:
                 shapes = f"{list(piece.global_shape)}, but has {list(shape)} here"
                 raise _refused(name, index, f"is saved with global shape {shapes}")
-        located, stop, column = [], tensor.start + tensor.rows, tensor.column
+        located, (start, stop), (column, last_column) = [], rows, columns
         ordered = sorted(self._pieces[name].items(), key=lambda item: (item[1].start, item[0]))
         # pieces with the same columns form a band, in which rows follow each other
         for left, right in sorted({(piece.column, piece.column + piece.columns) for _, piece in ordered}):
-            right = min(right, tensor.column + tensor.columns)
+            right = min(right, last_column)
             if not left <= column < right:
                 continue
-            row = tensor.start
+            row = start
             for rank, piece in ordered:
                 end = min(stop, piece.start + piece.rows)
                 if piece.column == left and piece.start <= row < end:
@@ -178,7 +182,7 @@ class SavedShards:
             if row < stop:
                 raise _refused(name, self.folder, f"lacks row {row} of {shape[0] if shape else 1}")
             column = right
-        if column < tensor.column + tensor.columns:
+        if column < last_column:
             raise _refused(name, self.folder, f"lacks column {column} of {_columns(shape)}")
         return located
 
@@ -212,7 +216,10 @@ def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> Reads:
     saved.require_names(wanted.keys())
     for name, tensor in wanted.items():
         _check_share(name, tensor)
-        reads += [(rows, tensor) for rows in saved.rows_of(name, tensor)]
+        spec = TensorSpec(name, tensor.local.dtype, tensor.global_shape)
+        rows = (tensor.start, tensor.start + tensor.rows)
+        columns = (tensor.column, tensor.column + tensor.columns)
+        reads += [(located, tensor) for located in saved.rows_of(name, spec, rows, columns)]
     return reads
 
 

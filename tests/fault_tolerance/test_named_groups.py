@@ -139,10 +139,10 @@ def test_answers_of_a_program_that_is_gone_are_forgotten_and_its_calls_are_done(
         host.begin("a", "actor", request("train_step"))
     clock.now += LEASE_S + 1
     host.attach(Client("b", "two:2", True))
-    assert len(host._taken) == 3  # it may come back
+    assert len(host._open_calls) == 3  # it may come back
     clock.now += group_host._KEPT_S
     host.attach(Client("c", "three:3", False))
-    assert not host._taken and host._job.started == ["train_step"] * 3  # type: ignore[union-attr]
+    assert not host._open_calls and host._job.started == ["train_step"] * 3  # type: ignore[union-attr]
     with refused(StateError, "name", "policy"):
         host.result(0)
 
