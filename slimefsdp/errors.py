@@ -1,4 +1,4 @@
-"""Defines the errors that a user can cause. They name the field, the value and the way out.
+"""Defines the errors that a user can cause. Each error names the field, the value and the way out.
 
 Errors are sent between processes (Ray pickles them), so each can be rebuilt from its plain attributes. `exit_code` is
 the exit status of the command line.
@@ -139,7 +139,7 @@ class WorkerDied(SlimeError):
 
 
 class WorkerHung(SlimeError):
-    """A rank did not answer or made no progress within its deadline.
+    """A rank did not answer or made no progress within the deadline.
 
     Attributes:
         seconds: time since the rank's last progress.
@@ -172,7 +172,7 @@ class SyncError(SlimeError):
 
 
 class EngineError(SlimeError):
-    """A rollout engine cannot do what was requested, or did something else."""
+    """A rollout engine cannot do what was requested, or did something other than that."""
 
     code = "engine"
     exit_code = 12
@@ -186,7 +186,7 @@ class Interrupted(SlimeError):
 
 
 def portable(error: Exception) -> Exception:
-    """Returns the error itself if pickling preserves it; else a RuntimeError with its type's name, text and notes.
+    """Returns the error itself if pickling preserves it; else a RuntimeError with the error's type, text and notes.
 
     Some exceptions have objects that cannot be pickled, or a constructor with other arguments than pickle passes.
     """
@@ -208,7 +208,7 @@ def portable(error: Exception) -> Exception:
 
 
 class _ShortText(reprlib.Repr):
-    """Shortens values like `reprlib`, but writes them as YAML does; `reprlib` calls `repr_<type name>`."""
+    """Shortens values like `reprlib`, but writes them as YAML does; `reprlib.Repr` calls the methods."""
 
     def __init__(self) -> None:
         super().__init__()

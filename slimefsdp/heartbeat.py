@@ -26,7 +26,7 @@ IDLE = "idle"  # activity of a process without a call
 _frames_lock = threading.Lock()  # serialises switching the garbage collector off and on
 _REMEMBERED = 9  # durations kept per activity; their median ignores a few delayed ones
 _SKIPPED = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames are uninformative
-# if a thread's innermost frame that is not skipped is in these files, it only waits for other ranks or for a save
+# a thread whose innermost frame that is not skipped is in these files only waits, for other ranks or for a save
 _WAITING = ("/torch/distributed/", "/slimefsdp/attention/cp_comm.py", "/slimefsdp/checkpoint/save_load.py")
 
 
@@ -64,7 +64,7 @@ class Progress:
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Runs the block as an activity of the calling thread, then resumes the previous one; can be a decorator."""
+        """Runs the block as an activity of the calling thread, then resumes the one before; can be a decorator."""
         self.tick()
         before, longest_s = self._activity, self._longest_s
         self.enter(activity)
@@ -87,7 +87,7 @@ class Progress:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Marks the block as background work. Its ticks count only while the call waits for the work in `joined`."""
+        """Marks the block as background work, whose ticks count only while the call waits in a `joined` block."""
         self._own.is_aside = True
         try:
             yield
@@ -153,7 +153,7 @@ def _waits(frame: FrameType | None) -> bool:
 
 
 def count_collectives(begun: Callable[[], int]) -> None:
-    """Sets the function that returns a snapshot's `collectives`; `snapshot` calls it from any thread."""
+    """Sets the function that returns a snapshot's `collectives`; `snapshot` calls this function from any thread."""
     _of_this_process.collectives = begun
 
 

@@ -1,4 +1,4 @@
-"""Reads a model's sizes from config.json, without weights or torch. They determine the cost of a token."""
+"""Reads a model's sizes from config.json, without weights or torch. The sizes determine the cost of a token."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class ModelSpec:
     def over(self, tp: int) -> ModelSpec:
         """Returns the sizes of the part that one of `tp` tensor-parallel ranks computes.
 
-        Experts are not cut, but each rank computes those of its own tokens, which is as much work as all tokens with
-        experts of a smaller size.
+        Experts are not cut: a rank computes whole experts for 1 / tp of the tokens. This is as much work as 1 / tp of
+        every expert for all tokens, and the returned sizes describe the latter.
         """
         if tp == 1:
             return self

@@ -187,7 +187,7 @@ class Difference:
 
     @property
     def deviating(self) -> tuple[int, ...]:
-        """Returns the ranks outside of the first group of `ranks`."""
+        """Returns the ranks whose value is not that of the largest group."""
         return tuple(sorted(rank for same in self.ranks[1:] for rank in same))
 
     def __str__(self) -> str:

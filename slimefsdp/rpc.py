@@ -126,7 +126,7 @@ class JobCheckpoint:
     """Identifies a save of a driver, and says which part of a job's checkpoint a group writes or reads.
 
     The checkpoint of a job is the actor's, with its critic and its reference group as parts. A driver gives a
-    `JobCheckpoint` to the calls of each group; the caller of a Trainer need not.
+    `JobCheckpoint` to the calls of each group; a program that calls a Trainer itself need not.
 
     Args:
         save_id: recorded in the manifests of a save; a load accepts only this save's checkpoint. None means any save.

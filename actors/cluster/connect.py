@@ -325,9 +325,8 @@ def start_progress() -> str:
 def _start_local(num_cpus: int, timeout_s: float) -> None:
     """Starts Ray, and repeats a failed attempt; no process of a failed attempt keeps running.
 
-    A busy machine can miss Ray's own deadline of 30 s, which no setting changes, several times in a row. Attempts that
-    miss this deadline are repeated until `timeout_s` has passed. After another failure, at most `STARTS` attempts are
-    made.
+    A busy machine can miss Ray's own deadline of 30 s, which no setting changes, several times in a row. Attempts are
+    repeated until `timeout_s` has passed; but from attempt `STARTS` on, a failure of any other kind is raised.
     """
     global _attempt
     deadline = time.monotonic() + timeout_s

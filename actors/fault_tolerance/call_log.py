@@ -44,7 +44,7 @@ class Call:
     request: RankRequest  # as the ranks get it, but its batch may have moved to the disk
     has_batch: bool = False
     running: CallFuture | None = None  # the call's future on the ranks that ran it last
-    launch: int = 0  # the number of the launch of these ranks
+    launch: int = 0  # the number of the launch that started the ranks of `running`
     is_done: bool = False
     value: Any = None  # the result, if `is_done`
     restored: CallFuture | None = None  # for a load: the future of `restored`, which tells the loaded step
@@ -172,17 +172,17 @@ class CallLog:
 
         Args:
             beginnings: adapter (None for the job) -> the save of its checkpoint, or the call that created the adapter.
-                For an adapter or job that is not a key, all calls of the log are returned.
+                For an adapter (or the job) without an entry, all its calls are returned.
         """
         needed = set[Call]().union(*map(self._not_in, beginnings.values()))
         return [call for call in self._calls if call.adapter not in beginnings or call in needed]
 
     def forget(self, checkpoints: int, adapter: str | None = None) -> None:
-        """Removes the calls that no recovery from one of the newest checkpoints repeats.
+        """Removes the calls of the job or of an adapter that a recovery from its newest checkpoints would not need.
 
         Args:
-            checkpoints: how many newest checkpoints, with different steps, must stay loadable. If the log has fewer,
-                nothing is removed.
+            checkpoints: how many of the newest checkpoints, with different steps, must stay loadable. If the log has
+                fewer, nothing is removed.
         """
         steps: set[int] = set()
         oldest: Call | None = None

@@ -226,7 +226,7 @@ class GroupHost:
 
     @ray.method(concurrency_group="control")
     def stop(self, client: str | None) -> None:
-        """Ends the ranks, after saves in the background.
+        """Waits for saves in the background, then ends the ranks.
 
         Raises:
             StateError: another program is the writer.
@@ -280,7 +280,7 @@ class GroupHost:
         return [client for key, (client, _) in self._clients.items() if key not in silent]
 
     def _forget_answers(self, clients: set[str]) -> None:
-        """Drops the answers for these programs, which have not renewed for long; their calls still run to the end."""
+        """Drops the answers for programs that were not heard of for long; their calls still run to the end."""
         for client in clients:
             self._clients.pop(client, None)
         for ticket, open_call in list(self._open_calls.items()):

@@ -55,7 +55,7 @@ class Restarts:
         raise error
 
     def start_another(self, error: SlimeError, start: Callable[[], Started], lost: Any = None) -> Started:
-        """Calls `start`, which replaces lost processes, until it succeeds; returns its value.
+        """Calls `start`, which replaces lost processes, until `start` succeeds; returns the value that it returned.
 
         Args:
             error: the loss.

@@ -93,7 +93,7 @@ class SupervisedGroup(JobGroup):
         self._job.before_relaunch.append(action)
 
     def shutdown(self) -> None:
-        """Ends all processes of the job, after saves in the background; idempotent."""
+        """Waits for saves in the background, then ends all processes of the job; idempotent."""
         if self.role == "actor":
             self._job.shutdown()
 
@@ -236,7 +236,7 @@ class Supervisor:
                     elif call.name == "delete_adapter":
                         self._call_log.forget_adapter(call)
                     elif call.name == "save":
-                        # one more than are kept: with async_save the newest may not be on disk yet
+                        # one checkpoint more than is kept: with async_save the newest may not be on disk yet
                         self._call_log.forget(self._config.checkpoint.keep_last + 1, call.adapter)
         return call.value
 
@@ -383,14 +383,14 @@ class Supervisor:
         return beginnings[None].step if None in beginnings else None, repeated, tuple(differences)
 
     def _restored_beginning(self, adapter: str | None) -> Call | None:
-        """Loads the newest valid checkpoint, of the job or of an adapter, whose save is in the call log.
+        """Loads the newest valid checkpoint, of the job or of an adapter, among those with a save in the call log.
 
         Returns:
-            The save of the checkpoint. If there is none: the call that created the adapter, or None for the job, which
-            has the state of its launch.
+            The call that saved the checkpoint. Without a valid checkpoint, the job or adapter is in the state in which
+            it began; the result is then the call that created the adapter, or None for the job.
 
         Raises:
-            CheckpointError: there is no valid checkpoint, and the log does not begin at the launch or creation.
+            CheckpointError: there is no valid checkpoint, and the log no longer reaches back to the launch or creation.
         """
         group, created = self.group("actor"), None if adapter is None else self._call_log.created[adapter]
         if created is not None:

@@ -245,11 +245,11 @@ class QueuedCall(Future[Any]):
 class Dispatcher:
     """Starts calls one after another in a thread, so that callers do not wait.
 
-    Each call belongs to a lane. Calls of one lane start in the order in which they were made. Several lanes take turns
-    of one call. At most two calls then run at the same time, so that a new lane soon gets its turn.
+    Each call belongs to a lane. Calls of one lane start in the order in which they were made. Lanes take turns, one
+    call each. If there are several lanes, a call starts only when at most one earlier call still runs: otherwise the
+    first call of a new lane would wait behind many calls that have started.
 
-    The thread exists while there are calls to start. The thread is a daemon, so that a program with waiting calls can
-    end.
+    The thread exists while calls wait, and is a daemon, so that a program with waiting calls can end.
     """
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ def submit(call: Callable[Parameters, Result], *args: Parameters.args, **kwargs:
 class AdapterHandle(GroupCalls):
     """A handle with the calls of a group for one of its adapters; `GroupCalls.adapter` returns it.
 
-    Calls for one adapter run in the order in which they were made. Adapters with waiting calls take turns of one call.
+    Calls for one adapter run in the order in which they were made. Adapters with waiting calls take turns call by call.
     """
 
     def __init__(self, group: GroupCalls, name: str) -> None:

@@ -177,7 +177,7 @@ class Watchdog:
                 raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.ping_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
-        """Has processes write their stacks; returns the error of a call that exceeded its timeout in `setting`."""
+        """Has processes write their stacks; returns the error of a call that exceeded `timeout_s` (of `setting`)."""
         with self._lock:
             now = time.monotonic()
             self._take_answers(now)

@@ -58,7 +58,7 @@ class Estimator(NamedTuple):
     reads: tuple[str, ...] = ("rewards",)  # fields of RolloutBatch that must be present
     smallest_group: int = 1  # the least number of samples in a group
     whitens: bool = False  # whether the estimator's authors, or common use, whiten over the batch
-    compares_groups: bool = False  # groups of zeros may be left out; set by GROUPED for estimators in ESTIMATORS
+    compares_groups: bool = False  # whether a group of advantages 0 may be left out; GROUPED sets it in ESTIMATORS
 
 
 class _Groups(NamedTuple):
@@ -169,7 +169,7 @@ def _maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def _pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
-    """Returns the normalised reward of the k-subsets that contain a sample, compared with all k-subsets of its group.
+    """Returns the mean reward of the k-subsets that contain a sample, normalised over all k-subsets of its group.
 
     Pass@k training (arXiv 2508.10751), section 2.4; [B]. A subset has reward 1 if any of its k samples is correct, else
     0. If w of n samples are wrong, the mean reward is p = 1 - C(w, k) / C(n, k) and the standard deviation is
@@ -226,7 +226,10 @@ def _raw(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def _sums_to_go(terms: Floats, inputs: AdvantageInputs, discount: float) -> Floats:
-    """Returns the sum over l >= 0 of discount^l terms[t + l] over a sample's trained tokens, [R]; 0.0 where masked."""
+    """Returns the discounted sum of `terms` from each trained token to the end of its sample, [R]; 0.0 where masked.
+
+    The discount counts trained tokens: the l-th trained token after this one has the factor discount^l.
+    """
     trained = np.flatnonzero(inputs.mask)
     counts = np.bincount(inputs.sample_ids[trained], minlength=inputs.scores.size)
     longest_first = np.argsort(-counts, kind="stable")
@@ -330,11 +333,7 @@ def value_targets(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
 
 
 def zero_variance_share(scores: npt.NDArray[np.floating], group_ids: Integers) -> float:
-    """Returns the share of groups with equal scores among groups of two or more samples; 0.0 without such groups.
-
-    Args:
-        scores, group_ids: [B].
-    """
+    """Returns the share of groups with equal `scores` [B] among those of several samples; 0.0 without such groups."""
     groups = _groups(group_ids)
     differs = scores != scores[groups.first_sample][groups.of_sample]
     num_different = np.bincount(groups.of_sample, weights=differs)

@@ -35,7 +35,7 @@ class TokenInputs:
     group_ids: torch.Tensor | None = None  # int64, below num_samples; for losses that compare pairs
     advantages: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None  # None means that the current log-probs, detached, are used
-    old_is_rollout: bool = False  # old_log_probs are the engine's; the mismatch is then measured with the current ones
+    old_is_rollout: bool = False  # old_log_probs are the engine's; the mismatch is then that of current log-probs
     ref_log_probs: torch.Tensor | None = None
     rollout_log_probs: torch.Tensor | None = None  # for corrections and metrics
     old_values: torch.Tensor | None = None  # the critic's values before the step
@@ -70,8 +70,8 @@ class TokenInputs:
 class MetricSums:
     """Accumulates the metrics of one update on one rank. Every rank must add the same names.
 
-    No method waits for the device. All context-parallel ranks hold the same values of a pack, so only one of these
-    ranks counts.
+    No method waits for the device. All ranks that share a pack hold the same values of the pack, so the values of only
+    one of these ranks count.
 
     Args:
         counted: whether this rank's values count; if False, zeros are added in their place.
@@ -132,7 +132,7 @@ class MetricSums:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionOptions:
-    """Holds the bounds on rho, and the other criteria that drop sequences; a criterion that is None does not apply."""
+    """Holds the bounds on rho, and the thresholds of `kept_by_veto` and `kept_by_opsm`; None switches one off."""
 
     low: float | None = None
     high: float | None = None
@@ -205,7 +205,7 @@ CORRECTIONS: dict[str, Callable[[torch.Tensor, Sequences, CorrectionOptions], Co
 | mis           | rho                | tokens of rho > high dropped, and < low if low is set     | rl-collapse      |
 | icepop        | rho                | tokens of rho outside [low, high] dropped                 | arXiv 2510.18855 |
 | sequence_tis  | min(product, high) | truncated above                                           | rl-collapse      |
-| sequence_mis  | product            | sequences of such a product dropped, as tokens under mis  | rl-collapse      |
+| sequence_mis  | product            | sequences of product > high, and < low if set, dropped    | rl-collapse      |
 | geometric_mis | rho                | sequences of a geometric mean outside [low, high] dropped | rl-collapse      |
 
 The product and the geometric mean are those of rho over a sequence. off-policy-rl is
@@ -279,7 +279,7 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
 
 
 def correction_statistics(correction: Correction, sequences: Sequences) -> Statistics:
-    """Measures the effect of a correction; a veto or OPSM may have set more of its weights to 0.
+    """Measures the effect of a correction, in which a veto or OPSM may have set further weights to 0.
 
     | name                         | value per token, or per sequence (s), of which the mean is reported        |
     |------------------------------|----------------------------------------------------------------------------|

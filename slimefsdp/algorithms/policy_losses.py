@@ -104,7 +104,7 @@ def gspo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
 
 
 def gspo_token_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
-    """Returns GSPO-token's loss: the sequence ratio gives its value and clipping, the token's log-prob its gradient.
+    """Returns GSPO-token's loss: the sequence ratio determines value and clipping, the token's log-prob the gradient.
 
     arXiv 2507.18071, section 4.3. Value and gradient equal those of gspo if advantages and weights are equal inside a
     sequence; otherwise each token has its own advantage. Reads clip_low and clip_high.
@@ -323,9 +323,9 @@ def kl_estimate(
         ref_log_probs: [tokens], log-probs of the reference model, without a graph.
         estimator: a key of KL_ESTIMATORS.
         old_log_probs: [tokens], log-probs of the policy that sampled, without a graph. If given, the estimate is
-            multiplied by policy / old policy, and this ratio is differentiated too. Averaged over tokens of the old
-            policy, value and gradient of k1 and k3 then equal those of KL(policy || reference). DeepSeek-V3.2
-            (arXiv 2512.02556), section 3.1.
+            multiplied by policy / old policy, and this ratio is differentiated too. Averaged over tokens that the
+            old policy sampled, value and gradient of k1 and k3 then equal those of KL(policy || reference).
+            DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
     """
     estimate = KL_ESTIMATORS[estimator](log_probs, ref_log_probs)
     return estimate if old_log_probs is None else torch.exp(log_probs - old_log_probs) * estimate

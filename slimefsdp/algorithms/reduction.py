@@ -154,10 +154,10 @@ def update_denominator(
     *,
     group_ids: Integers | None = None,
 ) -> float:
-    """Returns what divides an update's loss: the number of trained tokens, samples or prompts, by `reduction`.
+    """Returns the denominator of an update's loss (see the table at the top of this file); 0.0 if no token is trained.
 
-    The result is 0.0 if no token is trained. Results of several calls may be added if no two calls share a sample, or
-    under prompt_mean a prompt. Arguments and errors are those of `token_weights`; the table is at the top of this file.
+    The denominators of several calls may be added if no sample is in two calls; under prompt_mean, no prompt may be in
+    two calls. Arguments and errors are those of `token_weights`.
     """
     _check_group_ids(reduction, group_ids, num_samples)
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)

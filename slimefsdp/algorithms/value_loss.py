@@ -26,7 +26,7 @@ def clipped_value_loss(
 ) -> ValueLoss:
     """Returns 0.5 max((v - R)^2, (v' - R)^2), where v' is v clipped to within `clip` of the value before the step.
 
-    A value that has already moved by `clip` towards its return gets no gradient; a value that moved away from it does.
+    A value that has moved by `clip` or more towards its return gets no gradient. A value that has moved away does.
     This is the value loss of OpenAI's baselines (ppo2); the squared error is in equation 9 of PPO (arXiv 1707.06347).
 
     Args:

@@ -1,7 +1,7 @@
 """Computes all-gather attention: each rank fetches the keys and values that it attends to, and calls one causal kernel.
 
-The keys of a piece of a node are those of all its ancestors and its own, concatenated, so that sliding windows work as
-on one rank. They are fetched once and kept for the backward, which sends their gradients to the owners in float32.
+The keys of a piece are those of its node's ancestors, and of its node up to its end, so that sliding windows work as on
+one rank. Keys and values are kept for the backward, which sends gradients to their owners in at least float32.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class SourceCall:
-    """Describes a non-causal kernel call of a rank's queries over the keys of one rank (the source) that they see."""
+    """Describes a non-causal kernel call of a rank's queries over those keys of one rank, the source, that they see."""
 
     segments: CallPlan
     q_rows: Rows  # [q_tokens], indices of local rows
@@ -199,11 +199,11 @@ class _Forest:
             self._all_parts.setdefault(node, []).append(part)
 
     def seen_by(self, piece: Piece, source: int | None, *, own_node: bool = True) -> list[Piece]:
-        """Returns the pieces that `piece` sees, root first and ascending.
+        """Returns the pieces that `piece` sees: those of its node's ancestors, root first, then those of its own node.
 
         Args:
-            source: the rank whose pieces are returned; None means all ranks.
-            own_node: whether to include pieces of the same node.
+            source: the rank whose pieces are returned, ascending within each node; None means all ranks.
+            own_node: whether to include the earlier pieces of the same node.
         """
         pieces = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]
         if own_node:

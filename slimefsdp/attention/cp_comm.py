@@ -52,7 +52,7 @@ class Comm:
         return self._start([(outgoing[r], r) for r in others], [(arriving[r], r) for r in reversed(others)])
 
     def all_to_all(self, rows: torch.Tensor, outgoing: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
-        """Sends outgoing[r] rows to every rank r and receives arriving[r] from it; both are concatenated by rank."""
+        """Sends outgoing[r] rows to every rank r and receives arriving[r] rows from it; rows are ordered by rank."""
         received = rows.new_empty(sum(arriving), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), list(arriving), list(outgoing), group=self._group)
         self.sent_bytes += (rows.shape[0] - outgoing[self.rank]) * rows[0:1].nbytes

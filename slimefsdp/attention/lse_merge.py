@@ -45,7 +45,7 @@ def add_rows(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
 
 
 def absorb_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns output and log-sum-exp with one more key per head, of value 0 and with its logit in `sinks`, [heads]."""
+    """Returns output and log-sum-exp after adding a key per head, whose value is 0 and whose logit is in `sinks`."""
     merged = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
     return out * _share(lse, merged), merged
 

@@ -162,10 +162,9 @@ def _head_dim_problem(name: str, head_dim: int) -> str:
 
 
 def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns to how many key/value heads Ulysses repeats them.
+    """Returns the number of key/value heads after Ulysses has repeated them, at most the number of query heads.
 
-    Every rank then gets equally many, with the query heads that read them.
-    The result is at most the number of query heads.
+    Every rank then gets equally many key/value heads, and the query heads that read these.
     """
     repeated = math.lcm(kv_heads, cp)
     return repeated if heads % repeated == 0 else heads

@@ -1,4 +1,4 @@
-"""Computes variable-length attention and its log-sum-exp with one of several kernels, and ring attention with them.
+"""Computes variable-length attention and its log-sum-exp with one of several kernels; also ring attention by these.
 
 The default is torch's own flash kernels for CPU and CUDA, which need no compilation. Calls that they do not support
 (soft-capped scores, wide heads, float32 on CUDA) use a kernel in plain torch. The flash-attn package is used on
@@ -54,8 +54,8 @@ def varlen_forward(
         q: [q_tokens, heads, head_dim].
         k, v: [k_tokens, kv_heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
         call: the segments; without segments the result is empty.
-        causal: a query sees no later keys. The last query of a segment is aligned with its last key: with n more keys
-            than queries, query i sees keys 0..i + n.
+        causal: a query sees no later keys. The last query of a segment is aligned with the segment's last key: with n
+            more keys than queries, query i sees keys 0..i + n.
 
     Returns:
         out [q_tokens, heads, head_dim] in q's dtype, and the values that the backward needs.
@@ -230,7 +230,7 @@ def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, ca
 def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns the mask, [band, keys], of a band of queries whose last query sees all keys.
 
-    Masks for fewer queries or keys are slices of it.
+    Masks for fewer queries or keys are slices of this mask.
     """
     mask = torch.zeros(band, keys, dtype=dtype)
     mask[:, -band:].masked_fill_(torch.ones(band, band, dtype=torch.bool).triu(1), float("-inf"))
@@ -404,13 +404,13 @@ class _Ring:
     ) -> torch.Tensor:
         """Returns the gradient sums of a source's keys and values so far.
 
-        They come from the previous rank; on the rank where the sums begin they are zeros.
+        The sums come from the previous rank; on the rank where the sums begin, zeros are returned.
         """
         if returning is not None:
             return returning.wait()[0]
         return like.new_zeros(2, self._plan.sent_counts[source], *like.shape[1:], dtype=dtype)
 
     def hand_over(self, sums: torch.Tensor, source: int) -> Transfer:
-        """Sends gradient sums to the next rank and receives those of the next source, or at last of its own keys."""
+        """Sends gradient sums to the next rank; receives the next source's, and in the last step those of own keys."""
         assert self._comm is not None
         return self._comm.pass_on(sums, self._plan.sent_counts[(source - 1) % self._comm.size])

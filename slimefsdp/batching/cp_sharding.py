@@ -313,7 +313,7 @@ def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
 
 
 def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
-    """Divides `amount` more tokens to make ranks as even as possible; returns the number that each rank gets, [cp]."""
+    """Divides `amount` further tokens to make ranks as even as possible; returns each rank's share of these, [cp]."""
     ranks = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))
     total = 0
     for count, rank in enumerate(ranks, start=1):

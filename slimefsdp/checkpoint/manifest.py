@@ -148,7 +148,7 @@ def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
 
 
 def _check_names(folder: Path, files: Sequence[FileRecord]) -> None:
-    """Raises a CheckpointError unless a folder has exactly these files and parts."""
+    """Raises a CheckpointError unless a folder has exactly the entries of `files`; of a part only the folder counts."""
     # NFS keeps a file that is removed while it is open under a name .nfs*
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
     if odd := sorted(present ^ {record.name.removesuffix(f"/{MANIFEST}") for record in files}):

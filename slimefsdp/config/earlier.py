@@ -130,7 +130,7 @@ def _text(value: Any) -> str:
 
 
 def _merge_settings(tree: dict[str, Any]) -> None:
-    """Changes `tree`: computes the values of settings into which other settings were merged."""
+    """Changes `tree`: computes each setting that replaces several earlier settings, such as `service.address`."""
     loss, critic = (tree[name] if isinstance(tree.get(name), dict) else {} for name in ("loss", "critic"))
     if loss.get("kl_unbiased") and loss.get("kl_estimator"):
         loss["kl_estimator"] = f"{loss['kl_estimator']}_unbiased"

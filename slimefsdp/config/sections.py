@@ -226,7 +226,7 @@ class ReferenceSettings(PlacedSettings):
 class MeshSettings(Settings):
     """Describes the device mesh (dp_replicate, dp, cp, tp).
 
-    The product is the number of ranks. tp ranks are adjacent, and the ranks of a pack are.
+    The product is the number of ranks. The tp ranks of a cp rank are adjacent, and so are all ranks that share a pack.
     """
 
     dp_replicate: RankCount = Field(

@@ -54,8 +54,8 @@ def _largest(values: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
 def run_together(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
     """Collective: runs `action`, which has no collectives, on every rank; each rank returns its own result.
 
-    If any rank fails, all ranks raise the first error in rank order. Typed errors name the rank that raised them; in
-    `run_on_first` too.
+    If any rank fails, all ranks raise the first error in rank order. A typed error names the rank that raised it; this
+    is also so in `run_on_first`.
     """
     result, error = attempt(action)
     _raise_together(error, group)

@@ -1,8 +1,8 @@
 """Divides experts over expert-parallel ranks, and sends tokens to the ranks of their experts and back.
 
-Nothing is dropped or padded: ranks exchange exactly the rows that are routed to them. A module of experts stays
-transformers' own. On each rank it computes, with its part of the experts, all rows that the ranks of its group send, as
-tokens with one expert each; the weights of the routing are applied where the tokens are.
+Nothing is dropped or padded: each rank gets exactly the rows that are routed to its experts, one for each pair of a
+token and an expert. Transformers' module of experts computes these rows with this rank's part of the experts, as tokens
+with one expert each. The weights of the routing are applied on the rank that has the token.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def _cut(experts: nn.Module, mesh: CutMesh) -> None:
 
     @torch.compiler.disable
     def forward_of_all_experts(hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Returns the weighted sum of each token's experts, [tokens, features].
+        """Returns the weighted sum of the outputs of each token's experts, [tokens, features].
 
         Args:
             hidden: [tokens, features].
-            ids, weights: [tokens, experts of a token].
+            ids, weights: [tokens, experts of a token], the experts chosen for each token, and their weights.
         """
         chosen, order = ids.flatten().sort(stable=True)
         counts = torch.bincount(chosen, minlength=own * mesh.size).view(mesh.size, own)

@@ -228,7 +228,7 @@ def choose_units(policy: DecoderModel, wrap: Sequence[str] | int | None = None) 
 
 
 def _candidates(policy: DecoderModel) -> list[nn.Module]:
-    """Returns the modules that can be units, in model order: those with parameters that the decoder calls."""
+    """Returns the modules with parameters that can be units, in model order; containers and a tied embedding cannot."""
     decoder = policy.hf.get_decoder()
     in_root = {decoder, policy.hf.get_input_embeddings()} if policy.has_tied_embeddings else {decoder}
     return [

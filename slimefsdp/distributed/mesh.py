@@ -24,11 +24,11 @@ from slimefsdp.errors import ConfigError
 
 @dataclass(frozen=True)
 class CutMesh:
-    """Holds the axes for parameters that are cut over tp or ep ranks, and sharded by FSDP over the other ranks."""
+    """Holds two axes for parameters that are cut over tp or ep ranks, and sharded by FSDP over the other ranks."""
 
     size: int
     rank: int
-    axis: DeviceMesh  # the ranks that have one part each
+    axis: DeviceMesh  # the tp or ep ranks, which have one part each
     fsdp: DeviceMesh  # mesh for FSDP over the ranks with the same part: one axis, or (replicate, shard)
 
     @property
@@ -40,8 +40,8 @@ class CutMesh:
 class Mesh:
     """Holds the axes of a group of ranks, row-major, with tp ranks adjacent.
 
-    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. The tp ranks of a cp rank share its
-    tokens: outside of the tensor-parallel blocks each has its own tokens (see `slimefsdp.distributed.tensor_parallel`).
+    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. A cp rank's tokens are split over
+    tp ranks; blocks and head gather them on each of these (see `slimefsdp.distributed.tensor_parallel`).
     Parameters are sharded over dp x cp x tp ranks; dp_replicate is the number of copies of the model. Gradients are
     summed over all ranks.
     """
@@ -169,12 +169,12 @@ def build_mesh(
     group of all ranks, so a process with many Trainers in turn would accumulate them.
 
     Args:
-        ep: the number of ranks, adjacent among the dp x cp x tp ranks of a copy, that have a part of the experts each.
+        ep: the number of adjacent ranks, among the dp x cp x tp ranks of a copy, over which experts are divided.
         is_whole_on_every_rank: do not shard parameters; every rank has a copy of the model.
         timeout_s: timeout of collectives in the groups made here; None means torch's default.
 
     Raises:
-        ConfigError: dp_replicate x dp x cp x tp is not the number of ranks, or ep does not divide those of a copy.
+        ConfigError: dp_replicate x dp x cp x tp is not the number of ranks, or ep does not divide the ranks of a copy.
     """
     world_size, needed = dist.get_world_size(), dp_replicate * dp * cp * tp
     if needed != world_size:
@@ -223,7 +223,7 @@ def _new_mesh(
             device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", shard_name)
         )
     meshes = [axes, flat, fsdp]
-    cut: dict[int, CutMesh] = {}  # by size; tp and ep ranks are the same if they are as many, and FSDP needs one mesh
+    cut: dict[int, CutMesh] = {}  # size -> mesh; if tp == ep both have the same ranks, and share a mesh, as FSDP needs
     for size in {tp, ep} - {1}:
         # one root, because FSDP concatenates the two meshes of a parameter
         root = init_device_mesh(
@@ -314,7 +314,7 @@ def local_block(tensor: torch.Tensor) -> Block:
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is cut over another axis than FSDP's, so that ranks do not hold successive rows."""
+    """Returns whether a tensor is cut over tp or ep, too, so that successive ranks need not hold successive rows."""
     return isinstance(tensor, DTensor) and sum(not isinstance(placed, Replicate) for placed in tensor.placements) > 1
 
 
@@ -327,8 +327,8 @@ def blocks_of_ranks(tensor: DTensor, group: dist.ProcessGroup) -> list[Block]:
 def _block_at(tensor: DTensor, coordinate: Sequence[int]) -> Block:
     """Returns the part of a tensor at a coordinate of its mesh.
 
-    The tp axis is the last one of a mesh, and FSDP shards dim 0 of what a tp rank holds; so the axes are applied from
-    the last to the first. Torch's `compute_local_shape_and_global_offset` returns the same, but lists every row.
+    The tp or ep axis is the last one of a mesh, and FSDP shards dim 0 of what a rank of this axis holds; so axes are
+    applied from last to first. Torch's `compute_local_shape_and_global_offset` returns the same, but lists every row.
     """
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     for axis in reversed(range(len(tensor.placements))):

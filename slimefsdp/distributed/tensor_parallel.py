@@ -1,12 +1,12 @@
 """Cuts a decoder over tensor-parallel ranks, with sequence and vocabulary parallelism, before FSDP shards it.
 
 Between the blocks of a layer (attention, MLP) each tp rank has its own tokens. A block gathers the tokens of all tp
-ranks, computes with its part of the block's matrices, and returns a partial sum; the sums of all ranks are added, and
-each rank gets its own tokens again (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). So the gradients of
+ranks, computes with this rank's part of the matrices, and returns partial sums. These are added up over the ranks, and
+each rank gets the totals of its own tokens (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). So gradients of
 everything that is not cut, such as norms, are partial sums over tokens, and FSDP's sum over all ranks completes them.
 
-A cut parameter is a DTensor, so that its shape and place are those of the whole tensor. Within the block's forward the
-module's attribute is this rank's part as a plain tensor, so modules compute as usual.
+A cut parameter is a DTensor, which has the whole tensor's shape, and tells which part of it this rank holds. In the
+block's forward, the module's attribute is this rank's part as a plain tensor, so modules compute as usual.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PER_HEAD = ("sinks",)  # parameters of an attention block with one number per h
 _WHOLE = ("q_norm", "k_norm")  # norms of single heads, which every rank applies to its own heads
 
 LocalPart = Callable[[], Tensor]
-"""Returns what a module computes with in the place of one of its parameters."""
+"""A function that returns this rank's part of a parameter; the module computes with this part instead."""
 
 
 def cut_over_tp(model: DecoderModel, mesh: CutMesh) -> None:
@@ -44,7 +44,7 @@ def cut_over_tp(model: DecoderModel, mesh: CutMesh) -> None:
     Modules of experts are not cut: each tp rank computes the experts of its own tokens.
 
     Raises:
-        ConfigError: tp cannot cut the model's heads, rows or vocabulary, or a module is not in the table of this file.
+        ConfigError: tp cannot cut the heads, rows or vocabulary, or a block has a module that this file does not know.
     """
     model.tp = mesh
     config = model.hf.config
@@ -107,18 +107,18 @@ def _cut_block(block: nn.Module, kv_heads: int, mesh: CutMesh) -> None:
 
 @contextmanager
 def local_parameters(local: dict[tuple[nn.Module, str], LocalPart]) -> Iterator[None]:
-    """Within the block, modules compute with this rank's parts of their parameters."""
+    """Has modules compute with this rank's parts of their parameters inside the `with` statement."""
     for (module, name), part in local.items():
         module.__dict__[name] = part()  # an attribute of the instance takes precedence over the parameter
     try:
         yield
     finally:
         for module, name in local:
-            module.__dict__.pop(name, None)  # modules with adapters remove it themselves
+            module.__dict__.pop(name, None)  # modules with adapters remove the attribute themselves
 
 
 def cut_parameter(module: nn.Module, name: str, parameter: nn.Parameter, dim: int, mesh: CutMesh) -> LocalPart:
-    """Replaces a parameter by a DTensor that is cut over the tp ranks, and returns what gives this rank's part."""
+    """Replaces a parameter by a DTensor that is cut over tp or ep ranks; returns a function for this rank's part."""
     _require_divisible(parameter.shape[dim], f"{'rows' if dim == 0 else 'columns'} of {name}", mesh.size)
     own = parameter.detach().chunk(mesh.size, dim)[mesh.rank].contiguous()
     whole = DTensor.from_local(own, mesh.axis, [Shard(dim)], run_check=False)
@@ -127,7 +127,7 @@ def cut_parameter(module: nn.Module, name: str, parameter: nn.Parameter, dim: in
 
 
 def _own_head_of(module: nn.Module, name: str, kv_heads: int, mesh: CutMesh) -> LocalPart:
-    """Returns what gives the rows of the key-value head that this rank's queries read; the parameter stays whole."""
+    """Returns a function for the rows of the key-value head that this rank's queries read; the parameter is not cut."""
     head = mesh.rank * kv_heads // mesh.size
 
     def rows() -> Tensor:
@@ -140,9 +140,9 @@ def _own_head_of(module: nn.Module, name: str, kv_heads: int, mesh: CutMesh) -> 
 
 
 def _of_first_rank(module: nn.Module, name: str, mesh: CutMesh) -> LocalPart:
-    """Returns what gives the bias of a partial sum: the first rank adds it, the others add 0.
+    """Returns a function for the bias of a partial sum: the bias on the first tp rank, 0 on the others.
 
-    On the other ranks its gradient is 0, since FSDP needs a gradient on every rank.
+    The 0 is a product with the bias, since FSDP needs a gradient on every rank, here of 0.
     """
 
     def bias() -> Tensor:

@@ -1,4 +1,4 @@
-"""Moves hidden states between what each tensor-parallel rank has of its own tokens and what blocks and head need."""
+"""Gathers hidden states of all tensor-parallel ranks' tokens for blocks and head, and gives each rank its own back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimefsdp.distributed.mesh import CutMesh
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor that is cut over tp, or the whole tensor; differentiable."""
+    """Returns this rank's part of a cut tensor (a DTensor), or a plain tensor unchanged; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -54,7 +54,7 @@ def gather_tokens(own: Tensor, mesh: CutMesh) -> Tensor:
 
 
 def scatter_tokens(partial: Tensor, mesh: CutMesh) -> Tensor:
-    """Collective: adds up all tp ranks' partial sums and returns this rank's tokens of the total; backward gathers.
+    """Collective: adds up all tp ranks' partial sums, and returns the total for this rank's tokens; backward gathers.
 
     Args:
         partial: [1, tokens, features]; the number of tokens is a multiple of the tp ranks.
@@ -90,7 +90,7 @@ class _FirstRankTrains(torch.autograd.Function):
 def first_rank_trains(values: Tensor, mesh: CutMesh) -> Tensor:
     """Returns `values` unchanged; gradients flow through the first tp rank's only, and are 0 on the others.
 
-    For values that every tp rank computes from all tokens with a weight that is not cut, so that gradients count once.
+    For values that each tp rank computes from all tokens with uncut weights, whose gradients FSDP would sum tp times.
     """
     result: Tensor = _FirstRankTrains.apply(values, mesh.rank == 0)
     return result

@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Holds the bytes of one token in one decoder layer; `sums` and `sums_backward` are bytes of the layer."""
+    """Holds a decoder layer's bytes for each token; only `sums` and `sums_backward` are independent of the tokens."""
 
     norms: int  # saved by norms, and by the products that follow norms
     attention: int  # from queries, keys and values to the output
@@ -60,7 +60,7 @@ class LayerActivations:
 
     @property
     def kept(self) -> int:
-        """Returns the bytes of one token that a layer saves for backward, unless it is recomputed."""
+        """Returns the bytes of one token that a layer saves for backward, unless the layer is recomputed."""
         return self.norms + self.attention + self.mlp + self.adapters
 
     @classmethod
@@ -85,7 +85,7 @@ class LayerActivations:
             added = (adapters.outputs + adapters.inner) * compute // model.layers
             sums, sums_backward = adapters.summed * compute // model.layers, adapters.largest_sum * compute
         return cls(
-            # norms save the tokens of one tp rank, the products that follow save those of all
+            # norms save the tokens of one tp rank, the products that follow save those of all tp ranks
             norms=model.norms_per_layer * hidden * (wide + for_weight) // setup.tp + 2 * hidden * for_weight,
             attention=(queries + keys) * rotated_bytes + (keys + queries) * compute + model.heads * wide,
             mlp=model.mlp_matrices * rows + read_by_last_matrix + routed,
@@ -187,7 +187,7 @@ def most_gathered(setup: TrainingSetup) -> int:
 
 
 def step_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
-    """Returns the peak memory of an update of this model, not counting colocated models."""
+    """Returns the peak memory of an update of `setup.model`, not counting colocated models."""
     fullest = max(_moments(setup, batch), key=lambda moment: moment.total)
     inputs = setup.recomputed_among(setup.model.layers) * batch.tokens * LayerActivations.of(setup).stream
     host = inputs if setup.inputs_on_host else 0
@@ -261,7 +261,7 @@ def _in_last_layers(setup: TrainingSetup, batch: MicroBatches, before: Memory) -
 
 
 def _at_embedding(setup: TrainingSetup, batch: MicroBatches, before: Memory) -> Iterator[Memory]:
-    """Yields the memory when the gradients of the embedding and the head are reduced, which are added if tied."""
+    """Yields the memory when the gradients of embedding and head are reduced; if the two are tied, as one sum."""
     model, sizes = setup.model, setup.sizes
     size = round(model.embedding_parameters * setup.trained_share)
     untied = model.embedding_unit_parameters * sizes.compute
@@ -329,7 +329,7 @@ def peak_memory(setup: TrainingSetup, batch: MicroBatches) -> Memory:
         moments.append(_on_one_memory(setup, moment))
     if critic is not None:
         training = step_memory(critic, replace(batch, rows=0))
-        # the critic is no waiting model while it trains
+        # while the critic trains, it is not among the waiting models
         resting_on_host = waiting.on_host - waiting.critic
         awake = policy.total + (0 if setup.states_on_host else waiting.reference - resting_on_host)
         moment = replace(training, others=awake, host=training.host + policy.host + resting_on_host)

@@ -23,7 +23,7 @@ MOST_TOKENS = 2**27  # longest sample that is considered
 # an optimiser reads each gradient, and reads and writes each parameter and each state
 _PASSES_OVER_PARAMETERS = 3
 _PASSES_OVER_STATES = 2
-# activations are written in forward and read in backward, and so are their gradients
+# activations are written in forward and read in backward; their gradients are written and read in backward
 _PASSES_OVER_ACTIVATIONS = 4
 
 
@@ -45,7 +45,7 @@ class StepTime:
 def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTime:
     """Returns a lower bound on the time of an update.
 
-    With recomputation `full`, layers are computed again as a whole; with `selective`, without products and attention.
+    With recomputation `full`, layers are computed again as a whole; with `selective`, all but products and attention.
     """
     model, sizes, ranks = setup.model, setup.sizes, setup.mesh.ranks
     slowdown = schedule.imbalance.micro_batches  # time of the slowest rank / mean time
@@ -119,7 +119,7 @@ class Recommendation:
 
 
 def recommend(setup: TrainingSetup, schedule: Schedule, device: Device, *, selective: bool = True) -> Recommendation:
-    """Compares the setup with variations of it, and recommends the fastest setup that fits the device.
+    """Compares setups that differ in sharding, recomputation and offloading; recommends the fastest that fits.
 
     Args:
         selective: whether selective recomputation is possible; compiled layers do not support it.
@@ -173,7 +173,7 @@ def _ways_out(setup: TrainingSetup, schedule: Schedule, memory_bytes: int, least
     """Returns a text with changes that would make the run fit, according to the estimate.
 
     Args:
-        least_bytes: memory of the variation that needs least.
+        least_bytes: the least memory that any of the compared setups needs.
     """
     cp, batch = setup.mesh.cp, schedule.largest
     ways = []
@@ -198,7 +198,7 @@ def with_cap(batch: MicroBatches, tokens: int) -> MicroBatches:
 
 
 def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> int | None:
-    """Returns the smallest mesh.dp, a power of two times the current one, with which some variation fits, or None."""
+    """Returns the smallest mesh.dp, a power of two times the current one, with which a compared setup fits, or None."""
     mesh = setup.mesh
     while mesh.shard_ranks <= _MOST_RANKS:
         if _some_way_fits(replace(setup, mesh=mesh), batch, memory_bytes):
@@ -208,7 +208,7 @@ def fewest_data_ranks(setup: TrainingSetup, batch: MicroBatches, memory_bytes: i
 
 
 def _some_way_fits(setup: TrainingSetup, batch: MicroBatches, memory_bytes: int) -> bool:
-    """Returns whether some variation fits. Tries only those that recompute every layer, which need least memory."""
+    """Returns whether a compared setup fits; tries only setups that recompute every layer, since these need least."""
     ways = _ways_to_train(setup, ("full",))
     return any(fits(peak_memory(way, batch).total, memory_bytes) for way in ways)
 

@@ -67,7 +67,7 @@ class Imbalance:
 
 @dataclass(frozen=True, slots=True)
 class CommBytes:
-    """Holds the bytes that all ranks together send for attention in one layer, in the mean update."""
+    """Holds the bytes that all ranks together send for attention in one layer in an update, as a mean over updates."""
 
     forward: int
     backward: int
@@ -125,7 +125,7 @@ def measure_schedule(
     Args:
         lengths: int64 [B], tokens of each sample.
         strategy: how cp ranks exchange keys and values.
-        cost: the cost model that the plan was balanced by.
+        cost: the cost model with which the plan was balanced.
         counted_share: share of the tokens whose log-probs are computed.
 
     Raises:
@@ -254,7 +254,7 @@ def _cp_imbalance(loads: np.ndarray) -> CpImbalance:
 
 
 def _comm_bytes(packs: list[_Pack], setup: TrainingSetup, strategy: Strategy, num_updates: int) -> tuple[float, float]:
-    """Returns the (forward, backward) bytes that a layer sends in the mean update, with layouts for this strategy."""
+    """Returns the (forward, backward) bytes sent in one layer in the mean update, with this strategy's layouts."""
     cost = CostModel.of_model(setup.model, strategy=strategy, bytes_per_element=setup.sizes.compute)
     sent = np.zeros(2)
     for pack in packs:

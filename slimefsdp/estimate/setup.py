@@ -20,7 +20,7 @@ Recompute = Literal["none", "full", "selective", "offload"]
 class MeshShape:
     """Holds the number of ranks along each mesh axis; cp ranks share a pack, and dp x cp ranks a copy of the model.
 
-    The ranks of a tensor-parallel group count as one rank: each computes its part of every matrix.
+    The ranks of a tensor-parallel group count as one rank here, since each computes its part of the same tokens.
     """
 
     dp_replicate: int = 1
@@ -103,11 +103,11 @@ class TrainingSetup:
     colocated: ColocatedModels = field(default_factory=ColocatedModels)
     tp: int = 1  # tensor-parallel ranks; `mesh` counts them as one
     ep: int = 1  # expert-parallel ranks
-    whole: ModelSpec | None = None  # the model that tensor-parallel ranks share; None for one such rank
+    whole: ModelSpec | None = None  # the model that tensor-parallel ranks share; None if tp is 1
 
     @property
     def shardings(self) -> tuple[Sharding, ...]:
-        """Returns the levels that this setup may have: ranks that share matrices or experts cannot hold all of them."""
+        """Returns the levels that this setup may have; no rank can hold the whole model if tp or ep is above 1."""
         return SHARDINGS if self.tp == self.ep == 1 else SHARDINGS[:-1]
 
     @property
@@ -120,12 +120,12 @@ class TrainingSetup:
 
     @property
     def states_on_host(self) -> bool:
-        """Returns whether parameters, gradients and optimiser state are in host memory, apart from the device's."""
+        """Returns whether parameters, gradients and optimiser state are in host memory that is not the device's."""
         return self.cpu_offload and not self.on_cpu
 
     @property
     def inputs_on_host(self) -> bool:
-        """Returns whether the inputs of recomputed layers are in host memory, apart from the device's."""
+        """Returns whether the inputs of recomputed layers are in host memory that is not the device's."""
         return self.recompute == "offload" and not self.on_cpu
 
     @cached_property

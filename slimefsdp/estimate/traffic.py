@@ -71,9 +71,9 @@ def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> Sharding
 def shared_layer_bytes(setup: TrainingSetup, tokens: float) -> dict[str, int]:
     """Returns the bytes that a rank sends in an update because ranks share matrices or experts, by kind.
 
-    - tensor: attention and MLP of a layer each gather their inputs and add up their outputs, and so do their backward
-      and their recomputation. The embedding adds up, and the head gathers, in forward and in backward.
-    - expert: each token goes to its experts and back, in forward, in backward and in recomputation.
+    - tensor: attention and MLP of a layer each gather their inputs and add up their outputs, in forward, backward
+      and recomputation. The embedding adds up its outputs, and the head gathers its inputs, in forward and backward.
+    - expert: each token goes to its experts and back, in forward, backward and recomputation.
 
     Args:
         tokens: tokens of the update on one cp rank.
@@ -96,9 +96,9 @@ def shared_layer_bytes(setup: TrainingSetup, tokens: float) -> dict[str, int]:
 
 
 def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes: int | None) -> Sharding:
-    """Returns the level that sends least, and of equal levels the one that copies least, if it fits the memory.
+    """Returns the level that sends least among those that fit the memory; of equal levels, the one that copies least.
 
-    If none fits, returns the level that needs least memory. `setup.sharding` is ignored.
+    If no level fits, returns the level that needs least memory. `setup.sharding` is ignored.
 
     Args:
         memory_bytes: free memory of a rank; None means unlimited.
@@ -118,7 +118,7 @@ def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes
 def setup_of_folders(
     config: RunConfig, model: ModelSpec, *, on_cpu: bool, memory_bytes: int | None = None
 ) -> TrainingSetup:
-    """Returns what estimates need to know of settings in which mesh.dp is a number.
+    """Returns the setup from which memory and time are estimated. In `config`, mesh.dp must be a number.
 
     Args:
         model: the sizes of the policy; the sizes of reference and critic are read from config.json files.

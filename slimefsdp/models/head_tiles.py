@@ -29,7 +29,7 @@ Bounds = tuple[tuple[int, int], ...]  # [start, end) of near-equal parts
 
 @dataclass(frozen=True, slots=True)
 class HeadTiles:
-    """Holds the tiles of some rows. Forward computes all rows of the first words, then all rows of the next words."""
+    """Holds the tiles' ranges of words and rows. Forward takes one range of words after another, each for all rows."""
 
     words: Bounds
     rows: Bounds

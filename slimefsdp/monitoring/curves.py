@@ -187,7 +187,7 @@ def panels_of(series: Mapping[str, Series], heldout_sets: Sequence[str] = ()) ->
 
 
 def _held_out_panels(held_out: dict[str, Series], of: str) -> Iterator[Panel]:
-    """Yields the panels of one held-out set: a common panel for all shares, and a panel for each other metric."""
+    """Yields the panels of one held-out set: one for all shares (metrics from 0 to 1), one for each other metric."""
     bounds = {name: held_out.pop(name) for name in list(held_out) if _BAND.fullmatch(name)}
     held_out = {name: line for name, line in held_out.items() if not name.startswith("ended_by_")}
     shares = {

@@ -182,10 +182,10 @@ class RowCache:
 
 
 def require_layers(found: Sequence[KeysValues], expected: int, model: str) -> None:
-    """Checks that every layer called the attention.
+    """Checks that every layer called the attention; a layer that did not keeps a state other than keys and values.
 
     Raises:
-        ModelError: some layers keep a state other than keys and values.
+        ModelError: some layers did not.
     """
     if len(found) != expected:
         raise ModelError(

@@ -134,11 +134,11 @@ def _keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Holds queries and the keys that they may see, of one segment, or of several stacked as [pieces, ..]."""
+    """Holds the rows of queries and of the keys that they may see, of one piece, or of pieces padded to one length."""
 
     queries: Rows
     keys: Rows
-    is_hidden: torch.Tensor | None  # [(pieces, 1, 1,) rows, keys]; None: every query sees every key
+    is_hidden: torch.Tensor | None  # [(pieces, 1, 1,) rows, keys]; None means that every query sees every key
     is_filler: torch.Tensor | None = None  # [pieces, 1, 1, rows, 1], True for padding queries, which repeat a row
 
 
@@ -193,7 +193,7 @@ def _pieces(
 class _Joined:
     """Holds pieces of attention (queries and the keys that they see) that are computed together.
 
-    They are int64 indices of rows of the packed queries and keys. Shorter pieces repeat their last index.
+    `queries` and `keys` are int64 row indices in the packed queries and keys. Shorter pieces repeat their last index.
     """
 
     queries: torch.Tensor  # [pieces, rows]
@@ -211,7 +211,7 @@ class _Joined:
         return _Block(self.queries, self.keys, is_hidden[:, None, None], self.is_filler[:, None, None, :, None])
 
 
-@lru_cache(maxsize=16)  # every layer needs it in forward and backward; a pack has few kinds of layers and calls
+@lru_cache(maxsize=16)  # every layer needs the result in forward and backward; a pack has few kinds of layers and calls
 def _joined(
     cu_q: tuple[int, ...],
     cu_k: tuple[int, ...],

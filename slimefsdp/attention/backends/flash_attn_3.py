@@ -23,7 +23,7 @@ _DEFAULT = "leave attention.kernel at its default"
 def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
     """Switches this process to FlashAttention 3's kernels, or back to torch's own.
 
-    `slimefsdp.attention.select.check_kernel` checks whether they support a model.
+    `slimefsdp.attention.select.check_kernel` checks whether these kernels support a model.
 
     Args:
         device, dtype: device and dtype of attention.
@@ -48,10 +48,10 @@ def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def require_installed() -> None:
-    """Checks, without importing the package, that this torch has the switch and that the package is installed.
+    """Checks, without importing the package, that it is installed, and that this torch can switch its flash kernels.
 
     Raises:
-        ConfigError: either is missing.
+        ConfigError: the package is not installed, or this torch has no such switch.
     """
     if not _has_switch():
         raise _refusal(f"torch {torch.__version__} has no switch for them", f"use torch 2.13 or newer, or {_DEFAULT}")
@@ -70,7 +70,7 @@ def require_capability(capabilities: Sequence[str], where: object) -> None:
         where: the machine or device, for the error.
 
     Raises:
-        ConfigError: they support none.
+        ConfigError: the kernels support none of these GPUs.
     """
     if not any(capability.partition(".")[0] == _HOPPER for capability in capabilities):
         listed = ", ".join(dict.fromkeys(capabilities))
@@ -78,7 +78,7 @@ def require_capability(capabilities: Sequence[str], where: object) -> None:
 
 
 def _has_switch() -> bool:
-    """Returns whether this torch has the switch; torch 2.11 does not."""
+    """Returns whether this torch can switch its flash kernels; torch 2.11 cannot."""
     listed = getattr(torch.nn.attention, "list_flash_attention_impls", list)
     return _NAME in listed() and hasattr(torch.nn.attention, "restore_flash_attention_impl")
 

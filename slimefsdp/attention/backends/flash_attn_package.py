@@ -1,6 +1,6 @@
 """Computes attention with the flash-attn package (`attention.kernel: flash_attn`).
 
-It calls the package's forward and backward directly instead of its autograd function, because ring attention needs a
+It calls the package's forward and backward instead of the package's autograd function, because ring attention needs a
 backward with a given log-sum-exp. Not yet run on a GPU.
 """
 
@@ -28,7 +28,7 @@ def require(setting: str, device: torch.device, dtype: torch.dtype) -> None:
         setting: the setting that requests the package, as `section.name=value`.
 
     Raises:
-        ConfigError: it is not installed or does not support them.
+        ConfigError: the package is not installed, or does not support the device or dtype.
     """
     field = setting.split("=")[0]
     if not is_installed():

@@ -1,9 +1,9 @@
 """Computes attention with the ring-flash-attn package (`attention.strategy: ring_flash_attn`).
 
 It uses the package's llama3 style: each rank takes one contiguous run of the pack, keys are gathered some heads at a
-time, and windows work. The number of tokens must be a multiple of the number of ranks, so packs are padded with one
-more sequence. The package's zig-zag ring is not used, because it needs every length to be a multiple of twice the
-ranks. Not yet run on a GPU.
+time, and sliding windows are supported. The number of tokens must be a multiple of the number of ranks, so packs are
+padded with one more sequence. The package's zig-zag ring is not used, because it requires every length to be a multiple
+of twice the number of ranks. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require() -> None:
     """Checks that the package is installed.
 
     Raises:
-        ConfigError: it, or flash-attn on which it depends, is not installed.
+        ConfigError: the package, or flash-attn, on which the package depends, is not installed.
     """
     missing = [name for name in ("flash-attn", "ring-flash-attn") if find_spec(name.replace("-", "_")) is None]
     if missing:
@@ -76,7 +76,7 @@ def for_pack(layout: Layout, device: torch.device, group: dist.ProcessGroup) -> 
 
 
 def _llama3_style() -> Any:
-    """Imports the module that is used without running the package's `__init__`.
+    """Imports the package's module `llama3_flash_attn_varlen` without running the package's `__init__`.
 
     `__init__` (of 0.1.8) also imports an adapter for transformers 4, which fails with transformers 5.
     """
