@@ -241,8 +241,8 @@ class MeshSettings(Settings):
     )
     ep: RankCount = Field(
         1,
-        description="expert-parallel ranks, which share the experts of each layer: so many adjacent ranks of the "
-        "dp x cp x tp ranks of a copy",
+        description="expert-parallel ranks, which share the experts of each layer: groups of this many adjacent ranks "
+        "among the dp x cp x tp ranks of a copy",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto means cuda if this machine, or the joined cluster, has GPUs, else cpu"
