@@ -9,8 +9,8 @@ sample, no packing, no FSDP. Every row is `Trainer.train_step` on real gloo rank
 SGD with momentum, 2 ulp of the parameter + 1e-5 of the largest update. AdamW divides by the size of the gradient: a
 parameter whose true gradient is zero (a key bias under softmax) takes full-size steps in the direction of rounding
 noise. Such parameters, or elements of them, are found by their float64 gradient and named; of the others the difference
-is shown, and in float64 bounded. In float32 small gradients are half noise, whoever computes them: there the difference
-under AdamW is shown only.
+is shown, and in float64 bounded, under `--shared` by 1e-10. In float32 small gradients are half noise, whoever computes
+them: there the difference under AdamW is shown only.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def measure(
             "largest_update": expected["largest_update"],
             "within_bound": None
             if run == "float32 adamw"
-            else within_bound(compared, expected, exact=run.startswith("float64")),
+            else within_bound(compared, expected, limit=limit_of(mesh, run)),
         }
         named = {name: f"{int(mask.sum())} of {mask.numel()}" for name, mask in excused.items() if mask.any()}
         if named:
@@ -259,10 +259,18 @@ def measure(
     return row
 
 
-def within_bound(differences: Tensors, expected: dict[str, Any], *, exact: bool) -> bool:
+def limit_of(mesh: Mesh, run: str) -> float | None:
+    """The largest difference in float64; None in float32, where it depends on the parameter."""
+    if run.startswith("float32"):
+        return None
+    # the smallest gradients of experts are so near to 0 that AdamW enlarges their rounding
+    return 1e-10 if run.endswith("adamw") and mesh.tp * mesh.ep > 1 else 1e-12
+
+
+def within_bound(differences: Tensors, expected: dict[str, Any], *, limit: float | None) -> bool:
     """Whether every single parameter is as close as promised."""
-    if exact:
-        return largest(differences) <= 1e-12 and expected["largest_update"] >= 1e-2
+    if limit is not None:
+        return largest(differences) <= limit and expected["largest_update"] >= 1e-2
     slack = 1e-5 * expected["largest_update"]
     for name, difference in differences.items():
         magnitude = expected["weights"][name].abs().clamp(min=2.0**-100)
