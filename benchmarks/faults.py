@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py --json benchmarks/results/kill_matrix.json
     python benchmarks/faults.py --ranks 4 --json benchmarks/results/kill_matrix_4.json
+    python benchmarks/faults.py --tp 2 --json benchmarks/results/kill_matrix_tp.json
     python benchmarks/faults.py --device cuda    # on two GPUs, with deterministic kernels; not yet run on a GPU
 
 A job of recorded batches runs undisturbed on a plain WorkerGroup, then once a case on a SupervisedGroup in which the
