@@ -94,7 +94,7 @@ class GroupCalls(TrainingCalls, InspectionCalls[list[MemoryReport], list[Memory]
 
 
 class Job(Protocol):
-    """What `JobGroup` needs of its job: a `Supervisor` in this process, or a `Membership` of a named group."""
+    """The interface to the job of a `JobGroup`: a `Supervisor` in this process, or a `Membership` of a named group."""
 
     @property
     def roles(self) -> tuple[Role, ...]: ...

@@ -20,6 +20,7 @@ from tests.support.comparisons import largest_difference
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.shared_layers import (
+    COMPOSED,
     difference_from_plain,
     difference_of_checkpoints,
     digest_of_weights,
@@ -57,18 +58,7 @@ def test_weights_after_three_updates_equal_a_plain_process(
     assert difference_from_plain(ranks, tiny_folder(kind, **EIGHT[kind]), **mesh) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"model": {"activation_checkpointing": "full"}},
-        {"model": {"activation_checkpointing": "selective"}},
-        {"fsdp": {"sharding": "keep_parameters"}},
-        {"fsdp": {"sharding": "optimizer"}},
-        {"fsdp": {"cpu_offload": True}},
-        {"model": {"compile": True}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sections", [*COMPOSED, {"model": {"compile": True}}], ids=str)
 def test_it_composes_with_recomputation_and_sharding_levels(
     tiny_folder: TinyFolder, ranks: RankPool, sections: dict[str, Any]
 ) -> None:

@@ -25,6 +25,7 @@ from tests.support.plain_critic import PlainCritic, critic_batch, critic_setting
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.shared_layers import (
+    COMPOSED,
     difference_from_plain,
     difference_of_checkpoints,
     digest_of_weights,
@@ -64,17 +65,7 @@ def test_weights_after_three_updates_equal_a_plain_process(
     assert difference_from_plain(ranks, tiny_folder(kind, **changes), **mesh) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"model": {"activation_checkpointing": "full"}},
-        {"model": {"activation_checkpointing": "selective"}},
-        {"fsdp": {"sharding": "keep_parameters"}},
-        {"fsdp": {"sharding": "optimizer"}},
-        {"fsdp": {"cpu_offload": True}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sections", COMPOSED, ids=str)
 def test_it_composes_with_recomputation_and_sharding_levels(
     tiny_folder: TinyFolder, ranks: RankPool, sections: dict[str, Any]
 ) -> None:

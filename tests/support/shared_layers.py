@@ -20,6 +20,13 @@ from tests.support.rank_pool import RankPool
 from tests.support.trainers import fingerprint
 
 CPU = torch.device("cpu")
+COMPOSED: list[dict[str, Any]] = [  # settings that sharing layers goes together with
+    {"model": {"activation_checkpointing": "full"}},
+    {"model": {"activation_checkpointing": "selective"}},
+    {"fsdp": {"sharding": "keep_parameters"}},
+    {"fsdp": {"sharding": "optimizer"}},
+    {"fsdp": {"cpu_offload": True}},
+]
 
 
 def on_mesh(dp_replicate: int, dp: int, cp: int, tp: int, strategy: str | None = None) -> dict[str, Any]:
