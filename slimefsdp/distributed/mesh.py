@@ -224,7 +224,7 @@ def _new_mesh(
         )
     meshes = [axes, flat, fsdp]
     cut: dict[int, CutMesh] = {}  # size -> mesh; if tp == ep both have the same ranks, and share a mesh, as FSDP needs
-    for size in {tp, ep} - {1}:
+    for size in sorted({tp, ep} - {1}):  # every rank creates the meshes in the same order
         # one root, because FSDP concatenates the two meshes of a parameter
         root = init_device_mesh(
             device.type,
