@@ -6,6 +6,7 @@ names that need Ray (`connect`, groups of workers, engines) are defined in `acto
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,11 @@ _HOME = {
     "read_records": "actors.rollout.records",
     "submit": "actors.workers.group_calls",
 }
+
+
+# transformers imports torchao if it is installed, and each process would warn of libraries that are not used here
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

@@ -372,5 +372,40 @@ def _check_tensor_parallel(config: Mapping[str, Any], tp: int) -> None:
         )
 
 
+def check_float8(config: Mapping[str, Any], recipe: str, tp: int) -> None:
+    """Checks that the linear modules of a model with this config.json can compute in float8 on `tp` ranks.
+
+    Args:
+        recipe: `precision.float8`; with none nothing is checked.
+
+    Raises:
+        ConfigError: the layers have no linear modules, or a size of one is not divisible by 16.
+    """
+    if recipe == "none":
+        return
+    what, field = f"precision.float8={recipe}", "precision.float8"
+    if config.get("model_type") == "gpt2":
+        raise ConfigError(f"{what} replaces linear modules, and gpt2 has none", field=field, hint="set it to none")
+    spec = ModelSpec.from_config(config)
+    part = spec.over(tp)
+    sizes = {
+        "hidden states": spec.hidden,
+        "queries": part.heads * part.head_dim,
+        "keys": part.kv_heads * part.head_dim,
+    }
+    if spec.experts == 1:
+        sizes["the MLP"] = part.intermediate
+    elif "moe_intermediate_size" in config:  # of layers without experts, which these architectures may have
+        sizes["the MLP"] = config.get("intermediate_size", 0) // tp
+    for name, size in sizes.items():
+        if size % 16:
+            raise ConfigError(
+                f"{what} needs sizes that 16 divides, and {name} of this model have {size} features"
+                + (f" on each of mesh.tp={tp} ranks" if tp > 1 else ""),
+                field=field,
+                hint="set it to none" + (", or lower mesh.tp" if tp > 1 else ""),
+            )
+
+
 def _largest_divisor(counts: Sequence[int], below: int) -> int:
     return next(size for size in range(below - 1, 0, -1) if not any(count % size for count in counts))

@@ -48,7 +48,7 @@ from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
 from slimefsdp.estimate.hardware import read_calibration
 from slimefsdp.io.files import FolderLock
-from slimefsdp.model_spec import ModelSpec, check_parallel
+from slimefsdp.model_spec import ModelSpec, check_float8, check_parallel
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, is_shape, made_by, read_model_folder
 from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.rpc import ROLES, Role
@@ -305,6 +305,14 @@ def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         flash_attn_3.require_installed()
         if capabilities := compute_capabilities_here():
             flash_attn_3.require_capability(capabilities, "this machine")
+    if (recipe := config.precision.float8) != "none":
+        from slimefsdp.distributed.float8 import require_capability, require_torchao  # imports torch
+
+        require_torchao(recipe)
+        if not on_cuda:
+            print(f"precision.float8={recipe} is emulated on a CPU", file=sys.stderr)
+        elif capabilities := compute_capabilities_here():
+            require_capability(recipe, capabilities, "this machine")
 
 
 def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
@@ -322,6 +330,7 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         folder = read_model_folder(path, field=field, with_weights=with_weights and not _is_absent(absent, field))
         check_architecture(folder, field=field)
         check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
+        check_float8(folder.config, config.precision.float8, config.mesh.tp)
         shape = AttentionShape.of_model_spec(ModelSpec.from_config(folder.config)).over(config.mesh.tp)
         check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)

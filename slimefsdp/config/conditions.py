@@ -137,6 +137,16 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         "remove model.compile, or set mesh.tp=1",
     ),
     (
+        {"precision.float8": But(("none",)), "lora.rank": SET},
+        "modules with adapters compute in precision.compute_dtype",
+        "remove one",
+    ),
+    (
+        {"precision.float8": But(("none",)), "precision.compute_dtype": ("float16", "float64")},
+        "float8 products give bfloat16 or float32",
+        "set precision.compute_dtype=bfloat16, or remove precision.float8",
+    ),
+    (
         {"reference.offload": ("none", "swap"), "fsdp.cpu_offload": (True,)},
         "the policy is on the host between uses, so the reference must be there too",
         "remove one",

@@ -291,6 +291,11 @@ class PrecisionSettings(Settings):
     loss_scale_init: Annotated[int, BeforeValidator(_power_of_two)] = Field(
         2**16, description="initial factor of the loss; a power of two, which is halved at each overflow"
     )
+    float8: Literal["none", "rowwise_with_gw_hp"] = Field(
+        "none",
+        description="torchao's recipe by which the linear modules of attention and MLP compute in float8, in policy, "
+        "reference and critic; on a CPU it is emulated (docs/performance.md)",
+    )
 
 
 class FsdpSettings(Settings):

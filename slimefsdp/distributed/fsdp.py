@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from slimefsdp.distributed.expert_parallel import cut_experts
+from slimefsdp.distributed.float8 import convert_layers
 from slimefsdp.distributed.mesh import CutMesh, Mesh
 from slimefsdp.distributed.tensor_parallel import cut_over_tp
 from slimefsdp.errors import ConfigError
@@ -52,19 +53,22 @@ class Parallelism:
     pin_memory: bool = False
     recompute: Recompute = "none"
     compile: bool = False
+    float8: str = "none"  # torchao's recipe for the linear modules of the decoder layers
 
 
 def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderModel:
     """Compiles layers, makes them recompute activations, and shards the policy over the mesh, in place.
 
-    Parameters may be on the meta device. The order matters: parameters are cut over tp ranks first, recomputation wraps
-    the compiled forward, and sharding wraps both. The head's weight is in the root unit, so it is gathered only during
-    the root's forward. Gradients are summed over all ranks, not averaged, because the token weights already normalise
-    the loss.
+    Parameters may be on the meta device. The order matters: linear modules are replaced by those of float8 first, then
+    parameters are cut over tp ranks; recomputation wraps the compiled forward, and sharding wraps both. The head's
+    weight is in the root unit, so it is gathered only during the root's forward. Gradients are summed over all ranks,
+    not averaged, because the token weights already normalise the loss.
 
     Raises:
         ConfigError: see `choose_units`.
     """
+    if how.float8 != "none":
+        convert_layers(policy.decoder_layers(), how.float8, mesh.device)
     if mesh.tp is not None:
         cut_over_tp(policy, mesh.tp)
     if mesh.ep is not None:
@@ -251,8 +255,8 @@ def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, c
 
 
 def _class_name(module: nn.Module) -> str:
-    # a linear module keeps its name when it has an adapter (slimefsdp.models.lora)
-    return "Linear" if hasattr(module, "lora_A") else type(module).__name__
+    # a linear module keeps its name when it has an adapter (slimefsdp.models.lora) or computes in float8
+    return "Linear" if isinstance(module, nn.Linear) else type(module).__name__
 
 
 # ---------------------------------------------------------------------- compilation and recomputation of layers

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape
 from slimefsdp.distributed.collectives import run_together
+from slimefsdp.distributed.float8 import require_float8
 from slimefsdp.distributed.fsdp import Parallelism, parallelize, require_compiler
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
@@ -73,14 +74,16 @@ def load_model(
 
     Raises:
         ModelError: the folder cannot be loaded faithfully; raised on every rank.
-        ConfigError: see `parallelize`, `DecoderModel.freeze` and `add_adapters_of`; or `how.compile` is set and some
-            rank has no compiler.
+        ConfigError: see `parallelize`, `DecoderModel.freeze`, `add_adapters_of` and `require_float8`; or `how.compile`
+            is set and some rank has no compiler.
     """
     chosen = trains or Trains()
 
     def build() -> AnyModel:  # ranks may read different copies of the folder, so any rank may fail
         if how.compile:
             require_compiler(mesh.device.type)
+        if how.float8 != "none":
+            require_float8(how.float8, mesh.device)
         model = build_model(kind, folder, how.master_dtype)
         if attention_for is not None:
             model.attention = attention_for(model.attention_shape())

@@ -31,7 +31,7 @@ from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import CheckpointError, ConfigError, ModelError
 from slimefsdp.io.hub import HubId, reads_like_id, snapshot
-from slimefsdp.model_spec import check_parallel
+from slimefsdp.model_spec import check_float8, check_parallel
 from slimefsdp.models.build import AnyModel, Trains, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
@@ -93,6 +93,7 @@ def parallelism_of(config: TrainerConfig, device: torch.device) -> Parallelism:
         pin_memory=is_host_memory_pinned(config, device),
         recompute=config.model.activation_checkpointing,
         compile=config.model.compile,
+        float8=config.precision.float8,
     )
 
 
@@ -204,6 +205,7 @@ def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> M
         folder = read_model_folder(path, field=field, with_weights=with_weights)
         check_architecture(folder, field=field)
         check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
+        check_float8(folder.config, config.precision.float8, config.mesh.tp)
         return folder
 
     if config.model.read == "every_rank":
