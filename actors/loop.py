@@ -383,11 +383,12 @@ class RolloutLoop:
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds the log-probs of the policy (before its update) and the reference, from which both roles get the KL."""
-        group, old = self._group, batch.rollout_log_probs
+        group, old, experts = self._group, batch.rollout_log_probs, batch.routed_experts
         if self._config.loss.old_log_probs != "rollout":
-            old = group.compute_log_probs(batch).log_probs
+            computed = group.compute_log_probs(batch)
+            old, experts = computed.log_probs, experts if computed.routed_experts is None else computed.routed_experts
         reference = (group.reference_group or group).compute_log_probs(batch, "ref").log_probs
-        return batch.replace(old_log_probs=old, ref_log_probs=reference)
+        return batch.replace(old_log_probs=old, ref_log_probs=reference, routed_experts=experts)
 
     def _update_engines(self) -> None:
         """Sends the policy's weights to the engines; rollout.on_update decides what happens to unfinished samples."""

@@ -107,6 +107,11 @@ class ModelSpec:
         )
 
     @property
+    def routed_experts(self) -> tuple[int, int, int] | None:
+        """Returns the numbers of layers, experts, and experts of a token; None without experts."""
+        return (self.layers, self.experts, self.active_experts) if self.experts > 1 else None
+
+    @property
     def attention_parameters(self) -> int:
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
@@ -350,6 +355,14 @@ def check_parallel(config: Mapping[str, Any], tp: int, ep: int) -> None:
     if experts % ep:
         problem = f"mesh.ep={ep} does not divide the {experts} experts of this model"
         raise ConfigError(problem, field="mesh.ep", hint=f"set it to {_largest_divisor([experts], ep)}")
+
+
+def check_routing_replay(config: Mapping[str, Any], replay: str) -> None:
+    """Raises a ConfigError if loss.routing_replay=`replay` is set for a model without experts."""
+    if replay != "none" and ModelSpec.from_config(config).routed_experts is None:
+        problem = f"loss.routing_replay={replay} repeats choices of experts, and a model of type "
+        problem += f"{config.get('model_type')} has none"
+        raise ConfigError(problem, field="loss.routing_replay", hint="set it to none")
 
 
 def _check_tensor_parallel(config: Mapping[str, Any], tp: int) -> None:

@@ -23,6 +23,9 @@ class LogProbs:
 
     log_probs: np.ndarray  # float32 [R]
     entropy: np.ndarray  # float32 [R], nats
+    # int16 [T, layers, experts of a token], for the batch's field of this name; only under
+    # loss.routing_replay=old_log_probs, and only of the policy
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)

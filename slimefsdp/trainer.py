@@ -34,7 +34,7 @@ from slimefsdp.training.adapters import make_adapters
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import throughput_for
 from slimefsdp.training.packs import check_policy_loss
-from slimefsdp.training.plan import model_spec_of
+from slimefsdp.training.plan import model_spec_of, routed_experts_of
 from slimefsdp.training.prepare import BatchPlanner, PreparedBatch
 from slimefsdp.weight_sync.receive import WeightReceiver
 
@@ -182,7 +182,10 @@ class Trainer(TrainingCalls, InspectionCalls[MemoryReport, Memory, Description],
         """Collective: plans the batch of a call, and checks that all ranks have the same arguments and plan."""
         state, folder = self._state, self._state.folder
         cost = state.model.attention.cost
-        planner = BatchPlanner(state.config, state.role, folder.vocab_size, folder.max_sample_tokens, cost)
+        experts = routed_experts_of(folder.config)
+        planner = BatchPlanner(
+            state.config, state.role, folder.vocab_size, folder.max_sample_tokens, cost, experts=experts
+        )
         # `prepared_together` compares plans by their digests
         other_arguments = {
             name: value for name, value in arguments.items() if name != "batch" and not isinstance(value, Plan)

@@ -31,7 +31,7 @@ from slimefsdp.errors import ModelError, PeerFailed, SlimeError, StateError, Wor
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.results import Health
 from slimefsdp.rpc import JobCheckpoint, Role
-from slimefsdp.training.plan import cost_model_of
+from slimefsdp.training.plan import cost_model_of, routed_experts_of
 from slimefsdp.training.prepare import BatchPlanner, Planning, PreparedBatch
 
 SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
@@ -62,7 +62,8 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
         # and placement groups.
         self._ends = ends
         cost = cost_model_of(config, folder.config)
-        self._planner = BatchPlanner(config, role, folder.vocab_size, folder.max_sample_tokens, cost)
+        experts = routed_experts_of(folder.config)
+        self._planner = BatchPlanner(config, role, folder.vocab_size, folder.max_sample_tokens, cost, experts=experts)
         self._queue = CallQueue()
         # The next two are used in a reference group.
         self._coming_weights: CallFuture | None = None  # the actor's last update_ref, until `await_weights` takes it

@@ -36,6 +36,7 @@ class PackedBatch:
     rows: torch.Tensor  # [pairs] int64, the packed row whose hidden state makes the prediction
     targets: torch.Tensor  # [pairs] int64, the predicted token
     response_index: torch.Tensor  # [predicted] int64, index of each predicted token among the batch's response tokens
+    token_index: torch.Tensor  # [tokens] int64, index of each token among the batch's tokens; -1 for padding
     fan_out: torch.Tensor | None = None  # [predicted] int64, pair of each predicted token; None: the same index
     forest: Forest | None = None  # None means that no node has a parent
 
@@ -49,9 +50,15 @@ class LocalShare:
     rows: torch.Tensor  # [local_pairs] int64, indices of local tokens
     targets: torch.Tensor  # [local_pairs] int64
     pairs: torch.Tensor  # [local_pairs] int64, index of each local pair among the pack's pairs
+    token_index: torch.Tensor | None = None  # [local_tokens] int64, as in PackedBatch; None for tokens of no batch
+    # [local_tokens, layers, experts of a token] int16, to be replayed (slimefsdp.models.routing); None: routers choose
+    routed_experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> LocalShare:
-        return LocalShare(*(on_device(getattr(self, field.name), device) for field in fields(self)))
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self, **{name: on_device(tensor, device) for name, tensor in tensors.items() if tensor is not None}
+        )
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -79,7 +86,8 @@ def pack(
     if len(samples) == 0:
         no_rows = torch.zeros(0, dtype=torch.int64)
         one_token = torch.zeros(1, dtype=torch.int64)
-        return _filled_up(PackedBatch(one_token, one_token, (0, 1), no_rows, no_rows, no_rows), multiple_of)
+        dummy = PackedBatch(one_token, one_token, (0, 1), no_rows, no_rows, no_rows, token_index=one_token - 1)
+        return _filled_up(dummy, multiple_of)
     if shared is not None:
         assert multiple_of == 1, "a pack with shared prefixes cannot be padded"
         return _shared_pack(batch, *shared.among(samples), trained_only=trained_only)
@@ -87,7 +95,8 @@ def pack(
     responses = batch.response_lengths[samples]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     positions = _ranges(np.zeros_like(lengths), lengths)
-    tokens = batch.tokens[_ranges(batch.token_offsets[samples], lengths)]
+    token_index = _ranges(batch.token_offsets[samples], lengths)
+    tokens = batch.tokens[token_index]
     # the row before a token predicts it; the prompt's last row predicts the first response token
     rows = _ranges(cu_seqlens[1:] - responses - 1, responses)
     response_index = _ranges(batch.response_offsets[samples], responses)
@@ -103,6 +112,7 @@ def pack(
             tokens[rows + 1] if batch.target_tokens is None else batch.target_tokens[response_index]
         ),
         response_index=torch.from_numpy(response_index),
+        token_index=torch.from_numpy(token_index),
     )
     return _filled_up(packed, multiple_of)
 
@@ -117,7 +127,8 @@ def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *
     depths = np.array(forest.depths)
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    tokens = batch.tokens[_ranges(batch.token_offsets[samples[source_sample]] + depths, sizes)]
+    token_index = _ranges(batch.token_offsets[samples[source_sample]] + depths, sizes)
+    tokens = batch.tokens[token_index]
     responses = batch.response_lengths[samples]
     # each sample's response runs through the last nodes of its path
     runs: list[list[tuple[int, int]]] = []  # of every sample: (first row, number of rows), ascending
@@ -157,6 +168,7 @@ def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *
         rows=torch.from_numpy(rows),
         targets=torch.from_numpy(targets),
         response_index=torch.from_numpy(response_index),
+        token_index=torch.from_numpy(token_index),
         fan_out=None if is_one_to_one else torch.from_numpy(fan_out),
         forest=forest if any(parent is not None for parent in forest.parents) else None,
     )
@@ -166,7 +178,7 @@ def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank:
     """Returns one cp rank's share of a pack; `layout` has the pieces of every rank."""
     if len(layout) == 1:
         everything = torch.arange(len(packed.rows))
-        return LocalShare(packed.tokens, packed.positions, packed.rows, packed.targets, everything)
+        return LocalShare(packed.tokens, packed.positions, packed.rows, packed.targets, everything, packed.token_index)
     parts = [torch.arange(piece.start, piece.end) for piece in layout[cp_rank]]
     owned = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     local_row = torch.full((len(packed.tokens),), -1)
@@ -178,6 +190,7 @@ def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank:
         rows=local_row[packed.rows[pairs]],
         targets=packed.targets[pairs],
         pairs=pairs,
+        token_index=packed.token_index[owned],
     )
 
 
@@ -189,6 +202,7 @@ def _filled_up(packed: PackedBatch, multiple_of: int) -> PackedBatch:
         packed,
         tokens=torch.cat([packed.tokens, torch.zeros(missing, dtype=torch.int64)]),
         positions=torch.cat([packed.positions, torch.arange(missing)]),
+        token_index=torch.cat([packed.token_index, torch.full((missing,), -1)]),
         cu_seqlens=(*packed.cu_seqlens, packed.cu_seqlens[-1] + missing),
     )
 

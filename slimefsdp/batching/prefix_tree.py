@@ -98,19 +98,31 @@ class SharedPrefixes:
         )
 
 
-def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHARED_TOKENS) -> SharedPrefixes | None:
+def find_prefixes(
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    least: int = MIN_SHARED_TOKENS,
+    experts: np.ndarray | None = None,
+) -> SharedPrefixes | None:
     """Returns the prefixes that a batch's samples share; None if there are none.
 
     Args:
         tokens: int64 [T], all samples, concatenated.
         lengths: int64 [B], tokens per sample.
         least: the smallest number of tokens of a shared node.
+        experts: [T, ...], values that must be equal too for tokens to be shared; None means that there are none.
     """
     starts = np.cumsum(lengths) - lengths
     related = _begin_alike(tokens, starts, lengths, least)
     if len(related) == 0:
         return None
     related, common = _sorted_by_tokens(tokens, starts, lengths, related)
+    if experts is not None:
+        for place in np.flatnonzero(common).tolist():
+            count = int(common[place])
+            own, before = (experts[start : start + count] for start in starts[related[[place, place - 1]]])
+            differs = (own != before).reshape(count, -1).any(1)
+            common[place] = np.argmax(differs) if differs.any() else count
     shared = np.zeros(len(lengths), dtype=np.int64)
     shared[: len(related)] = _thinned(common, least)
     is_other = np.ones(len(lengths), dtype=bool)

@@ -100,13 +100,14 @@ class TrainingCalls(Calls):
         if model == "ref" and state.role == "actor":
             with step.reference_in_use(state) as reference:
                 values = step.token_outputs(state, reference, cast(PreparedBatch, batch), trained_only=False)
+            experts = None
         else:
             if state.role != "ref":
                 state.updater.require_whole("compute_log_probs")
             state.memory_manager.wake_up(("parameters",))
-            values = step.token_outputs(state, state.model, cast(PreparedBatch, batch), trained_only=False)
+            values, experts = step.policy_outputs(state, cast(PreparedBatch, batch), trained_only=False)
         log_probs, entropy = values.float().numpy()
-        return LogProbs(log_probs, entropy)
+        return LogProbs(log_probs, entropy, experts)
 
     @call("critic", prepare=BatchPlanner.for_forward, needs_whole_weights=True)
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
@@ -213,7 +214,7 @@ class TrainingCalls(Calls):
 
         state, prepared = self._state, cast(PreparedBatch, batch)
         state.memory_manager.wake_up(("parameters",))
-        inputs = step.token_inputs(state, prepared)
+        inputs, prepared = step.token_inputs(state, prepared)
         with step.reference_on_device(state, prepared):
             if not with_log_probs:
                 return step.forward_backward(state, prepared, 0, inputs)

@@ -120,6 +120,11 @@ class LossSettings(Settings):
     max_kl: float | None = Field(
         None, gt=0, description="end the step before an update whose KL(old || policy) exceeds this; null means never"
     )
+    routing_replay: Literal["none", "old_log_probs", "rollout"] = Field(
+        "none",
+        description="which choices of experts the policy's passes repeat. old_log_probs: those of the pass that "
+        "computed the old log-probs (R2); rollout: those of the rollout engine (R3); none: each pass chooses anew",
+    )
 
 
 class CorrectionSettings(Settings):

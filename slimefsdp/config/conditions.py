@@ -43,6 +43,7 @@ ONLY_WITH: dict[str, Condition] = {
     "loss.kl_estimator": _KL,
     "loss.kl_in": _KL,
     "loss.kl_target": _KL,
+    "loss.routing_replay": {"algorithm": But(("sft", "dpo"))},
     "correction.low": {"correction.method": ("mis", "icepop", "sequence_mis", "geometric_mis")},
     "correction.high": {
         "correction.method": ("importance", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis")
@@ -175,6 +176,11 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         {"correction.method": But(("none",)), "loss.old_log_probs": ("rollout",)},
         "the ratio is measured from the engine's log-probs already, so nothing is left to correct",
         "remove one",
+    ),
+    (
+        {"loss.routing_replay": ("old_log_probs",), "loss.old_log_probs": ("rollout",)},
+        "no pass computes old log-probs, whose experts could be repeated",
+        "set loss.routing_replay=rollout",
     ),
     (
         {"data.overlong_prompts": ("truncate", "split"), "algorithm": But(("sft",))},

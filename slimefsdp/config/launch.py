@@ -168,7 +168,7 @@ def _check_estimator(config: RunConfig) -> None:
 
 
 def _check_effects(config: RunConfig) -> None:
-    """Checks that the policy is trained in some step, and that loss.max_kl can have an effect."""
+    """Checks that the policy is trained in some step, and that loss.max_kl and loss.routing_replay have an effect."""
     assert config.run.steps is not None
     if config.critic.warmup_steps >= config.run.steps:
         raise ConfigError(
@@ -183,6 +183,14 @@ def _check_effects(config: RunConfig) -> None:
             "policy is the old one",
             field="loss.max_kl",
             hint="remove it, or lower batch.samples_per_update or raise loss.epochs",
+        )
+    computes_old = moves_before or config.loss.old_log_probs == "recompute" or config.has_kl_in_reward
+    if config.loss.routing_replay == "old_log_probs" and not computes_old:
+        raise ConfigError(
+            "loss.routing_replay=old_log_probs does nothing in steps of one update, before which no old log-probs are "
+            "computed",
+            field="loss.routing_replay",
+            hint="set loss.old_log_probs=recompute, or remove it",
         )
 
 

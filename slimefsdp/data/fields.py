@@ -25,6 +25,8 @@ PER_RESPONSE_TOKEN = (
 )
 ARRAYS = ("tokens", *PER_SAMPLE, *PER_RESPONSE_TOKEN)
 FLOATS = tuple(name for name in ARRAYS if name not in (*INTEGERS, "loss_mask"))
+EXPERTS = "routed_experts"
+UNKNOWN_EXPERT = -1
 SCALARS = ("temperature", "weight_version")
 DTYPES: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(ARRAYS, np.dtype(np.float32)),
@@ -32,6 +34,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "loss_mask": np.dtype(np.bool_),
     "temperature": np.dtype(np.float64),
     "weight_version": np.dtype(np.int64),
+    EXPERTS: np.dtype(np.int16),
 }
 
 
@@ -86,6 +89,30 @@ def as_array(
     return converted
 
 
+def as_experts(value: Any, *, label: str, size: int | None = None) -> npt.NDArray[np.int16]:
+    """Returns ids of experts as an int16 array [tokens, layers, experts of a token].
+
+    Args:
+        label: the name of the value in errors.
+        size: the required number of tokens; None means any number.
+
+    Raises:
+        BatchError: the value is not an array of whole numbers of this shape, or an id is below -1 or does not fit.
+    """
+    rule = "an array of whole numbers [tokens, layers, experts of a token]"
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        refuse(EXPERTS, f"{label} cannot be read as an array: {error}", f"pass {rule}")
+    if array.ndim != 3 or array.dtype.kind not in "iu" or (size is not None and len(array) != size):
+        wanted = "" if size is None else f" of {size} tokens"
+        refuse(EXPERTS, f"{label} is {array.dtype} of shape {array.shape}; it must be {rule}{wanted}", f"pass {rule}")
+    if array.size and not (array.min() >= UNKNOWN_EXPERT and array.max() <= np.iinfo(np.int16).max):
+        problem = f"{label} has ids from {array.min()} to {array.max()}"
+        refuse(EXPERTS, problem, "pass numbers of experts from 0, or -1 where they are not known")
+    return np.ascontiguousarray(array, dtype=np.int16)
+
+
 def as_scalar(field: str, value: Any) -> float | int | None:
     """Returns a temperature (above 0) or a weight version (at least 0) as a Python number; None stays None."""
     if value is None:
@@ -113,6 +140,7 @@ _SAMPLE_KEYS = {  # key of one sample -> field of the batch
     "reward": "rewards",
     "group_id": "group_ids",
     "baseline_reward": "baseline_rewards",
+    EXPERTS: EXPERTS,
     **{name: name for name in PER_RESPONSE_TOKEN},
 }
 
@@ -125,6 +153,7 @@ _SLIME_KEYS = {  # key of slime's rollout dict -> field of the batch; the later 
     "group_ids": "group_ids",
     "loss_masks": "loss_mask",
     "log_probs": "old_log_probs",
+    "rollout_routed_experts": EXPERTS,
     **{name: name for name in ("rollout_log_probs", "ref_log_probs", "values", "advantages", "returns")},
 }
 _SLIME_IGNORED = (  # keys for slime's bookkeeping, schedule and denominators
@@ -137,7 +166,6 @@ _SLIME_REFUSED = {  # ignoring these keys silently would train on other data tha
     "pixel_values": "images are not supported",
     "multimodal_train_inputs": "inputs other than tokens are not supported",
     "teacher_log_probs": "distillation is not supported",
-    "rollout_routed_experts": "routing replay is not supported",
     "rollout_indexer_topk": "indexer replay is not supported",
     "rollout_top_p_token_ids": "log-probs over a truncated vocabulary are not supported",
     "rollout_top_p_token_offsets": "log-probs over a truncated vocabulary are not supported",
@@ -162,7 +190,7 @@ def samples_from_fields(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         if field in PER_SAMPLE and field in fields:
             columns[key] = fields[field].tolist()
         elif field in fields:
-            sizes = fields["lengths" if field == "tokens" else "response_lengths"]
+            sizes = fields["lengths" if field in ("tokens", EXPERTS) else "response_lengths"]
             columns[key] = np.split(fields[field], np.cumsum(sizes)[:-1])
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -236,8 +264,27 @@ def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
             if part.size != needed:
                 message = f"{columns[field][0]} of sample {i} has {part.size} entries; its response has {needed} tokens"
                 refuse(field, message, "pass one each")
+    if parts.get(EXPERTS):
+        parts[EXPERTS] = _filled_experts(columns[EXPERTS][0], parts[EXPERTS], parts["tokens"])
     fields = {field: np.concatenate(pieces) for field, pieces in parts.items() if pieces}
     return fields | {"lengths": np.array([part.size for part in parts["tokens"]])}
+
+
+def _filled_experts(
+    key: str, parts: Sequence[npt.NDArray[Any]], tokens: Sequence[npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    """Adds unknown experts for the last token of samples, which engines do not compute."""
+    filled = []
+    for i, (part, of_sample) in enumerate(zip(parts, tokens, strict=True)):
+        if len(part) not in (len(of_sample) - 1, len(of_sample)) or part.shape[1:] != parts[0].shape[1:]:
+            message = (
+                f"{key} of sample {i} has shape {part.shape}; the sample has {len(of_sample)} tokens, and sample 0 "
+            )
+            message += f"has shape {parts[0].shape}"
+            refuse(EXPERTS, message, "pass the experts of all tokens, or of all but the last")
+        missing = len(of_sample) - len(part)
+        filled.append(np.pad(part, ((0, missing), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT))
+    return filled
 
 
 def _parts(field: str, key: str, entries: Sequence[Any], num_samples: int) -> list[npt.NDArray[Any]]:
@@ -251,6 +298,8 @@ def _parts(field: str, key: str, entries: Sequence[Any], num_samples: int) -> li
         refuse(field, f"sample {lacking[0]} has no {key}, others have one", f"give {key} on every sample or on none")
 
     def array_of(i: int) -> npt.NDArray[Any]:
+        if field == EXPERTS:
+            return as_experts(entries[i], label=f"{key} of sample {i}")
         if field in PER_SAMPLE:
             return as_array(field, [entries[i]], label=f"{key} of sample {i}", place=lambda _: f"sample {i}")
         return as_array(field, entries[i], label=f"{key} of sample {i}", place=lambda j: f"sample {i}, entry {j}")

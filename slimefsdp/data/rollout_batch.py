@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 from slimefsdp.data.fields import (
     DTYPES,
+    EXPERTS,
     FLOATS,
     LOG_PROBS,
     PER_RESPONSE_TOKEN,
@@ -34,6 +35,7 @@ from slimefsdp.data.fields import (
     REQUIRED,
     SCALARS,
     as_array,
+    as_experts,
     as_scalar,
     fields_from_samples,
     fields_from_slime,
@@ -44,11 +46,13 @@ from slimefsdp.data.fields import (
 from slimefsdp.errors import BatchError, short_repr
 
 Int64 = npt.NDArray[np.int64]
+Int16 = npt.NDArray[np.int16]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
 LOG_PROB_SLACK = 1e-3  # an engine's rounding may put the log-prob of a certain token slightly above 0
-_STORED_DTYPES = {"int64": "I64", "float32": "F32", "float64": "F64", "bool": "BOOL"}  # numpy name -> safetensors name
+# numpy name -> safetensors name
+_STORED_DTYPES = {"int64": "I64", "int16": "I16", "float32": "F32", "float64": "F64", "bool": "BOOL"}
 _HINT = "pass a file written by RolloutBatch.save"
 _DIGEST = "sha256"
 
@@ -77,6 +81,8 @@ class Sample:
     token_rewards: npt.ArrayLike | None = None
     loss_weights: npt.ArrayLike | None = None
     target_tokens: npt.ArrayLike | None = None
+    # [tokens, layers, experts of a token] or one token less; prompt and response; by the sampling engine
+    routed_experts: npt.ArrayLike | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +117,8 @@ class RolloutBatch:
     target_tokens: Int64 | None = None  # [R] tokens whose log-probs are computed; None means the sampled tokens
     temperature: float | None = None  # the sampling temperature
     weight_version: int | None = None  # the weight version that sampled; if there are several, the oldest
+    # int16 [T, layers, experts of a token] experts that the policy's routers must choose (loss.routing_replay); -1: any
+    routed_experts: Int16 | None = None
 
     def __new__(cls, *values: Any, **fields: Any) -> RolloutBatch:
         """Raises a BatchError for missing, surplus or unknown arguments, instead of the TypeError of `__init__`."""
@@ -150,6 +158,10 @@ class RolloutBatch:
             self._normalise(name, self.num_samples)
         for name in PER_RESPONSE_TOKEN:
             self._normalise(name, self.num_response_tokens)
+        if self.routed_experts is not None:
+            experts = as_experts(self.routed_experts, label=EXPERTS, size=self.num_tokens).view()
+            experts.setflags(write=False)
+            object.__setattr__(self, EXPERTS, experts)
         self._check_values()
         for name in SCALARS:
             object.__setattr__(self, name, as_scalar(name, getattr(self, name)))
@@ -311,7 +323,7 @@ class RolloutBatch:
             refuse("indices", message, f"pass numbers from 0 to {self.num_samples - 1}")
         response_rows = _ragged_rows(self.response_offsets, chosen)
         rows = {**dict.fromkeys(PER_SAMPLE, chosen), **dict.fromkeys(PER_RESPONSE_TOKEN, response_rows)}
-        rows["tokens"] = _ragged_rows(self.token_offsets, chosen)
+        rows["tokens"] = rows[EXPERTS] = _ragged_rows(self.token_offsets, chosen)
         return self.replace(**{name: value[rows[name]] for name, value in self._present().items() if name in rows})
 
     def replace(self, **fields: Any) -> RolloutBatch:

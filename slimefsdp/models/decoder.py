@@ -33,6 +33,7 @@ from slimefsdp.model_spec import has_attention_softcap, windowed_layers
 from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
 from slimefsdp.models.lora_modules import LoraLinear
 from slimefsdp.models.peft_folder import MATRICES
+from slimefsdp.models.routing import routing_of
 
 ATTENTION_NAME = "slimefsdp"
 _EXPECTED = ("module", "query", "key", "value", "attention_mask")
@@ -51,6 +52,7 @@ class DecoderModel(nn.Module):
         self.hf = hf
         self.attention = Attention(Choice("local", "until a mesh is known"))
         self.tp: CutMesh | None = None  # the ranks over which the model is cut
+        self.routing = routing_of(list(self.decoder_layers()))  # None if the model has no experts
 
     @property
     def tp_ranks(self) -> int:
@@ -62,7 +64,11 @@ class DecoderModel(nn.Module):
         raise NotImplementedError
 
     def hidden_states(
-        self, tokens: torch.Tensor, positions: torch.Tensor, pack_attention: PackAttention
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        pack_attention: PackAttention,
+        routed_experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the hidden states after the final norm, [local_tokens, hidden_dim]; only `forward` may call it.
 
@@ -73,6 +79,7 @@ class DecoderModel(nn.Module):
             tokens: [local_tokens] int64.
             positions: [local_tokens] int64, restarting at 0 at each sample.
             pack_attention: the attention for the pack of these tokens, from `self.attention`.
+            routed_experts: see LocalShare; ignored by a model without experts.
         """
         # A rank without tokens must still join every collective and have a gradient for every parameter, but models
         # cannot be called without tokens; and tp ranks must have equally many tokens. So placeholder tokens are added.
@@ -81,6 +88,8 @@ class DecoderModel(nn.Module):
         if missing:
             tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
             pack_attention = _without_placeholders(pack_attention, missing)
+        if self.routing is not None:
+            self.routing.begin_pass(routed_experts, missing, self.tp)
         decoded = self.hf.get_decoder()(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -252,7 +261,8 @@ class PolicyModel(DecoderModel):
         Before a call on a sharded model, register this method by FSDP2's `register_fsdp_forward_method`. The weight is
         then the gathered weight, which exists until the root is resharded.
         """
-        return self.head_inputs_of(self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows])
+        hidden = self.hidden_states(share.tokens, share.positions, pack_attention, share.routed_experts)
+        return self.head_inputs_of(hidden[share.rows])
 
     def head_inputs_of(self, hidden: torch.Tensor) -> HeadInputs:
         """Returns the inputs of the head for hidden states [rows, hidden_dim]; weights must be unsharded."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,7 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
 from slimefsdp.models.lora import adapters_off
+from slimefsdp.models.routing import UNKNOWN, ExpertLoad, RecordedExperts
 from slimefsdp.monitoring.profiler import phase
 
 if TYPE_CHECKING:  # a train step must be able to run without pydantic
@@ -53,6 +54,7 @@ class RankPacks:
     batch: RolloutBatch
     samples: Sequence[np.ndarray]  # int64 sample indices of each pack
     shared: SharedPrefixes | None = None  # the plan's shared prefixes; None means that no prefix is shared
+    replays_experts: bool = False  # the passes choose the batch's `routed_experts`
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -93,10 +95,19 @@ def micro_batches(packs: RankPacks, attention: Attention, mesh: Mesh, *, trained
             shared=packs.shared,
         )
         layout = attention.layout(packed.cu_seqlens, packed.forest)
-        share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
+        share = local_share(packed, layout, mesh.cp_rank)
+        if packs.replays_experts:
+            share = replace(share, routed_experts=_experts_of(packs.batch, share.token_index))
+        share = share.to(mesh.device)
         parents = None if packed.forest is None else packed.forest.parents
         yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device, parents))
         heartbeat.tick()
+
+
+def _experts_of(batch: RolloutBatch, token_index: torch.Tensor | None) -> torch.Tensor:
+    assert batch.routed_experts is not None and token_index is not None
+    experts = torch.from_numpy(batch.routed_experts[token_index.numpy()])  # a copy
+    return experts.masked_fill_((token_index < 0)[:, None, None], UNKNOWN)
 
 
 def evaluate(
@@ -127,7 +138,13 @@ def evaluate(
 
 @torch.no_grad()
 def outputs_of_packs(
-    model: DecoderModel, packs: RankPacks, mesh: Mesh, *, trained_only: bool, temperature: float = 1.0
+    model: DecoderModel,
+    packs: RankPacks,
+    mesh: Mesh,
+    *,
+    trained_only: bool,
+    temperature: float = 1.0,
+    record: RecordedExperts | None = None,
 ) -> torch.Tensor:
     """Collective: returns the model's outputs for the response tokens, [outputs, R] on the CPU, equal on every rank.
 
@@ -137,11 +154,14 @@ def outputs_of_packs(
         packs: the packs of this rank; no sample may be in the packs of two data ranks.
         trained_only: compute only the tokens under the loss mask; the others are 0.
         temperature: divides the logits of a policy.
+        record: gets the experts of this rank's tokens.
     """
     result: torch.Tensor | None = None
     for micro_batch in micro_batches(packs, model.attention, mesh, trained_only=trained_only):
         with tokens_noted_on_out_of_memory(len(micro_batch.share.tokens)):
             values = evaluate(model, micro_batch, mesh, temperature=temperature)
+        if record is not None:
+            record.add(*_chosen_experts(model, micro_batch))
         if result is None:
             result = values.new_zeros(len(values), packs.batch.num_response_tokens)
         result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
@@ -162,6 +182,7 @@ def accumulate_gradients(
     mesh: Mesh,
     options: PassOptions,
     outputs: torch.Tensor | None = None,
+    load: ExpertLoad | None = None,
 ) -> MetricSums:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
@@ -173,6 +194,7 @@ def accumulate_gradients(
         objective: computes the loss of a pack from the model's outputs and the inputs of their tokens.
         outputs: zeros [2, R] in the dtype of the model's outputs, on the device. The first rank of a pack writes the
             log-probs and entropies of its trained tokens to it. None means that these values are not kept.
+        load: counts the experts of the tokens.
 
     Returns:
         The metrics of this rank, before the reduction over ranks.
@@ -190,7 +212,8 @@ def accumulate_gradients(
                     if options.reference is not None:
                         assert isinstance(options.reference, PolicyModel)
                         with phase("reference"), torch.no_grad(), adapters_off(options.reference):
-                            reference_inputs = options.reference.head_inputs(micro_batch.share, micro_batch.attend)
+                            routed_freely = replace(micro_batch.share, routed_experts=None)
+                            reference_inputs = options.reference.head_inputs(routed_freely, micro_batch.attend)
                     with phase("forward"):
                         values = evaluate(
                             model,
@@ -200,6 +223,8 @@ def accumulate_gradients(
                             entropy_grad=options.entropy_grad,
                             reference=reference_inputs,
                         )
+                        if load is not None:
+                            load.add(*_chosen_experts(model, micro_batch))
                         if outputs is not None and mesh.is_first_of_pack:
                             response_index = on_device(micro_batch.packed.response_index, mesh.device)
                             outputs[:, response_index] = values.detach()[: len(outputs)]
@@ -210,6 +235,11 @@ def accumulate_gradients(
         abandon_update(model)
         raise
     return sums
+
+
+def _chosen_experts(model: DecoderModel, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    assert model.routing is not None and micro_batch.share.token_index is not None
+    return model.routing.chosen(micro_batch.share.token_index)
 
 
 def reduced(sums: MetricSums, group: dist.ProcessGroup) -> dict[str, float]:

@@ -83,6 +83,12 @@ def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
         return None
 
 
+def routed_experts_of(model_config: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
+    """Returns `ModelSpec.routed_experts`; None also if the configuration lacks sizes."""
+    model_spec = model_spec_of(model_config)
+    return None if model_spec is None else model_spec.routed_experts
+
+
 def cost_model_of(config: TrainerConfig, model_config: Mapping[str, Any] | None) -> CostModel:
     """Returns the cost model of a model under these settings; the default if its sizes are not known.
 
@@ -141,7 +147,7 @@ def may_share(config: TrainerConfig) -> bool:
 
 
 def _sharing(config: TrainerConfig, batch: RolloutBatch) -> PrefixSharing | None:
-    shared = find_prefixes(batch.tokens, batch.lengths) if may_share(config) else None
+    shared = find_prefixes(batch.tokens, batch.lengths, experts=batch.routed_experts) if may_share(config) else None
     if shared is None:
         return None
     return PrefixSharing(

@@ -69,6 +69,7 @@ class BatchPlanner:
     max_sample_tokens: int | None
     cost: CostModel
     loss_settings: dict[str, Any] | None = None  # loss settings of a single call, which `config` already includes
+    experts: tuple[int, int, int] | None = None  # see `ModelSpec.routed_experts`
 
     @property
     def data_ranks(self) -> int:
@@ -156,9 +157,33 @@ class BatchPlanner:
 
     def _advantages(self, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
         require_batch(batch)
+        if self.role == "actor":
+            self._check_experts(batch, loss)
         return checked_advantages(
             self.config, batch, self.vocab_size, loss=loss, max_sample_tokens=self.max_sample_tokens
         )
+
+    def _check_experts(self, batch: RolloutBatch, loss: LossName | None) -> None:
+        replay = self.config.loss.routing_replay
+        experts = batch.routed_experts
+        if experts is None:
+            if loss == "policy" and (
+                replay == "rollout" or (replay == "old_log_probs" and batch.old_log_probs is not None)
+            ):
+                way_out = "take them from the engine" if replay == "rollout" else "add those of compute_log_probs"
+                require(batch, "routed_experts", f"loss.routing_replay={replay} repeats them", way_out)
+            return
+        hint = "pass the experts that were chosen for these tokens by this model"
+        if replay == "none":
+            problem = "routed_experts would be ignored under loss.routing_replay=none"
+            raise BatchError(problem, field="routed_experts", hint="set loss.routing_replay=rollout, or remove them")
+        layers, count, of_token = self.experts or (0, 0, 0)
+        if experts.shape[1:] != (layers, of_token):
+            problem = f"routed_experts has shape {experts.shape}; the model has {layers} layers and chooses {of_token} "
+            raise BatchError(f"{problem}experts for a token", field="routed_experts", hint=hint)
+        if (largest := int(experts.max())) >= count:
+            problem = f"routed_experts has expert {largest}; the model has {count}"
+            raise BatchError(problem, field="routed_experts", hint=hint)
 
     def _one_update(self, batch: RolloutBatch, loss: LossName | None) -> Plan:
         return plan_everything(self.config, batch, self.cost, data_ranks=self.data_ranks, loss=loss)

@@ -28,6 +28,7 @@ from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.routing import ExpertLoad, RecordedExperts
 from slimefsdp.monitoring.profiler import UpdateProfiler, phase
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import ForwardBackward, LogProbs
@@ -104,7 +105,7 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
     state.memory_manager.wake_up(("parameters",))
     if state.config.run.deterministic:  # a step's random numbers depend on its first update only, not on its past
         seed_generators(state.config.run.seed, state.updater.updates_taken, state.mesh.data_rank)
-    inputs = token_inputs(state, work)
+    inputs, work = token_inputs(state, work)
     reports: list[dict[str, float]] = []
     kl_old_stopped: float | None = None
     try:
@@ -135,10 +136,10 @@ def seed_generators(seed: int, update: int, data_rank: int) -> None:
     np.random.seed(int(states[2]))
 
 
-def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
+def token_inputs(state: RankState, work: PreparedBatch) -> tuple[TokenInputs, PreparedBatch]:
     """Returns the loss's inputs for each response token, [R], and computes the inputs that the batch lacks.
 
-    The weights are zeros; each update replaces them.
+    The weights are zeros; each update replaces them. The returned work's batch has the experts to replay.
     """
     loss, batch = _loss_of(state, work), work.batch
     config = loss.config
@@ -151,11 +152,11 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
     coefficient = state.kl_coefficient if work.kl_coefficient is None else work.kl_coefficient
     if loss.name == "sft" or not work.plan.updates:
-        return inputs
+        return inputs, work
     if loss.name == "value":
         penalty = _kl_penalty(loss, old, reference, coefficient) if batch.returns is None else None
         targets = torch.from_numpy(value_targets(config, batch, penalty, work.gae_lambda))
-        return replace(inputs, old_values=_tensor(batch.values), returns=targets)
+        return replace(inputs, old_values=_tensor(batch.values), returns=targets), work
     source = config.loss.old_log_probs
     needs_old = len(work.plan.updates) > 1 or (loss.has_kl_in_reward and batch.advantages is None)
     is_rollout = old is None and source == "rollout"
@@ -163,7 +164,10 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
         old = _tensor(batch.rollout_log_probs)
     elif old is None and (source == "recompute" or needs_old):
         with heartbeat.during("old_log_probs"), phase("old_log_probs"):
-            old = token_outputs(state, state.model, work, trained_only=True)[0]
+            outputs, experts = policy_outputs(state, work, trained_only=True)
+        old = outputs[0]
+        if experts is not None:
+            work = replace(work, batch=batch.replace(routed_experts=experts))
     if not loss.reads_ref_log_probs:
         reference = None
     elif reference is None:
@@ -172,7 +176,7 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     advantages = work.advantages
     if advantages is None:
         advantages = _penalized_advantages(state, batch, _kl_penalty(loss, old, reference, coefficient))
-    return replace(
+    inputs = replace(
         inputs,
         advantages=_tensor(advantages),
         old_log_probs=old,
@@ -180,6 +184,7 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
         ref_log_probs=reference,
         rollout_log_probs=_tensor(batch.rollout_log_probs),
     )
+    return inputs, work
 
 
 @heartbeat.during("forward_backward")
@@ -198,9 +203,13 @@ def forward_backward(
     if isinstance(objective, Objective) and objective.kl_coefficient:
         objective = replace(objective, kl_coefficient=state.kl_coefficient)
     weights = loss_weights(loss.config, work.batch, plan.counted_of(update), work.denominator)
+    routing = state.model.routing
+    load = None if routing is None else ExpertLoad(routing, state.mesh.device)
     sums = accumulate_gradients(
         state.model,
-        RankPacks(work.batch, plan.updates[update][state.mesh.data_rank], plan.shared),
+        RankPacks(
+            work.batch, plan.updates[update][state.mesh.data_rank], plan.shared, _replays_experts(state, work.batch)
+        ),
         replace(inputs, weights=torch.from_numpy(weights)),
         objective,
         state.mesh,
@@ -212,8 +221,11 @@ def forward_backward(
             sum_once=state.config.fsdp.sharding == "optimizer",
         ),
         outputs,
+        load,
     )
     metrics = reduced(sums, state.mesh.group)
+    if load is not None:
+        metrics |= load.metrics(state.mesh.group)
     return value_metrics(metrics) if loss.name == "value" else metrics
 
 
@@ -284,7 +296,37 @@ def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) 
         state.kl_coefficient = next_coefficient(state.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples)
 
 
-def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
+def policy_outputs(
+    state: RankState, work: PreparedBatch, *, trained_only: bool
+) -> tuple[torch.Tensor, np.ndarray | None]:
+    """Returns `token_outputs` of the policy; and under loss.routing_replay=old_log_probs the experts of every token.
+
+    Returns:
+        The outputs, and the experts as int16 [T, layers, experts of a token], or None.
+    """
+    batch, mesh = work.batch, state.mesh
+    if state.config.loss.routing_replay != "old_log_probs" or state.role != "actor":
+        replays = _replays_experts(state, batch)
+        return token_outputs(state, state.model, work, trained_only=trained_only, replays_experts=replays), None
+    record = RecordedExperts(batch.num_tokens)
+    outputs = token_outputs(state, state.model, work, trained_only=trained_only, record=record)
+    return outputs, record.gathered(mesh.group, mesh.device, batch.lengths, work.plan.shared)
+
+
+def _replays_experts(state: RankState, batch: RolloutBatch) -> bool:
+    """Returns whether the policy chooses the experts of the batch; other models of the run always choose their own."""
+    return state.role == "actor" and batch.routed_experts is not None
+
+
+def token_outputs(
+    state: RankState,
+    model: DecoderModel,
+    work: PreparedBatch,
+    *,
+    trained_only: bool,
+    replays_experts: bool = False,
+    record: RecordedExperts | None = None,
+) -> torch.Tensor:
     """Returns a model's current outputs for a batch, [outputs, R] on the CPU, equal on every rank.
 
     The outputs are log-probs and entropies, or values. Each sample is computed once, in the packs of the first epoch.
@@ -292,15 +334,18 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
     Args:
         model: the rank's own model or the reference; its parameters must be on the device.
         trained_only: compute only the tokens under the loss mask; the others are 0.
+        replays_experts: whether the model chooses the batch's `routed_experts`.
+        record: gets the experts of this rank's tokens.
     """
     first_epoch = work.plan.updates[: work.plan.num_first_epoch_updates]
     samples = [pack for update in first_epoch for pack in update[state.mesh.data_rank]]
     return outputs_of_packs(
         model,
-        RankPacks(work.batch, samples, work.plan.shared),
+        RankPacks(work.batch, samples, work.plan.shared, replays_experts),
         state.mesh,
         trained_only=trained_only,
         temperature=state.loss.temperature,
+        record=record,
     )
 
 

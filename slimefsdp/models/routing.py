@@ -1,0 +1,195 @@
+"""Replays given choices of experts in a mixture, and records and counts the choices that its routers make.
+
+Small differences between two computations of the same tokens, such as another dtype or another kernel in a rollout
+engine, can change which experts a router chooses, and then a token's log-prob changes much. Replaying the choices of
+the computation that sampled or evaluated the tokens removes this difference (Zheng et al. 2025,
+https://arxiv.org/abs/2507.18071; Ma et al. 2025, https://arxiv.org/abs/2510.11370). Only the ids are replayed: the
+weights of the experts are computed from the router's own scores by the architecture's own rule, so that the router
+has its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slimefsdp.batching.prefix_tree import SharedPrefixes
+from slimefsdp.distributed.mesh import CutMesh
+from slimefsdp.errors import ModelError
+
+UNKNOWN = -1  # id of an unknown expert; the router then chooses itself
+
+
+class _GivenExperts(TorchFunctionMode):
+    """Within this mode `torch.topk` over a router's scores returns the scores of given experts and their ids."""
+
+    def __init__(self, experts: Tensor) -> None:
+        super().__init__()
+        self._experts = experts  # [tokens, experts of a token] int64
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return result
+        self.calls += 1
+        scores = args[0] if args else kwargs["input"]
+        ids = torch.where(self._experts == UNKNOWN, result.indices, self._experts)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+
+class Routing:
+    """Controls the routers of one model; wraps their `forward`.
+
+    The choices that a pass replays stay in use until the next pass, because a backward pass may compute layers again.
+
+    Args:
+        layers: the decoder's layers; layers without a router are left as they are.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._replayed: Tensor | None = None  # [this rank's tokens, layers, experts of a token] int64
+        self._chosen: dict[int, Tensor] | None = None  # layer -> [tokens, experts of a token]; None outside of a pass
+        self._tp: CutMesh | None = None
+        self._missing = 0
+        self.num_layers = len(layers)
+        self.num_experts = 0
+        for index, layer in enumerate(layers):
+            for module in layer.modules():
+                if type(module).__name__.endswith("TopKRouter"):
+                    self.num_experts = int(module.num_experts)  # type: ignore[arg-type]
+                    self._wrap(module, index)
+
+    def _wrap(self, router: nn.Module, layer: int) -> None:
+        forward = router.forward
+
+        @torch.compiler.disable
+        def forward_with_experts(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            if self._replayed is None:
+                output: tuple[Tensor, Tensor, Tensor] = forward(hidden)
+            else:
+                with _GivenExperts(self._replayed[:, layer]) as mode:
+                    output = forward(hidden)
+                if mode.calls != 1:
+                    problem = f"{type(router).__name__} calls topk {mode.calls} times, where one call chooses experts"
+                    raise ModelError(problem, field="loss.routing_replay", hint="set loss.routing_replay=none")
+            if self._chosen is not None:
+                self._chosen[layer] = output[2].detach()
+            return output
+
+        router.forward = forward_with_experts
+
+    def begin_pass(self, experts: Tensor | None, missing: int, tp: CutMesh | None) -> None:
+        """Sets the choices to replay in the coming pass.
+
+        Args:
+            experts: [tokens, layers, experts of a token], `UNKNOWN` where the routers choose; None if they choose all.
+            missing: number of placeholder tokens that follow the tokens.
+            tp: the ranks among which the tokens are divided; None means that this rank has all of them.
+        """
+        self._missing, self._tp, self._chosen = missing, tp, {}
+        self._replayed = None if experts is None else self._own(experts.long())
+
+    def chosen(self, token_index: Tensor) -> tuple[Tensor, Tensor]:
+        """Ends a pass; returns the indices of this rank's tokens, [n], and their experts, [n, layers, k] int64.
+
+        Experts of layers without a router are `UNKNOWN`.
+
+        Args:
+            token_index: [tokens] int64, any numbers of the tokens; those of placeholders are `UNKNOWN` in the result.
+        """
+        assert self._chosen is not None
+        chosen, self._chosen = self._chosen, None
+        nothing = torch.full_like(next(iter(chosen.values())), UNKNOWN)
+        experts = torch.stack([chosen.get(layer, nothing) for layer in range(self.num_layers)], 1)
+        return self._own(token_index), experts
+
+    def _own(self, of_tokens: Tensor) -> Tensor:
+        filled = F.pad(of_tokens, (*[0, 0] * (of_tokens.dim() - 1), 0, self._missing), value=UNKNOWN)
+        return filled if self._tp is None else filled.chunk(self._tp.size)[self._tp.rank]
+
+
+def routing_of(layers: Sequence[nn.Module]) -> Routing | None:
+    """Returns the control of the layers' routers; None for a model without experts."""
+    routing = Routing(layers)
+    return routing if routing.num_experts else None
+
+
+class ExpertLoad:
+    """Counts how many tokens chose each expert in one update."""
+
+    def __init__(self, routing: Routing, device: torch.device) -> None:
+        self._counts = torch.zeros(routing.num_layers, routing.num_experts + 1, device=device)  # the last: unknown
+
+    def add(self, token_index: Tensor, experts: Tensor) -> None:
+        """Adds the choices of a pass, as `Routing.chosen` returns them; nothing waits for the device."""
+        ids = experts.masked_fill((token_index < 0)[:, None, None], UNKNOWN) % self._counts.shape[1]
+        for layer, chosen in enumerate(ids.unbind(1)):
+            self._counts[layer].index_add_(0, chosen.flatten(), self._counts.new_ones(chosen.numel()))
+
+    def metrics(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Collective: returns the update's largest load relative to the mean, and the number of idle experts.
+
+        `expert_max_violation` is the largest load / mean load - 1 over the experts of a layer, averaged over layers
+        (Wang et al. 2024, https://arxiv.org/abs/2408.15664).
+        """
+        dist.all_reduce(self._counts, group=group)
+        counts = self._counts[:, :-1].cpu()
+        counts = counts[counts.sum(1) > 0]
+        violation = counts.amax(1) / counts.mean(1) - 1
+        return {"expert_max_violation": float(violation.mean()), "idle_experts": float((counts == 0).sum())}
+
+
+class RecordedExperts:
+    """Collects the experts of all tokens of a batch from the ranks that compute the tokens.
+
+    Args:
+        tokens: number of the batch's tokens.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._experts: Tensor | None = None  # int16 [tokens + 1, layers, k] on the CPU: id + 1, 0 if another rank's
+
+    def add(self, token_index: Tensor, experts: Tensor) -> None:
+        """Adds the choices of a pass, as `Routing.chosen` returns them."""
+        if self._experts is None:
+            self._experts = torch.zeros(self._tokens + 1, *experts.shape[1:], dtype=torch.int16)
+        self._experts[token_index.cpu()] = (experts + 1).to("cpu", torch.int16)  # placeholders write to the last row
+
+    def gathered(
+        self, group: dist.ProcessGroup, device: torch.device, lengths: np.ndarray, shared: SharedPrefixes | None
+    ) -> np.ndarray:
+        """Collective: returns the experts of every token, int16 [tokens, layers, k], equal on every rank.
+
+        `UNKNOWN` stands for tokens that no rank has computed.
+
+        Args:
+            lengths: int64 [B], tokens of each sample.
+            shared: the prefixes that were computed once; the other samples get the experts of the one computed.
+        """
+        assert self._experts is not None, "every rank computes at least one pack"
+        for layer in self._experts.unbind(1):  # one layer at a time, since all of them may not fit on the device
+            total = layer.to(device, torch.int32)
+            dist.all_reduce(total, group=group)
+            layer.copy_(total)
+        experts: np.ndarray = self._experts[:-1].numpy() - 1
+        if shared is not None:
+            _fill_in_shared(experts, np.cumsum(lengths) - lengths, shared)
+        return experts
+
+
+def _fill_in_shared(experts: np.ndarray, starts: np.ndarray, shared: SharedPrefixes) -> None:
+    order = np.argsort(shared.place)
+    for position in np.flatnonzero(shared.shared).tolist():
+        count = int(shared.shared[position])
+        own, before = (experts[start : start + count] for start in starts[order[[position, position - 1]]])
+        is_missing = (own == UNKNOWN).all((1, 2))
+        own[is_missing] = before[is_missing]
