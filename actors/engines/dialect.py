@@ -26,6 +26,7 @@ from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
 from slimefsdp.errors import EngineError, WorkerHung, short_repr
+from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.sampling.params import FinishReason
 
@@ -67,6 +68,10 @@ class ServerDialect(ABC):
         self.config, self.folder = config, folder
         self.head_is_tied = bool(folder.config.get("tie_word_embeddings", TIED_HEAD not in folder.tensors))
         self.group_name: str | None = None  # the broadcast group that the server's workers have joined
+        # what samples are asked for: numbers of layers, experts, and experts of a token; None: no experts
+        self.routed_experts: tuple[int, int, int] | None = None
+        if config.loss.routing_replay == "rollout":
+            self.routed_experts = ModelSpec.from_config(folder.config).routed_experts
 
     # ------------------------------------------------------------------ starting
 

@@ -64,7 +64,8 @@ class EmbeddedEngine(Engine):
         lora = lora_of(config) if config.lora.sync == "adapters" else None
         self._policy = build_for_sampling(Path(config.model.path), dtype, device, lora)
         self._receiver = WeightReceiver(self._policy.all_parameters())
-        self._sampler = Sampler(self._policy, decode=self.tokenizer.decode)
+        replays = config.loss.routing_replay == "rollout"
+        self._sampler = Sampler(self._policy, decode=self.tokenizer.decode, records_experts=replays)
         # the sampler's number of a request -> the request's call, and its index in that call
         self._calls: dict[int, tuple[_Call, int]] = {}
         self._group: BroadcastGroup | None = None
@@ -151,7 +152,10 @@ class EmbeddedEngine(Engine):
     def _samples(self, ended: Sequence[tuple[int, int, SampledTokens]]) -> list[Sample]:
         texts = self.decode([sample.tokens for _, _, sample in ended])
         return [
-            Sample(index, number, sample.tokens, sample.log_probs, sample.finish_reason, sample.versions, text)
+            Sample(
+                *(index, number, sample.tokens, sample.log_probs, sample.finish_reason, sample.versions, text),
+                routed_experts=sample.routed_experts,
+            )
             for (index, number, sample), text in zip(ended, texts, strict=True)
         ]
 

@@ -41,13 +41,14 @@ class SampledResponse:
     versions: tuple[VersionSpan, ...] = ()  # versions of the weights that drew the response
     loss_mask: list[bool] | None = None  # [response_length], False for an environment's tokens; None means all True
     turns: int = 1  # number of responses in an episode
+    routed_experts: np.ndarray | None = None  # int16 [tokens, layers, experts of a token], or one token less
 
     @classmethod
     def of(cls, request: Request, sample: Sample) -> SampledResponse:
         tokens = [*request.prompt, *sample.tokens]
         return cls(
             sample.request, sample.number, tokens, len(sample.tokens), sample.log_probs, sample.text,
-            sample.finish_reason == "stop", sample.versions,
+            sample.finish_reason == "stop", sample.versions, routed_experts=sample.routed_experts,
         )  # fmt: skip
 
 

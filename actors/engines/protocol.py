@@ -58,6 +58,9 @@ class Sample:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # consecutive spans that cover all tokens
     text: str  # the response without special tokens, stripped
+    # int16 [prompt + tokens - 1, layers, experts of a token], the experts that computed each token; needed under
+    # loss.routing_replay=rollout
+    routed_experts: np.ndarray | None = None
 
 
 class TensorInfo(NamedTuple):
@@ -268,6 +271,9 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
         raise _wrong(engine, f"{short_repr(sample.text)} instead of a text")
     if not (isinstance(sample.versions, tuple | list) and all(map(_is_span, sample.versions))):
         raise _wrong(engine, f"versions={short_repr(sample.versions)}, not spans of whole numbers from 0")
+    experts, computed = sample.routed_experts, len(requests[sample.request].prompt) + len(tokens) - 1
+    if experts is not None and len(tokens) and (np.ndim(experts) != 3 or len(experts) != computed):
+        raise _wrong(engine, f"experts of shape {np.shape(experts)} for the {computed} tokens that it computed")
     ends = [0, *(span.end for span in sample.versions)]
     if [span.start for span in sample.versions] != ends[:-1] or ends[-1] != len(tokens):
         raise _wrong(engine, f"the weights' versions of other tokens than its {len(tokens)}: {sample.versions}")

@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
+
 from actors.engines.protocol import Request
 from slimefsdp.errors import BatchError, EngineError, StateError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
@@ -20,6 +22,8 @@ class PartialSample:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
+    # int16 [computed tokens, layers, experts of a token]; all tokens, prompt included, but the last
+    experts: np.ndarray | None = None
 
     def add(self, piece: PartialSample) -> None:
         """Appends `piece`, the tokens that were drawn next."""
@@ -32,9 +36,14 @@ class PartialSample:
                 self.versions.append(VersionSpan(version, shift + start, shift + end))
         self.tokens += piece.tokens
         self.log_probs += piece.log_probs
+        if piece.experts is not None:  # a later piece has the experts of all tokens again, with newer weights
+            before = piece.experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([before, piece.experts[len(before) :]])
 
     def cut(self, length: int) -> None:
         """Removes all tokens after the first `length`."""
+        if self.experts is not None:
+            self.experts = self.experts[: len(self.experts) - len(self.tokens) + length]
         del self.tokens[length:], self.log_probs[length:]
         self.versions = [
             VersionSpan(version, start, min(end, length)) for version, start, end in self.versions if start < length
@@ -121,6 +130,25 @@ def checked(
     """
     check_tokens(tokens, log_probs, of_tokens, most=most, vocab_size=vocab_size, no_number=no_number)
     return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
+
+
+def checked_experts(experts: Any, computed: int, routed: tuple[int, int, int]) -> np.ndarray:
+    """Checks the experts of a server's answer, and returns them as int16 [computed, layers, experts of a token].
+
+    Args:
+        computed: number of tokens that the server has computed.
+        routed: numbers of layers, experts, and experts of a token (`ModelSpec.routed_experts`).
+
+    Raises:
+        EngineError: the experts are not those of this model and this number of tokens.
+    """
+    layers, count, of_token = routed
+    if not isinstance(experts, np.ndarray) or experts.shape != (computed, layers, of_token):
+        found = f"of shape {experts.shape}" if isinstance(experts, np.ndarray) else short_repr(experts)
+        raise wrong(f"experts {found}, where {(computed, layers, of_token)} were asked for")
+    if experts.dtype.kind not in "iu" or (experts.size and not 0 <= experts.min() <= experts.max() < count):
+        raise wrong(f"experts that are no numbers below {count}")
+    return experts.astype(np.int16)
 
 
 def check_tokens(

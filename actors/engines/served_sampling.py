@@ -225,7 +225,10 @@ class ServedSampling:
                     field="engine", hint="only this engine may pause the server or abort its requests",
                 )  # fmt: skip
         (text,) = call.decode([drawn.tokens])
-        return Sample(index, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)
+        return Sample(
+            *(index, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text),
+            routed_experts=drawn.experts,
+        )
 
     def _ended(
         self, drawn: PartialSample, before: int, params: SamplingParams, end: FinishReason | None

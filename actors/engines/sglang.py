@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from actors.engines.dialect import (
     ADAPTER,
@@ -20,10 +23,19 @@ from actors.engines.dialect import (
     shares_a_gpu,
 )
 from actors.engines.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo
-from actors.engines.served_samples import PartialSample, check_end, checked, limits_of, not_finite, seed_of, wrong
+from actors.engines.served_samples import (
+    PartialSample,
+    check_end,
+    checked,
+    checked_experts,
+    limits_of,
+    not_finite,
+    seed_of,
+    wrong,
+)
 from actors.engines.server_client import Refusal, ServerClient
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError
+from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.models.hf_folder import hub_parts
 from slimefsdp.models.peft_folder import ADAPTER_FOLDER
 from slimefsdp.sampling.params import FinishReason
@@ -69,6 +81,8 @@ class SglangDialect(ServerDialect):
             arguments += ["--tp-size", str(config.rollout.gpus_per_engine)]
         if shares_a_gpu(config):
             arguments.append("--enable-memory-saver")
+        if self.routed_experts is not None:
+            arguments.append("--enable-return-routed-experts")
         if config.lora.sync == "adapters":
             arguments += _lora_arguments(config)
         return [*arguments, *config.rollout.engine_args]
@@ -147,6 +161,7 @@ class SglangDialect(ServerDialect):
             "return_logprob": True,
             "logprob_start_len": -1,  # only log-probs of drawn tokens
             "stream": False,
+            **({} if self.routed_experts is None else {"return_routed_experts": True}),
         }
 
     def read(
@@ -168,6 +183,10 @@ class SglangDialect(ServerDialect):
             tokens, [value for value, _ in pairs], [token for _, token in pairs], spans,
             most=most, vocab_size=vocab_size, versions=versions, no_number=None,
         )  # fmt: skip
+        if self.routed_experts is not None and tokens:
+            computed = len(body["input_ids"]) + len(tokens) - 1
+            experts = _decoded(meta.get("routed_experts"), computed, self.routed_experts)
+            drawn.experts = checked_experts(experts, computed, self.routed_experts)
         is_end = bool(tokens) and tokens[-1] in params.get("stop_token_ids", ())
         if reason == "stop" and tokens and type(matched) is int and matched == tokens[-1] and not is_end:
             if params["ignore_eos"]:
@@ -269,6 +288,15 @@ class SglangDialect(ServerDialect):
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
         routes.post("/resume_memory_occupation", {"tags": list(tags)})
+
+
+def _decoded(experts: Any, computed: int, routed: tuple[int, int, int]) -> np.ndarray:
+    """Returns an array [computed, layers, experts of a token] that SGLang has encoded as int32 in base64."""
+    try:
+        return np.frombuffer(base64.b64decode(experts), np.int32).reshape(computed, routed[0], routed[2])
+    except (TypeError, ValueError) as error:
+        problem = f"{short_repr(experts)} instead of the experts of {computed} tokens; a server at a URL needs "
+        raise wrong(f"{problem}--enable-return-routed-experts") from error
 
 
 def _lora_arguments(config: RunConfig) -> list[str]:

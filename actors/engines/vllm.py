@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Collection, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 import slimefsdp
 from actors.engines.dialect import (
@@ -21,11 +25,11 @@ from actors.engines.dialect import (
     shares_a_gpu,
 )
 from actors.engines.protocol import EngineTag, Request, TensorInfo
-from actors.engines.served_samples import PartialSample, check_end, checked, limits_of, seed_of, wrong
+from actors.engines.served_samples import PartialSample, check_end, checked, checked_experts, limits_of, seed_of, wrong
 from actors.engines.server_client import Refusal, ServerClient
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import SERVERS
-from slimefsdp.errors import EngineError
+from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.models.hf_folder import hub_parts
 from slimefsdp.models.peft_folder import MATRICES, tensor_name
 from slimefsdp.sampling.params import FinishReason, SamplingParams
@@ -77,6 +81,8 @@ class VllmDialect(ServerDialect):
         arguments = [*self.common_arguments(), "--load-format", "dummy", *NEEDED]  # weights come from the trainer
         if shares_a_gpu(config):
             arguments.append("--enable-sleep-mode")
+        if self.routed_experts is not None:
+            arguments.append("--enable-return-routed-experts")
         if self.takes_adapters:
             arguments += ["--enable-lora", "--max-lora-rank", str(room_for(config)), "--max-loras", "1"]
         return [*arguments, *config.rollout.engine_args]
@@ -217,6 +223,9 @@ class VllmDialect(ServerDialect):
             tokens, log_probs, of_tokens, spans,
             most=most, vocab_size=vocab_size, versions=versions, no_number=NO_NUMBER,
         )  # fmt: skip
+        if self.routed_experts is not None and tokens:
+            computed = len(body["token_ids"]) + len(tokens) - 1
+            drawn.experts = checked_experts(_decoded(choice.get("routed_experts")), computed, self.routed_experts)
         ends_itself = bool(tokens) and (tokens[-1] in params["stop_token_ids"] or "stop" in params)
         return drawn, check_end(choice["finish_reason"], tokens, most, ends_itself=ends_itself)
 
@@ -297,6 +306,16 @@ class VllmDialect(ServerDialect):
 
     def take_memory(self, routes: WeightRoutes, tags: Sequence[EngineTag]) -> None:
         routes.post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+def _decoded(experts: Any) -> np.ndarray:
+    """Returns an array that vLLM has encoded as a .npy file in base64."""
+    try:
+        array: np.ndarray = np.load(BytesIO(base64.b64decode(experts)), allow_pickle=False)
+    except (TypeError, ValueError, EOFError) as error:
+        problem = f"{short_repr(experts)} instead of a token's experts; a server at a URL needs "
+        raise wrong(f"{problem}--enable-return-routed-experts") from error
+    return array
 
 
 def sampling_params(params: SamplingParams, *, most: int, seed: int) -> dict[str, Any]:

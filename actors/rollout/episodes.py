@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from actors.engines.pool import EnginePool, SampledResponse
 from actors.engines.protocol import Request
 from actors.rollout.environment import MOST, Prompt, is_token_ids
@@ -24,6 +26,7 @@ from actors.rollout.rewards import Scores
 from actors.rollout.user_code import Answer, EpisodeCall, EpisodeKey
 from actors.rollout.user_code_workers import UserCodeWorkers
 from slimefsdp.config import RunConfig
+from slimefsdp.data.fields import UNKNOWN_EXPERT
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
 from slimefsdp.sampling.params import VersionSpan
 
@@ -43,6 +46,7 @@ class _Episode:
     log_probs: list[float] = field(default_factory=list)  # of all tokens after the prompt; 0 for observations
     loss_mask: list[bool] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
+    experts: np.ndarray | None = None  # of all tokens that an engine has computed, if engines return them
     responses: list[tuple[str, bool]] = field(default_factory=list)  # responses so far, and whether each was finished
     digests: list[str] = field(default_factory=list)  # digests of the environment's answers
     transcript: list[str] = field(default_factory=list)
@@ -68,6 +72,9 @@ class _Episode:
         self.log_probs += sample.log_probs
         self.loss_mask += [True] * drawn
         self.versions += [VersionSpan(version, shift + start, shift + end) for version, start, end in sample.versions]
+        if (experts := sample.routed_experts) is not None:  # the first computation of a token drew the next ones
+            before = experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([before, experts[len(before) :]])
         self.responses.append((sample.text, sample.finished))
         self.transcript.append(f"[policy] {sample.text}" if self.transcript else sample.text)
 
@@ -90,8 +97,15 @@ class _Episode:
         text, is_whole = "\n".join(parts), self.end == "done" and self.responses[-1][1]
         return SampledResponse(
             record_index, number, self.tokens, len(self.log_probs), self.log_probs, text, is_whole,
-            tuple(self.versions), mask, len(self.responses),
+            tuple(self.versions), mask, len(self.responses), self._all_experts(),
         )  # fmt: skip
+
+    def _all_experts(self) -> np.ndarray | None:
+        """Returns the experts of all tokens; those of observations that no response followed are unknown."""
+        if self.experts is None:
+            return None
+        missing = len(self.tokens) - len(self.experts)
+        return np.pad(self.experts, ((0, missing), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,9 @@ def batch_of(
         for scored in group.samples:
             sampled = scored.sample
             sample = Sample(
-                sampled.tokens, sampled.response_length, scored.reward, group_id, rollout_log_probs=sampled.log_probs
+                *(sampled.tokens, sampled.response_length, scored.reward, group_id),
+                rollout_log_probs=sampled.log_probs,
+                routed_experts=sampled.routed_experts,
             )
             if is_mixed:
                 sample.weight_versions = [

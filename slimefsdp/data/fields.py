@@ -26,7 +26,7 @@ PER_RESPONSE_TOKEN = (
 ARRAYS = ("tokens", *PER_SAMPLE, *PER_RESPONSE_TOKEN)
 FLOATS = tuple(name for name in ARRAYS if name not in (*INTEGERS, "loss_mask"))
 EXPERTS = "routed_experts"
-UNKNOWN_EXPERT = -1
+UNKNOWN_EXPERT = -1  # the router then chooses itself
 SCALARS = ("temperature", "weight_version")
 DTYPES: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(ARRAYS, np.dtype(np.float32)),

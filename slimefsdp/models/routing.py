@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from slimefsdp.batching.prefix_tree import SharedPrefixes
+from slimefsdp.data.fields import UNKNOWN_EXPERT
 from slimefsdp.distributed.mesh import CutMesh
 from slimefsdp.errors import ModelError
-
-UNKNOWN = -1  # id of an unknown expert; the router then chooses itself
 
 
 class _GivenExperts(TorchFunctionMode):
@@ -41,7 +40,7 @@ class _GivenExperts(TorchFunctionMode):
             return result
         self.calls += 1
         scores = args[0] if args else kwargs["input"]
-        ids = torch.where(self._experts == UNKNOWN, result.indices, self._experts)
+        ids = torch.where(self._experts == UNKNOWN_EXPERT, result.indices, self._experts)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
@@ -90,7 +89,7 @@ class Routing:
         """Sets the choices to replay in the coming pass.
 
         Args:
-            experts: [tokens, layers, experts of a token], `UNKNOWN` where the routers choose; None if they choose all.
+            experts: [tokens, layers, experts of a token], -1 where the routers choose; None if they choose all.
             missing: number of placeholder tokens that follow the tokens.
             tp: the ranks among which the tokens are divided; None means that this rank has all of them.
         """
@@ -100,19 +99,22 @@ class Routing:
     def chosen(self, token_index: Tensor) -> tuple[Tensor, Tensor]:
         """Ends a pass; returns the indices of this rank's tokens, [n], and their experts, [n, layers, k] int64.
 
-        Experts of layers without a router are `UNKNOWN`.
+        Experts of layers without a router are -1.
 
         Args:
-            token_index: [tokens] int64, any numbers of the tokens; those of placeholders are `UNKNOWN` in the result.
+            token_index: [tokens] int64, any numbers of the tokens; those of placeholders are -1 in the result.
         """
+        return self._own(token_index), self.chosen_by_all()
+
+    def chosen_by_all(self) -> Tensor:
+        """Ends a pass; returns the experts of all tokens of the pass on this rank, as `chosen` does."""
         assert self._chosen is not None
         chosen, self._chosen = self._chosen, None
-        nothing = torch.full_like(next(iter(chosen.values())), UNKNOWN)
-        experts = torch.stack([chosen.get(layer, nothing) for layer in range(self.num_layers)], 1)
-        return self._own(token_index), experts
+        nothing = torch.full_like(next(iter(chosen.values())), UNKNOWN_EXPERT)
+        return torch.stack([chosen.get(layer, nothing) for layer in range(self.num_layers)], 1)
 
     def _own(self, of_tokens: Tensor) -> Tensor:
-        filled = F.pad(of_tokens, (*[0, 0] * (of_tokens.dim() - 1), 0, self._missing), value=UNKNOWN)
+        filled = F.pad(of_tokens, (*[0, 0] * (of_tokens.dim() - 1), 0, self._missing), value=UNKNOWN_EXPERT)
         return filled if self._tp is None else filled.chunk(self._tp.size)[self._tp.rank]
 
 
@@ -130,7 +132,7 @@ class ExpertLoad:
 
     def add(self, token_index: Tensor, experts: Tensor) -> None:
         """Adds the choices of a pass, as `Routing.chosen` returns them; nothing waits for the device."""
-        ids = experts.masked_fill((token_index < 0)[:, None, None], UNKNOWN) % self._counts.shape[1]
+        ids = experts.masked_fill((token_index < 0)[:, None, None], UNKNOWN_EXPERT) % self._counts.shape[1]
         for layer, chosen in enumerate(ids.unbind(1)):
             self._counts[layer].index_add_(0, chosen.flatten(), self._counts.new_ones(chosen.numel()))
 
@@ -169,7 +171,7 @@ class RecordedExperts:
     ) -> np.ndarray:
         """Collective: returns the experts of every token, int16 [tokens, layers, k], equal on every rank.
 
-        `UNKNOWN` stands for tokens that no rank has computed.
+        -1 stands for tokens that no rank has computed.
 
         Args:
             lengths: int64 [B], tokens of each sample.
@@ -191,5 +193,5 @@ def _fill_in_shared(experts: np.ndarray, starts: np.ndarray, shared: SharedPrefi
     for position in np.flatnonzero(shared.shared).tolist():
         count = int(shared.shared[position])
         own, before = (experts[start : start + count] for start in starts[order[[position, position - 1]]])
-        is_missing = (own == UNKNOWN).all((1, 2))
+        is_missing = (own == UNKNOWN_EXPERT).all((1, 2))
         own[is_missing] = before[is_missing]

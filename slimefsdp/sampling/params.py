@@ -91,6 +91,7 @@ class SampledTokens:
     log_probs: list[float]  # see `SamplingParams.tempered`; float64 for a float64 model, else float32
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = ()  # consecutive spans that cover all tokens; empty in requests for one version
+    routed_experts: np.ndarray | None = None  # int16 [prompt + tokens - 1, layers, experts of a token], if recorded
 
     @property
     def finished(self) -> bool:

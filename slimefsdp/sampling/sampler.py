@@ -40,6 +40,7 @@ class _Request:
     prompt_top_k: int = 0
     client: str | None = None
     cached: list[KeysValues] = field(default_factory=list)  # keys and values of the context, by layer
+    experts: np.ndarray | None = None  # int16 [context, layers, experts of a token], if they are recorded
     logits: torch.Tensor | None = None  # [vocab], after the context
 
 
@@ -55,6 +56,7 @@ class _Sample:
     drawn: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # the weight versions that drew tokens, in order
     firsts: list[int] = field(default_factory=list)  # index of the first token of each version
+    experts: list[np.ndarray] = field(default_factory=list)  # of prompt and tokens, when they were first computed
 
     def next_number(self) -> float:
         if not self.drawn:
@@ -69,10 +71,16 @@ class _Sample:
         self.tokens.append(token)
         self.log_probs.append(log_prob)
 
+    def add_experts(self, experts: np.ndarray | None) -> None:
+        """Appends the experts of context tokens that have none yet; `experts` are those of the whole context."""
+        if experts is not None:
+            self.experts.append(experts[sum(map(len, self.experts)) :])
+
     def completion(self, finish_reason: FinishReason) -> tuple[int, int, SampledTokens]:
         """Returns the sample as `step` returns it."""
         spans = map(VersionSpan, self.versions, self.firsts, [*self.firsts[1:], len(self.tokens)])
-        return *self.place, SampledTokens(self.tokens, self.log_probs, finish_reason, tuple(spans))
+        experts = np.concatenate(self.experts) if self.experts else None
+        return *self.place, SampledTokens(self.tokens, self.log_probs, finish_reason, tuple(spans), experts)
 
 
 class Sampler:
@@ -85,6 +93,7 @@ class Sampler:
         prompt_tokens: limit on the tokens of prompts to read at once; a longer prompt is read alone.
         decode: converts token ids to text, for requests with stop texts.
         numbers: yields the numbers of requests; None means 0, 1, ...
+        records_experts: whether samples have `routed_experts`; the model then has experts.
 
     Raises:
         StateError: the model is in training mode.
@@ -98,6 +107,7 @@ class Sampler:
         prompt_tokens: int = 8192,
         decode: Callable[[Sequence[int]], str] | None = None,
         numbers: Iterator[int] | None = None,
+        records_experts: bool = False,
     ) -> None:
         assert max_rows > 0 and prompt_tokens > 0
         if policy.training:
@@ -110,6 +120,7 @@ class Sampler:
         self._max_rows = max_rows
         self._prompt_tokens = prompt_tokens
         self._decode = decode
+        self._records_experts = records_experts
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Sample] = []  # by row of the cache
         self._last: list[int] = []  # the last token of each row
@@ -247,6 +258,9 @@ class Sampler:
                 positions = self._cache.begin_step()
                 tokens = torch.tensor(self._last, device=positions.device)
                 hidden = self._policy.hidden_states(tokens, positions, self._cache)
+                if (experts := self._experts()) is not None:
+                    for row, sample in enumerate(self._rows):
+                        sample.experts.append(experts[row : row + 1])
                 ended += self._draw(self._rows, self._logits(hidden), first_row=0)
         except BaseException:
             self.abort()
@@ -279,6 +293,8 @@ class Sampler:
             self._cache.append(request.cached, len(begins))
             self._rows += begins
             self._last += [0] * len(begins)
+            for sample in begins:
+                sample.add_experts(request.experts)
             ended += self._draw(begins, request.logits.expand(len(begins), -1), first_row=first)
         return ended
 
@@ -323,16 +339,25 @@ class Sampler:
             attention,
         )
         require_layers(attention.layers, self._policy.hf.config.num_hidden_layers, type(self._policy.hf).__name__)
+        experts = self._experts()
         logits = self._logits(hidden[torch.tensor(ends, device=device) - 1])
         for request, start, end, row in zip(requests, starts, ends, logits, strict=True):
             request.cached = [(keys[start:end], values[start:end]) for keys, values in attention.layers]
             request.logits = row
+            request.experts = None if experts is None else experts[start:end]
             if request.wants_prompt_log_probs:
                 request.wants_prompt_log_probs = False
                 log_probs = self._prompt_log_probs_of(request, hidden[start:end])
                 k = request.prompt_top_k
                 top = self._top_tokens(hidden[start : end - 1], k) if k else None
                 self._read_prompts.append((request.number, log_probs, top))
+
+    def _experts(self) -> np.ndarray | None:
+        """Returns the experts of the last pass, int16 [tokens, layers, experts of a token], if they are recorded."""
+        if not self._records_experts:
+            return None
+        assert self._policy.routing is not None
+        return self._policy.routing.chosen_by_all().to("cpu", torch.int16).numpy()
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
         """Returns log-probs [prompt tokens], bit-equal to the trainer's; hidden: [prompt tokens, hidden_dim]."""

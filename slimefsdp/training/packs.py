@@ -31,6 +31,7 @@ from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.batching.packing import LocalShare, PackedBatch, local_share, on_device, pack
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.config.callables import failure_of, load_function
+from slimefsdp.data.fields import UNKNOWN_EXPERT
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.collectives import is_out_of_memory
 from slimefsdp.distributed.fsdp import abandon_update, gradients_summed_once, reshard
@@ -39,7 +40,7 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
 from slimefsdp.models.lora import adapters_off
-from slimefsdp.models.routing import UNKNOWN, ExpertLoad, RecordedExperts
+from slimefsdp.models.routing import ExpertLoad, RecordedExperts
 from slimefsdp.monitoring.profiler import phase
 
 if TYPE_CHECKING:  # a train step must be able to run without pydantic
@@ -107,7 +108,7 @@ def micro_batches(packs: RankPacks, attention: Attention, mesh: Mesh, *, trained
 def _experts_of(batch: RolloutBatch, token_index: torch.Tensor | None) -> torch.Tensor:
     assert batch.routed_experts is not None and token_index is not None
     experts = torch.from_numpy(batch.routed_experts[token_index.numpy()])  # a copy
-    return experts.masked_fill_((token_index < 0)[:, None, None], UNKNOWN)
+    return experts.masked_fill_((token_index < 0)[:, None, None], UNKNOWN_EXPERT)
 
 
 def evaluate(
