@@ -55,6 +55,11 @@ from tests.support.rollouts import LOG_PROB_KEYS, as_lists, batches, sample_list
         ({"target_tokens": [0, 1, 2, -3, 4]}, "target_tokens", ["sample 1, response token 2", -3]),
         ({"target_tokens": [0.5, 1, 2, 3, 4]}, "target_tokens", ["0.5", "int64"]),
         ({"weight_version": 2**63}, "weight_version", [2**63]),
+        ({"routed_experts": np.zeros((8, 2, 2), dtype=np.int64)}, "routed_experts", [(8, 2, 2), 9]),
+        ({"routed_experts": np.zeros((9, 2), dtype=np.int64)}, "routed_experts", [(9, 2)]),
+        ({"routed_experts": np.zeros((9, 2, 2))}, "routed_experts", ["float64"]),
+        ({"routed_experts": np.full((9, 2, 2), -2)}, "routed_experts", [-2]),
+        ({"routed_experts": np.full((9, 2, 2), 2**15)}, "routed_experts", [2**15]),
     ],
 )
 def test_a_broken_rule_is_refused_with_field_place_and_value(fields, field, values):
@@ -255,7 +260,7 @@ def test_unpickling_over_shared_read_only_memory_neither_copies_nor_validates(mo
         ((), {}, "tokens"),
         (([1, 2],), {"lengths": [2]}, "response_lengths"),
         (([1, 2],), {"tokens": [1, 2], "lengths": [2], "response_lengths": [1]}, "RolloutBatch"),
-        (([1],) * 20, {}, "RolloutBatch"),
+        (([1],) * 21, {}, "RolloutBatch"),
     ],
 )
 def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +94,21 @@ def test_slime_fields_are_mapped_with_raw_rewards_and_consecutive_groups():
         weight_version=4,
     )
     assert batch.same_as(expected)
+
+
+def test_experts_of_tokens_survive_every_form_of_a_batch(tmp_path: Path):
+    experts = [np.arange(4 * length).reshape(length, 2, 2) for length in (2, 3, 3, 1)]  # one has the last token's too
+    batch = RolloutBatch.from_slime(slime_dict(rollout_routed_experts=experts))
+    unknown = np.full((1, 2, 2), -1)
+    parts = [experts[0], unknown, experts[1], unknown, experts[2], experts[3], unknown]
+    assert batch.routed_experts.dtype == np.int16 and np.array_equal(batch.routed_experts, np.concatenate(parts))
+    assert RolloutBatch.from_samples(batch.to_samples()).same_as(batch)
+    assert np.array_equal(batch.select([2, 0]).routed_experts, np.concatenate([experts[2], experts[0], unknown]))
+    batch.save(tmp_path / "batch")
+    assert RolloutBatch.load(tmp_path / "batch").same_as(batch)
+    assert pickle.loads(pickle.dumps(batch)).same_as(batch) and batch.copy().same_as(batch)
+    with refused(BatchError, "routed_experts", "sample 1", "rollout_routed_experts", (2, 2, 2), 4):
+        RolloutBatch.from_slime(slime_dict(rollout_routed_experts=[experts[0], experts[0], *experts[2:]]))
 
 
 def test_slime_groups_come_from_the_argument_before_the_dict_and_else_are_unknown():
