@@ -37,8 +37,8 @@ class PartialSample:
         self.tokens += piece.tokens
         self.log_probs += piece.log_probs
         if piece.experts is not None:  # a later piece has the experts of all tokens again, with newer weights
-            before = piece.experts[:0] if self.experts is None else self.experts
-            self.experts = np.concatenate([before, piece.experts[len(before) :]])
+            known = piece.experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([known, piece.experts[len(known) :]])
 
     def cut(self, length: int) -> None:
         """Removes all tokens after the first `length`."""

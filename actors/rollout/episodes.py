@@ -73,8 +73,8 @@ class _Episode:
         self.loss_mask += [True] * drawn
         self.versions += [VersionSpan(version, shift + start, shift + end) for version, start, end in sample.versions]
         if (experts := sample.routed_experts) is not None:  # the first computation of a token drew the next ones
-            before = experts[:0] if self.experts is None else self.experts
-            self.experts = np.concatenate([before, experts[len(before) :]])
+            known = experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([known, experts[len(known) :]])
         self.responses.append((sample.text, sample.finished))
         self.transcript.append(f"[policy] {sample.text}" if self.transcript else sample.text)
 
