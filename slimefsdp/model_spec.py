@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slimefsdp.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from slimefsdp.config import TrainerConfig
 
 NEWTON_SCHULZ_STEPS = 5  # iterations of Muon on a matrix; Jordan et al. find no gain in more
 # architectures whose embedding is the head if config.json does not say whether it is
@@ -337,6 +340,22 @@ def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
     is_count = type(pattern) is int and pattern > 0
     period = pattern if is_count else _FULL_ATTENTION_PERIOD.get(model_type)
     return layers - layers // period if period else layers
+
+
+def check_settings(model: Mapping[str, Any], config: TrainerConfig, field: str) -> None:
+    """Checks that the model with this config.json can be divided over tp and ep ranks, and has what settings need.
+
+    Args:
+        model: the content of config.json.
+        field: the setting that names the model; model.path is the policy's.
+
+    Raises:
+        ConfigError: see `check_parallel`, `check_float8` and `check_routing_replay`.
+    """
+    check_parallel(model, config.mesh.tp, config.mesh.ep)
+    check_float8(model, config.precision.float8, config.mesh.tp)
+    if field == "model.path":
+        check_routing_replay(model, config.loss.routing_replay)
 
 
 def check_parallel(config: Mapping[str, Any], tp: int, ep: int) -> None:

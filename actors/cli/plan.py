@@ -41,7 +41,7 @@ from slimefsdp.estimate.schedule import Schedule, lightest_strategy, measure_sch
 from slimefsdp.estimate.setup import TrainingSetup
 from slimefsdp.estimate.traffic import setup_of_folders, sharding_traffic, shared_layer_bytes
 from slimefsdp.io.user_files import can_keep_files
-from slimefsdp.model_spec import ModelSpec, check_float8, check_parallel, check_routing_replay
+from slimefsdp.model_spec import ModelSpec, check_settings
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.training.plan import cost_model_of, may_share, plan_training
 
@@ -76,9 +76,7 @@ def plan_command(path: Path, overrides: Sequence[str], flags: Flags, *, longest_
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)
     model = ModelSpec.from_config(folder.config)
-    check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
-    check_float8(folder.config, config.precision.float8, config.mesh.tp)
-    check_routing_replay(folder.config, config.loss.routing_replay)
+    check_settings(folder.config, config, "model.path")
     attention = AttentionShape.of_model_spec(model).over(config.mesh.tp)
     check_kernel(config.attention.kernel, attention, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)

@@ -48,7 +48,7 @@ from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
 from slimefsdp.estimate.hardware import read_calibration
 from slimefsdp.io.files import FolderLock
-from slimefsdp.model_spec import ModelSpec, check_float8, check_parallel, check_routing_replay
+from slimefsdp.model_spec import ModelSpec, check_settings
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, is_shape, made_by, read_model_folder
 from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.rpc import ROLES, Role
@@ -329,10 +329,7 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         with_weights = field != "model.path" or config.model.init == "folder"
         folder = read_model_folder(path, field=field, with_weights=with_weights and not _is_absent(absent, field))
         check_architecture(folder, field=field)
-        check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
-        check_float8(folder.config, config.precision.float8, config.mesh.tp)
-        if field == "model.path":
-            check_routing_replay(folder.config, config.loss.routing_replay)
+        check_settings(folder.config, config, field)
         shape = AttentionShape.of_model_spec(ModelSpec.from_config(folder.config)).over(config.mesh.tp)
         check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)

@@ -77,6 +77,7 @@ def check_ready_to_serve(config: RunConfig) -> None:
         "rollout.temperature": 1.0,
         "loss.kl_coefficient": 0.0,
         "loss.entropy_coefficient": 0.0,
+        "loss.routing_replay": "none",
         "correction.method": "none",
         "correction.veto_below": None,
         "correction.opsm_threshold": None,

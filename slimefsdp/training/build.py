@@ -31,7 +31,7 @@ from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import CheckpointError, ConfigError, ModelError
 from slimefsdp.io.hub import HubId, reads_like_id, snapshot
-from slimefsdp.model_spec import check_float8, check_parallel, check_routing_replay
+from slimefsdp.model_spec import check_settings
 from slimefsdp.models.build import AnyModel, Trains, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
@@ -204,10 +204,7 @@ def folder_for(config: TrainerConfig, role: Role, group: dist.ProcessGroup) -> M
         with_weights = field != "model.path" or config.model.init == "folder"
         folder = read_model_folder(path, field=field, with_weights=with_weights)
         check_architecture(folder, field=field)
-        check_parallel(folder.config, config.mesh.tp, config.mesh.ep)
-        check_float8(folder.config, config.precision.float8, config.mesh.tp)
-        if field == "model.path":
-            check_routing_replay(folder.config, config.loss.routing_replay)
+        check_settings(folder.config, config, field)
         return folder
 
     if config.model.read == "every_rank":
