@@ -37,8 +37,8 @@ KEPT_IN_STORE = 4
 
 
 @dataclass(eq=False)
-class Call:
-    """A user's call, with what is needed to repeat it on new ranks after a loss of ranks."""
+class LoggedCall:
+    """A call that a user has made, with what is needed to repeat it on new ranks after a loss of ranks."""
 
     role: Role
     request: RankRequest  # as the ranks get it, but its batch may have moved to the disk
@@ -88,22 +88,22 @@ class CallLog:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.created: dict[str, Call] = {}  # adapter -> the finished call that created it
-        self._calls: list[Call] = []
+        self.created: dict[str, LoggedCall] = {}  # adapter -> the finished call that created it
+        self._calls: list[LoggedCall] = []
         self._reaches_launch = True  # whether the log has all calls of the job since the launch
         self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
         self._has_disk = True  # whether the last batch could be written to the disk
 
-    def __contains__(self, call: Call) -> bool:
+    def __contains__(self, call: LoggedCall) -> bool:
         return call in self._calls
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[LoggedCall]:
         return iter(self._calls)
 
-    def check(self, call: Call) -> None:
+    def check(self, call: LoggedCall) -> None:
         """Refuses a save that would overwrite a checkpoint which a recovery may have to load again.
 
         Raises:
@@ -119,7 +119,7 @@ class CallLog:
                 hint="choose another name",
             )
 
-    def append(self, call: Call) -> None:
+    def append(self, call: LoggedCall) -> None:
         """Adds a call that has begun, and moves older batches from the object store to the disk.
 
         If the disk refuses a batch, the batch stays in the object store, with a warning.
@@ -141,12 +141,12 @@ class CallLog:
                 return
             self._has_disk = True
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: LoggedCall) -> None:
         """Removes a call on which no other call depends, if the call is in the log."""
         if call in self._calls:
             self._calls.remove(call)
 
-    def replace(self, call: Call, other: Call) -> None:
+    def replace(self, call: LoggedCall, other: LoggedCall) -> None:
         """Replaces a call by another call, if the first call is in the log."""
         if call in self._calls:
             self._calls[self._calls.index(call)] = other
@@ -155,7 +155,7 @@ class CallLog:
         """Returns whether all calls since the launch, or since the creation of an adapter, are in the log."""
         return self._reaches_launch if adapter is None else self.created[adapter] in self._calls
 
-    def saves(self, adapter: str | None) -> Iterator[Call]:
+    def saves(self, adapter: str | None) -> Iterator[LoggedCall]:
         """Yields the saves whose checkpoints a recovery can load, newest first.
 
         Checkpoints with a name are left out, since a program may overwrite or remove such checkpoints at any time.
@@ -167,14 +167,14 @@ class CallLog:
             if is_save and call.under_name is None and call.is_done:
                 yield call
 
-    def since(self, beginnings: Mapping[str | None, Call]) -> list[Call]:
+    def since(self, beginnings: Mapping[str | None, LoggedCall]) -> list[LoggedCall]:
         """Returns the calls to repeat on ranks that have loaded checkpoints.
 
         Args:
             beginnings: adapter (None for the job) -> the save of its checkpoint, or the call that created the adapter.
                 For an adapter (or the job) without an entry, all its calls are returned.
         """
-        needed = set[Call]().union(*map(self._not_in, beginnings.values()))
+        needed = set[LoggedCall]().union(*map(self._not_in, beginnings.values()))
         return [call for call in self._calls if call.adapter not in beginnings or call in needed]
 
     def forget(self, checkpoints: int, adapter: str | None = None) -> None:
@@ -185,7 +185,7 @@ class CallLog:
                 fewer, nothing is removed.
         """
         steps: set[int] = set()
-        oldest: Call | None = None
+        oldest: LoggedCall | None = None
         for save in self.saves(adapter):
             if len(steps | {save.step}) > checkpoints:
                 break
@@ -201,7 +201,7 @@ class CallLog:
                 self._spilled.begin_file()
         self._calls = left
 
-    def forget_adapter(self, deleted: Call) -> None:
+    def forget_adapter(self, deleted: LoggedCall) -> None:
         """Removes from the log the call that deleted an adapter, and all earlier calls for this adapter."""
         if deleted not in self._calls:
             return
@@ -213,7 +213,7 @@ class CallLog:
             self.created.pop(name, None)
         self._calls = [call for call in self._calls if call not in gone]
 
-    def _not_in(self, beginning: Call) -> set[Call]:
+    def _not_in(self, beginning: LoggedCall) -> set[LoggedCall]:
         """Returns the calls whose effects a checkpoint lacks.
 
         These are all later calls, and earlier calls whose gradients no update had used at the time of the save.

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.fault_tolerance.call_log import Call
+from actors.fault_tolerance.call_log import LoggedCall
 from slimefsdp.errors import EngineError, PeerFailed, SlimeError, WorkerDied, WorkerHung
 from slimefsdp.io.user_files import refuse_unless_plain
 
@@ -117,7 +117,7 @@ class Recovery:
             print(f"{run_dir / RECOVERIES}: {error.strerror}", file=sys.stderr, flush=True)
 
 
-def differences_of(call: Call, value: Any) -> Iterator[str]:
+def differences_of(call: LoggedCall, value: Any) -> Iterator[str]:
     """Yields a text for each compared metric of a repeated call whose value differs from the first time."""
     if not (isinstance(value, dict) and isinstance(call.value, dict)):
         return

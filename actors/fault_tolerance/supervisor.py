@@ -18,7 +18,7 @@ from typing import Any
 
 from actors.cluster.placement import PlacementGroups
 from actors.cluster.ray_errors import store
-from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch
+from actors.fault_tolerance.call_log import TRAINING, CallLog, LoggedCall, SpilledBatch
 from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
 from actors.workers.futures import Dispatcher, Future, QueuedCall
 from actors.workers.group_calls import JobGroup, RankRequest
@@ -40,7 +40,7 @@ from slimefsdp.training.prepare import Planning
 class SupervisedCall(Future[Any]):
     """The future of a call that is repeated on new ranks if ranks are lost."""
 
-    def __init__(self, supervisor: Supervisor, call: Call) -> None:
+    def __init__(self, supervisor: Supervisor, call: LoggedCall) -> None:
         self._supervisor = supervisor
         self._call = call
 
@@ -179,7 +179,7 @@ class Supervisor:
         if self._doomed is not None:
             self._recover(self._doomed[1], self._doomed[0])
 
-    def _prepare_and_log(self, role: Role, request: RankRequest, planning: Planning | None) -> Call:
+    def _prepare_and_log(self, role: Role, request: RankRequest, planning: Planning | None) -> LoggedCall:
         """Prepares a call, starts it on the ranks and appends it to the call log."""
         prepared: RankRequest | None = None
         while True:
@@ -195,7 +195,7 @@ class Supervisor:
                         continue
                     if prepared.name == "save":
                         prepared = prepared.having(job=JobCheckpoint(save_id=uuid.uuid4().hex))
-                    call = Call(role, prepared, has_batch=planning is not None)
+                    call = LoggedCall(role, prepared, has_batch=planning is not None)
                     self._call_log.check(call)
                     self._start_on_ranks(call)
                     self._call_log.append(call)  # a call that only reads stays in the log until it has its result
@@ -208,7 +208,7 @@ class Supervisor:
                         raise
                     self._recover(error, launch)  # ranks hang, or the reference group was lost while it prepared
 
-    def result(self, call: Call) -> Any:
+    def result(self, call: LoggedCall) -> Any:
         """Waits for a call, also during recoveries, and returns its result."""
         while not call.is_done:
             if self._final is not None:
@@ -264,7 +264,7 @@ class Supervisor:
         self._config = self._actor.config  # a relaunch keeps the number of ranks
         self._sharding = self._actor.sharding  # a relaunch keeps the levels, however much memory is free then
 
-    def _start_on_ranks(self, call: Call) -> None:
+    def _start_on_ranks(self, call: LoggedCall) -> None:
         group, request = self.group(call.role), call.request
         if call.under_name is not None and call.name == "save" and call.is_done:  # the first save has taken the name
             request = request.having(overwrite=True)
@@ -284,7 +284,7 @@ class Supervisor:
             problem = "update_weights to the reference group, of which a recovery would know nothing"
             raise StateError(problem, field="receivers", hint="call update_ref instead")
 
-    def _recovered_from(self, call: Call, error: Exception, launch: int) -> bool:
+    def _recovered_from(self, call: LoggedCall, error: Exception, launch: int) -> bool:
         """Handles an error of a call; returns True if ranks were lost and the job has recovered."""
         with self._lock:
             loss = self._loss_behind(call.name, error)
@@ -299,7 +299,7 @@ class Supervisor:
             if not is_of_all_ranks and call.name == "forward_backward":
                 # a repetition drops the gradients of earlier calls, too, which the error has dropped
                 zero_grad = RankRequest("zero_grad", adapter=call.adapter)
-                self._call_log.replace(call, Call(call.role, zero_grad, is_done=True))
+                self._call_log.replace(call, LoggedCall(call.role, zero_grad, is_done=True))
             elif not (is_of_all_ranks and call.name in TRAINING):
                 self._call_log.remove(call)
             if not is_of_all_ranks and launch == self._launches:
@@ -367,7 +367,7 @@ class Supervisor:
             The loaded step (None without a checkpoint), the number of repeated calls, and a text for each metric of
             these calls that differs from the first time.
         """
-        beginnings: dict[str | None, Call] = {}
+        beginnings: dict[str | None, LoggedCall] = {}
         for adapter in (None, *self._call_log.created):
             beginning = self._restored_beginning(adapter)
             if beginning is not None:
@@ -382,7 +382,7 @@ class Supervisor:
                 differences += differences_of(call, self._replayed_result(call.name, call.running))
         return beginnings[None].step if None in beginnings else None, repeated, tuple(differences)
 
-    def _restored_beginning(self, adapter: str | None) -> Call | None:
+    def _restored_beginning(self, adapter: str | None) -> LoggedCall | None:
         """Loads the newest valid checkpoint, of the job or of an adapter, among those with a save in the call log.
 
         Returns:
