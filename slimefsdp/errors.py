@@ -208,7 +208,10 @@ def portable(error: Exception) -> Exception:
 
 
 class _ShortText(reprlib.Repr):
-    """Shortens values like `reprlib`, but writes them as YAML does; `reprlib.Repr` calls the methods."""
+    """Shortens values as `reprlib` does, but writes them as YAML does.
+
+    `reprlib.Repr` calls the method `repr_TYPE` for a value of type TYPE.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,6 +237,8 @@ class _ShortText(reprlib.Repr):
 
 
 class _ShortRepr(_ShortText):
+    """Shortens values in the same way, but writes them as Python does."""
+
     def repr_NoneType(self, value: None, level: int) -> str:
         return repr(value)
 

@@ -366,7 +366,9 @@ def check_checkpoint_fits(config: RunConfig) -> None:
 
 
 def try_models(config: RunConfig) -> None:
-    """Builds the models without weights if only a built model shows whether modules in the settings exist.
+    """Builds the models without their weights, if config.json cannot confirm what the settings say about modules.
+
+    These settings are model.frozen, fsdp.wrap, and those of adapters.
 
     Raises:
         ConfigError, ModelError: as `slimefsdp.models.build.choose_what_trains` and
@@ -379,7 +381,7 @@ def try_models(config: RunConfig) -> None:
 
 
 def _may_lack_targets(config: RunConfig) -> bool:
-    """Returns whether config.json does not show that lora.targets and lora.rank fit the policy's modules."""
+    """Returns whether the adapters might not fit the policy's modules, as far as config.json shows."""
     if not config.lora.are_trained:
         return False
     if config.lora.rank is None or config.lora.path is not None:

@@ -1,6 +1,7 @@
 """Gives the runs of a server their weights: an adapter to each run, or all weights of the model to one run at a time.
 
-An argument `run` is the id of a run. A rank of 0 means all weights, as in the clients' API.
+An argument `run` is the id of a run. An argument `rank` is the LoRA rank of a run's adapter. Rank 0 means all weights
+of the model, as in the clients' API.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class _RunWeights(ABC):
         self._group, self._catalogue = group, catalogue
 
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
-        """Returns the rank that a client requests.
+        """Returns the LoRA rank that a client requests; 0 means all weights.
 
         Raises:
-            ConfigError: this server does not train this rank, or these parts of the model.
+            ConfigError: this server does not train adapters of this rank, or these parts of the model.
         """
         rank = 0 if lora is None else lora.rank
         self.check_rank(rank)
@@ -59,12 +60,12 @@ class _RunWeights(ABC):
         return rank
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns name -> value of the `train_*` fields in the clients' API, for weights of this rank."""
+        """Returns name -> value that a client's `train_*` fields must have, for adapters of `rank` (0: all weights)."""
         return {name: True for name, _ in _PARTS}
 
     @abstractmethod
     def check_rank(self, rank: int) -> None:
-        """Raises ConfigError unless this server can train weights of this rank."""
+        """Raises ConfigError unless this server can train adapters of `rank` (0: all weights)."""
 
     @abstractmethod
     def calls(self, run: str) -> GroupCalls:
@@ -114,7 +115,7 @@ class AdapterPerRun(_RunWeights):
         self._parts = ModelSpec.from_config(folder.config).adapted_parts(config.lora.targets)
 
     def switches(self, rank: int) -> dict[str, bool]:
-        """Returns True for the parts that lora.targets adapts; for rank 0, which means all weights, for all parts."""
+        """Returns True for the parts that lora.targets adapts; if `rank` is 0 (all weights), for all parts."""
         return {name: rank == 0 or part in self._parts for name, part in _PARTS}
 
     def check_rank(self, rank: int) -> None:

@@ -57,7 +57,7 @@ class ToolUse(Environment):
 
     The environment answers a response with the results of its calls. The result of a failed call is the error's text,
     so that the policy can correct itself. A response that has no call, or that was cut, is the answer; the reward
-    function rewards it. The scores of an episode are the reward function's scores, `tool_calls` and `tool_errors`.
+    function rewards it. The scores of an episode are `tool_calls`, `tool_errors` and those of the reward function.
 
     Args:
         tools: `calculator`, `python`, or your own functions as `module:function`.

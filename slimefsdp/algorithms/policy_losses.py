@@ -340,8 +340,9 @@ def next_coefficient(coefficient: float, kl: float, target: float, samples: int)
     Args:
         coefficient: the coefficient of the step.
         kl: KL measured over the step, in nats a token; if it is not finite, the coefficient does not change.
-        target: in nats a token, > 0.
-        samples: number of samples of the step. At most `HORIZON` count, so that the coefficient cannot become negative.
+        target: the KL to approach, in nats a token; > 0.
+        samples: number of samples of the step. A number above `HORIZON` has the effect of `HORIZON`, so that the
+            coefficient cannot become negative.
     """
     if not math.isfinite(kl):
         return coefficient

@@ -5,10 +5,11 @@ parent. The layout gives each context-parallel rank pieces of nodes. A piece see
 and everything before it in its own node.
 
 There are three kinds of plans. `RingPlan` has one causal call over the rank's own rows, and at most one non-causal call
-for the keys of each rank (the source of the keys); the results are merged by log-sum-exp. `GatherPlan` has one causal
-call, as sliding windows need: the keys of a piece are those of its node's ancestors, of earlier tokens of the node, and
-of the piece. `UlyssesPlan` maps the rows of all ranks to the pack, for strategies that split heads instead of tokens.
-This module also has the types that strategies and kernels share.
+for each rank, the source, over those keys of the source that the own rows see. The rank itself is a source if its rows
+have ancestors on it. The results of all calls are merged by log-sum-exp. `GatherPlan`, which sliding windows need, has
+one causal call with a segment for each piece. The keys of a segment are those of the ancestors of the piece's node, of
+earlier tokens of the node, and of the piece. `UlyssesPlan` maps the rows of all ranks to the pack, for strategies that
+split heads instead of tokens. This module also has the types that strategies and kernels share.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class RingPlan:
     own: CallPlan  # causal, over the rank's own rows
     sources: tuple[SourceCall | None, ...]  # [rank] -> the call over the keys of this rank, if any
     sent_rows: torch.Tensor  # int64, the local rows that other ranks attend to, ascending
-    sent_counts: tuple[int, ...]  # number of rows that every rank sends
+    sent_counts: tuple[int, ...]  # [rank] -> number of rows that the rank sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class GatherPlan:
 class UlyssesPlan:
     """Maps the rows of all ranks, concatenated by rank, to the rows of the pack."""
 
-    counts: tuple[int, ...]  # number of rows of every rank
+    counts: tuple[int, ...]  # [rank] -> number of the rank's rows
     pack_to_ranks: torch.Tensor  # int64 [tokens], for every row of the pack its index among the ranks' rows
     ranks_to_pack: torch.Tensor  # the inverse of pack_to_ranks
 
@@ -115,7 +116,7 @@ def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
     """Returns the ring plan of `rank`.
 
     Args:
-        layout: the pieces of every rank.
+        layout: the pieces of each rank.
         parents: the parent of every node; None means that no node has a parent.
     """
     forest = _Forest(layout, parents)

@@ -1,4 +1,4 @@
-"""Computes variable-length attention and its log-sum-exp with one of several kernels; also ring attention by these.
+"""Computes variable-length attention and its log-sum-exp with one of several kernels, and ring attention from it.
 
 The default is torch's own flash kernels for CPU and CUDA, which need no compilation. Calls that they do not support
 (soft-capped scores, wide heads, float32 on CUDA) use a kernel in plain torch. The flash-attn package is used on
@@ -176,14 +176,17 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
 
 
 def _by_segment(x: torch.Tensor, segments: Sequence[_Segment]) -> tuple[torch.Tensor, ...]:
-    """Splits [tokens, heads, head_dim] into one [1, heads, rows, head_dim] for each segment."""
+    """Splits a tensor, [tokens, heads, head_dim], into one tensor for each segment, [1, heads, rows, head_dim]."""
     return _heads_first(x).split([segment.rows for segment in segments], 2)
 
 
 class _Segment(NamedTuple):
-    """Describes one call of the CPU kernel. The rows of all these calls, concatenated, are the queries."""
+    """Describes one call of the CPU kernel: the number of its queries, its range of keys, and its mask.
 
-    rows: int
+    The kernel's calls for a `CallPlan` take the plan's queries in order, without gaps.
+    """
+
+    rows: int  # number of queries
     first_key: int
     end_of_keys: int
     mask: torch.Tensor | None  # additive, [rows, keys]
@@ -240,9 +243,12 @@ def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
 def _windowed_segments(
     k0: int, queries: int, extra_keys: int, window: int, dtype: torch.dtype, masks: dict[tuple[int, ...], torch.Tensor]
 ) -> Iterator[_Segment]:
-    """Yields the calls of one windowed segment, which has `extra_keys` more keys than queries.
+    """Yields the CPU kernel's calls for one segment of a plan with a window.
 
     Args:
+        k0: the segment's first key.
+        queries: number of the segment's queries.
+        extra_keys: number of the segment's keys, minus `queries`.
         masks: cache of masks by shape, because most bands have the same mask.
     """
     band = max(window, 64)

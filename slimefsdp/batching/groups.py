@@ -30,7 +30,7 @@ class SampleCosts:
     cp: int  # ranks that share each pack
     max_pack_tokens: int
     shared: SharedPrefixes | None = None  # prefixes that a pack computes once; None means that every sample is whole
-    pairs: np.ndarray | None = None  # int64 [B], predictions if samples do not share them; None if they do
+    pairs: np.ndarray | None = None  # int64 [B], predictions of each sample; None if samples share predictions
     is_cut: np.ndarray = field(init=False)  # bool [B], whether a sample is cut over the cp ranks
     each: np.ndarray = field(init=False)  # float64 [B], the cost of every sample alone
 
@@ -148,9 +148,9 @@ class PrefixGroups:
         return np.maximum(self._new[high] - self._new[low] + self._shared[low], self._pairs[high] - self._pairs[low])
 
     def _parted(self, low: int, high: int, limit: int, starts: list[int]) -> list[tuple[int, int]]:
-        """Splits a range of samples that is too large and returns the parts.
+        """Splits a range of samples if it is too large, and returns the parts.
 
-        If the range needs no split, appends its start to `starts` and returns nothing.
+        Otherwise appends the start of the range to `starts`, and returns no parts.
         """
         if high - low == 1 or self._sizes(low, high) <= limit:  # type: ignore[arg-type]
             starts.append(low)
@@ -169,8 +169,10 @@ def _joined(
     """Joins neighbouring parts to runs of about equal size within the limit.
 
     Args:
+        parts: (first, end) of each part, as positions in the order of samples of `PrefixGroups`.
         sizes: tokens of every part.
-        pairs: number of predictions before each position, cumulative.
+        pairs: int64 [samples + 1], number of (row, target) pairs, i.e. predictions, of all samples before each
+            position; zeros if samples share predictions.
         common: length of the prefix that all parts share; it counts once in a run.
     """
     to_join = sum(size - common for size in sizes if size <= limit)

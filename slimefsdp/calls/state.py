@@ -201,7 +201,8 @@ class StateCalls(Calls):
         """Copies the actor's weights to the reference model; shard by shard if the reference is colocated.
 
         Raises:
-            StateError: there is no reference model, its architecture differs, or a Trainer has it in a separate group.
+            StateError: there is no reference model, or its architecture differs, or the reference is a separate group
+                and the call is made on a Trainer instead of the driver's handle.
             SyncError: as in `update_weights`, for a reference group.
         """
         from slimefsdp.models.decoder import PolicyModel

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Calls:
     """Base of the classes whose methods are calls.
 
-    `Trainer` runs the bodies, which use the attributes below. A driver's handle has none of these attributes and runs
-    no body; its `_make` sends the call to the ranks.
+    A `Trainer` runs the body of a call, which uses the attributes below. A driver's handle has none of these attributes
+    and runs no body; its `_make` sends the call to the ranks.
     """
 
     _state: RankState
@@ -79,7 +79,8 @@ def _check_update_settings(role: str, arguments: Arguments) -> None:
 class TrainingCalls(Calls):
     """Calls for forward passes and updates, and for the adapters of an actor with `lora.rank`.
 
-    The argument `batch` of a body is a `PreparedBatch`, because `_make` checks and plans the caller's batch first.
+    Callers pass a `RolloutBatch`. When the body of a method runs, `batch` is a `PreparedBatch` in spite of the
+    annotation, because the caller's batch has been checked and planned before.
     """
 
     @call("actor", "ref", prepare=BatchPlanner.for_forward)

@@ -35,7 +35,7 @@ class Manifest:
 
     step: int
     info: dict[str, Any]
-    files: tuple[FileRecord, ...]  # for a part of the checkpoint, only the part's manifest
+    files: tuple[FileRecord, ...]  # the folder's own files, and the manifest of each part
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -44,10 +44,10 @@ class Manifest:
 
 
 def write_manifest(folder: Path, step: int, info: dict[str, Any], files: Sequence[FileRecord]) -> None:
-    """Writes the manifest of a folder; it must list all files of the folder and of its parts.
+    """Writes the manifest of a folder, which lists the folder's files and the manifests of its parts.
 
     Args:
-        info: plain JSON. Parts must have the same `save_id` and step.
+        info: plain JSON. The parts must have been written with the same `save_id` and step.
         files: the records of all files directly in the folder, from the ranks that wrote them.
 
     Raises:
@@ -148,7 +148,10 @@ def _listed(folder: Path, manifest: Manifest) -> list[FileRecord]:
 
 
 def _check_names(folder: Path, files: Sequence[FileRecord]) -> None:
-    """Raises a CheckpointError unless a folder has exactly the entries of `files`; of a part only the folder counts."""
+    """Raises a CheckpointError unless a folder has exactly the entries of `files`, besides its own manifest.
+
+    For a part, only its folder must exist; the files in it are not looked at here.
+    """
     # NFS keeps a file that is removed while it is open under a name .nfs*
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
     if odd := sorted(present ^ {record.name.removesuffix(f"/{MANIFEST}") for record in files}):

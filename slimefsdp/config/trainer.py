@@ -128,7 +128,11 @@ class TrainerConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_muon_with_adapters(self) -> Self:
-        """Refuses Muon or optim.adamw_lr if they apply to no adapter. Patterns are checked when the model is built."""
+        """Refuses Muon or optim.adamw_lr if they would apply to no adapter.
+
+        This method judges the keywords of `lora.targets`, such as `mlp`. Names and patterns of modules, such as
+        `q_proj`, are judged when the model is built.
+        """
         targets, optim = self.lora.targets, self.optim
         # a critic's head is a matrix for the optimiser, and the critic has the same settings
         if not isinstance(optim, MuonSettings) or self.lora.rank is None or self.algorithm == "ppo":

@@ -1,8 +1,9 @@
 """Has linear modules of the decoder layers compute in float8, by torchao's training recipe `rowwise_with_gw_hp`.
 
-The recipe rounds inputs and output gradients to float8 with a scale for each token, and computes the gradients of
-weights in the compute dtype. So a token's numbers do not depend on the other tokens of its pack. Recipes with a scale
-for a whole tensor are not offered, because packing would change the gradients.
+The recipe rounds inputs and output gradients to float8 with a scale for each token. It rounds a weight with a scale for
+each row in forward, and with one scale for the whole weight in backward. It computes the gradients of weights in the
+compute dtype. So a token's numbers do not depend on the other tokens of its pack. The other recipes of torchao have
+scales over several tokens, so that packing would change the gradients; they are not offered.
 
 Parameters keep their names, shapes and dtypes: float8 exists only inside of a module's forward and backward. On a CPU
 the products of float8 numbers are emulated in float32. Not yet run on a GPU.
@@ -19,17 +20,17 @@ from torch import nn
 
 from slimefsdp.errors import ConfigError
 
-_OLDEST = (8, 9)  # compute capability from which GPUs have float8 products
+_OLDEST = (8, 9)  # lowest compute capability of GPUs that multiply float8 numbers
 
 
 def convert_layers(layers: Iterable[nn.Module], recipe: str, device: torch.device) -> None:
     """Replaces linear modules by torchao's float8 modules with the same parameters, in place; must precede sharding.
 
-    Routers and experts stay as they are.
+    All modules of a mixture of experts stay as they are.
 
     Args:
         recipe: the recipe's name in torchao.
-        device: the device of the products; on a CPU they are emulated.
+        device: the device that computes; on a CPU, products of float8 numbers are emulated.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -42,10 +43,10 @@ def convert_layers(layers: Iterable[nn.Module], recipe: str, device: torch.devic
 
 
 def require_torchao(recipe: str) -> None:
-    """Checks, without importing it, that torchao is installed.
+    """Checks that torchao is installed, without importing it.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: torchao is not installed.
     """
     if find_spec("torchao") is None:
         raise ConfigError(
@@ -56,14 +57,14 @@ def require_torchao(recipe: str) -> None:
 
 
 def require_capability(recipe: str, capabilities: Sequence[str], where: object) -> None:
-    """Checks that at least one of several GPUs has float8 products.
+    """Checks that at least one of several GPUs can multiply float8 numbers.
 
     Args:
         capabilities: compute capabilities such as 9.0, of at least one GPU.
         where: the machine or device, for the error.
 
     Raises:
-        ConfigError: no GPU has float8 products.
+        ConfigError: no GPU can multiply float8 numbers.
     """
     if not any(tuple(map(int, capability.split("."))) >= _OLDEST for capability in capabilities):
         raise ConfigError(

@@ -40,8 +40,10 @@ class CutMesh:
 class Mesh:
     """Holds the axes of a group of ranks, row-major, with tp ranks adjacent.
 
-    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. A cp rank's tokens are split over
-    tp ranks; blocks and head gather them on each of these (see `slimefsdp.distributed.tensor_parallel`).
+    A batch is split over dp_replicate x dp data ranks, and a pack over cp ranks. A cp rank's tokens are split over its
+    tp ranks. Each block, and the head, first gathers these tokens, so that every tp rank computes its part of the
+    matrices for all of them (see `slimefsdp.distributed.tensor_parallel`).
+
     Parameters are sharded over dp x cp x tp ranks; dp_replicate is the number of copies of the model. Gradients are
     summed over all ranks.
     """
@@ -314,7 +316,10 @@ def local_block(tensor: torch.Tensor) -> Block:
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is cut over tp or ep, too, so that successive ranks need not hold successive rows."""
+    """Returns whether a tensor is not only sharded, but also cut over tp or ep.
+
+    Then successive ranks need not hold successive rows.
+    """
     return isinstance(tensor, DTensor) and sum(not isinstance(placed, Replicate) for placed in tensor.placements) > 1
 
 

@@ -70,7 +70,7 @@ class ByteSizes:
 
 @dataclass(frozen=True, slots=True)
 class ColocatedModels:
-    """Holds the other models in the policy's processes, which are sharded like the policy, and where they wait."""
+    """Holds the models that share the policy's processes and sharding, and says where the reference rests."""
 
     reference: ModelSpec | None = None
     reference_rests_on_host: bool = True
@@ -158,9 +158,9 @@ class TrainingSetup:
 
     @property
     def _other_experts(self) -> int:
-        """Returns how many more parameters of a layer's experts a rank gathers than `model` has.
+        """Returns the number of a layer's expert parameters that a rank gathers, minus the number in `model`.
 
-        The experts of `model` are a share of 1 / tp, and a rank gathers a share of 1 / ep.
+        `model` counts 1 / tp of these parameters, and a rank gathers 1 / ep of them. The result is negative if ep > tp.
         """
         if self.model.experts == 1:
             return 0

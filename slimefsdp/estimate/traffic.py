@@ -39,8 +39,9 @@ class ShardingTraffic:
 def gathered_parameters(setup: TrainingSetup, micro_batches: float) -> float:
     """Returns the number of parameters that a rank gathers in an update; a parameter counts as often as it is gathered.
 
-    Under `full`, parameters are gathered in the forward of every micro-batch, and, except for the root's, again in
-    backward. Under `keep_parameters` they are gathered once in a micro-batch, under `optimizer` once in an update.
+    With `fsdp.sharding: full`, parameters are gathered in the forward pass of every micro-batch, and, except for the
+    root's, again in backward. With `keep_parameters` they are gathered once in a micro-batch, and with `optimizer` once
+    in an update.
     """
     if setup.sharding == "optimizer":
         return float(setup.parameters)
@@ -52,8 +53,8 @@ def gathered_parameters(setup: TrainingSetup, micro_batches: float) -> float:
 def sharding_traffic(setup: TrainingSetup, micro_batches: float = 1) -> ShardingTraffic:
     """Returns the bytes that a rank sends in an update to gather parameters and sum gradients.
 
-    Gradients are summed over shards and then over copies of the model: in every micro-batch, but under `optimizer` once
-    in an update.
+    Gradients are summed over shards and then over copies of the model. This happens in every micro-batch, or once in an
+    update if `fsdp.sharding` is `optimizer`.
     """
     shards, copies = setup.shards, setup.mesh.ranks // setup.shards
     gathered = gathered_parameters(setup, micro_batches) * setup.sizes.compute

@@ -362,7 +362,8 @@ class ValueModel(DecoderModel):
         """Returns the config.json of a token classifier with one label.
 
         Raises:
-            ModelError: transformers has no token classifier of this architecture with a head of these names.
+            ModelError: transformers has no token classifier of this architecture, or one whose head is not called
+                `score`.
         """
         model_type: str = self.hf.config.model_type
         name = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(model_type)

@@ -1,11 +1,11 @@
-"""Replays given choices of experts in a mixture, and records and counts the choices that its routers make.
+"""Makes the routers of a mixture of experts repeat given choices of experts; also records and counts their choices.
 
-Small differences between two computations of the same tokens, such as another dtype or another kernel in a rollout
-engine, can change which experts a router chooses, and then a token's log-prob changes much. Replaying the choices of
-the computation that sampled or evaluated the tokens removes this difference (Zheng et al. 2025,
-https://arxiv.org/abs/2507.18071; Ma et al. 2025, https://arxiv.org/abs/2510.11370). Only the ids are replayed: the
-weights of the experts are computed from the router's own scores by the architecture's own rule, so that the router
-has its gradient.
+Two computations of the same tokens differ slightly, for example if a rollout engine has another dtype or another
+kernel. A slight difference can make a router choose other experts, and then a token's log-prob changes much. To avoid
+this, a pass can repeat (replay) the choices of the earlier computation that sampled or evaluated the tokens (Zheng et
+al. 2025, https://arxiv.org/abs/2507.18071; Ma et al. 2025, https://arxiv.org/abs/2510.11370). Only the ids of the
+experts are replayed. The weights of the experts are computed from the router's own scores by the architecture's own
+rule, so that the router has its gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from slimefsdp.errors import ModelError
 
 
 class _GivenExperts(TorchFunctionMode):
-    """Within this mode `torch.topk` over a router's scores returns the scores of given experts and their ids."""
+    """Within this mode `torch.topk` over a router's scores returns the scores of given experts and their ids.
+
+    Where an expert is not known (UNKNOWN_EXPERT), the router's own choice is returned.
+    """
 
     def __init__(self, experts: Tensor) -> None:
         super().__init__()
         self._experts = experts  # [tokens, experts of a token] int64
-        self.calls = 0
+        self.calls = 0  # number of calls of topk
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -45,9 +48,10 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class Routing:
-    """Controls the routers of one model; wraps their `forward`.
+    """Controls the routers of one model, by wrapping their `forward`.
 
-    The choices that a pass replays stay in use until the next pass, because a backward pass may compute layers again.
+    A pass is one forward pass of the model, after a call of `begin_pass`. The choices that a pass replays stay in use
+    until the next pass begins, because backward may compute layers again.
 
     Args:
         layers: the decoder's layers; layers without a router are left as they are.
@@ -90,24 +94,24 @@ class Routing:
 
         Args:
             experts: [tokens, layers, experts of a token], -1 where the routers choose; None if they choose all.
-            missing: number of placeholder tokens that follow the tokens.
-            tp: the ranks among which the tokens are divided; None means that this rank has all of them.
+            missing: number of placeholder tokens that the pass has after these tokens.
+            tp: the tp ranks, which divide the tokens and placeholders among them; None means that there is one rank.
         """
         self._missing, self._tp, self._chosen = missing, tp, {}
         self._replayed = None if experts is None else self._own(experts.long())
 
     def chosen(self, token_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Ends a pass; returns the indices of this rank's tokens, [n], and their experts, [n, layers, k] int64.
+        """Ends a pass; returns the indices of this tp rank's tokens, [n], and their experts, [n, layers, k] int64.
 
-        Experts of layers without a router are -1.
+        Placeholders are among these tokens, with the index -1. Experts of layers without a router are -1.
 
         Args:
-            token_index: [tokens] int64, any numbers of the tokens; those of placeholders are -1 in the result.
+            token_index: [tokens] int64, a number of the caller's for each token of the pass, without placeholders.
         """
         return self._own(token_index), self.chosen_by_all()
 
     def chosen_by_all(self) -> Tensor:
-        """Ends a pass; returns the experts of all tokens of the pass on this rank, as `chosen` does."""
+        """Ends a pass; returns only the experts of `chosen`."""
         assert self._chosen is not None
         chosen, self._chosen = self._chosen, None
         nothing = torch.full_like(next(iter(chosen.values())), UNKNOWN_EXPERT)
@@ -119,7 +123,7 @@ class Routing:
 
 
 def routing_of(layers: Sequence[nn.Module]) -> Routing | None:
-    """Returns the control of the layers' routers; None for a model without experts."""
+    """Returns the `Routing` of these layers; None for a model without experts."""
     routing = Routing(layers)
     return routing if routing.num_experts else None
 
@@ -128,19 +132,21 @@ class ExpertLoad:
     """Counts how many tokens chose each expert in one update."""
 
     def __init__(self, routing: Routing, device: torch.device) -> None:
-        self._counts = torch.zeros(routing.num_layers, routing.num_experts + 1, device=device)  # the last: unknown
+        # [layers, experts + 1]; the last column is for placeholders, and for layers without a router
+        self._counts = torch.zeros(routing.num_layers, routing.num_experts + 1, device=device)
 
     def add(self, token_index: Tensor, experts: Tensor) -> None:
-        """Adds the choices of a pass, as `Routing.chosen` returns them; nothing waits for the device."""
+        """Adds the choices of a pass, as `Routing.chosen` returns them; does not wait for the device."""
         ids = experts.masked_fill((token_index < 0)[:, None, None], UNKNOWN_EXPERT) % self._counts.shape[1]
         for layer, chosen in enumerate(ids.unbind(1)):
             self._counts[layer].index_add_(0, chosen.flatten(), self._counts.new_ones(chosen.numel()))
 
     def metrics(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Collective: returns the update's largest load relative to the mean, and the number of idle experts.
+        """Collective: returns two metrics of the update, over the tokens of all ranks.
 
-        `expert_max_violation` is the largest load / mean load - 1 over the experts of a layer, averaged over layers
-        (Wang et al. 2024, https://arxiv.org/abs/2408.15664).
+        - expert_max_violation: (tokens of a layer's busiest expert) / (mean over the layer's experts) - 1, averaged
+          over layers (Wang et al. 2024, https://arxiv.org/abs/2408.15664).
+        - idle_experts: number of experts, over all layers, that no token chose.
         """
         dist.all_reduce(self._counts, group=group)
         counts = self._counts[:, :-1].cpu()
@@ -158,7 +164,9 @@ class RecordedExperts:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._experts: Tensor | None = None  # int16 [tokens + 1, layers, k] on the CPU: id + 1, 0 if another rank's
+        # int16 [tokens + 1, layers, k] on the CPU: id + 1, or 0 if another rank computes the token. The last row is for
+        # placeholders
+        self._experts: Tensor | None = None
 
     def add(self, token_index: Tensor, experts: Tensor) -> None:
         """Adds the choices of a pass, as `Routing.chosen` returns them."""
@@ -175,7 +183,7 @@ class RecordedExperts:
 
         Args:
             lengths: int64 [B], tokens of each sample.
-            shared: the prefixes that were computed once; the other samples get the experts of the one computed.
+            shared: the prefixes that were computed once. The samples that share one all get its experts.
         """
         assert self._experts is not None, "every rank computes at least one pack"
         for layer in self._experts.unbind(1):  # one layer at a time, since all of them may not fit on the device
@@ -189,6 +197,12 @@ class RecordedExperts:
 
 
 def _fill_in_shared(experts: np.ndarray, starts: np.ndarray, shared: SharedPrefixes) -> None:
+    """Copies the experts of shared prefixes to the samples whose own copy of the prefix was not computed, in place.
+
+    Args:
+        experts: int16 [tokens, layers, k]; a token that was not computed has -1.
+        starts: int64 [B], index of each sample's first token.
+    """
     order = np.argsort(shared.place)
     for position in np.flatnonzero(shared.shared).tolist():
         count = int(shared.shared[position])

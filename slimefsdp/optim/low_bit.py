@@ -8,15 +8,16 @@ parameter's name and the element's index in the whole parameter. So the noise do
 resumed run has the same bits.
 
 8 bits: The codes are those of dynamic tree quantization (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861,
-sections 2.1 and 2.2), whose values are densest near 0; the smallest is a millionth of a block's largest value. A block
-lies within a row of dim 0, and shards hold whole rows, so blocks, bits and checkpoints are equal on every mesh. If no
-block size divides the rows of a parameter, as with vectors, its moments have the parameter's dtype.
+sections 2.1 and 2.2), whose values are densest near 0. The smallest positive value is 5.5e-7 (first moments) or 3.25e-7
+(second moments) of a block's largest value. A block lies within a row of dim 0, and shards hold whole rows, so blocks,
+bits and checkpoints are equal on every mesh. If no block size divides the rows of a parameter, as with vectors, its
+moments have the parameter's dtype.
 
 A positive second moment never gets the code 0 (the zero-point problem: Li et al. 2023,
 https://arxiv.org/abs/2309.01507). If a second moment were stored as 0, the divisor of the next step would contain only
 the newest gradient. The step would be 1 / sqrt(1 - beta2) times too large if all gradients are equally large; if the
-newest gradient is 0, the divisor would be eps. Rounding up makes steps too small instead. The smallest positive code is
-3.25e-7 of a block's largest value, which corresponds to a gradient of 1/1750 of the block's largest.
+newest gradient is 0, the divisor would be eps. Rounding up makes steps too small instead. The smallest positive second
+moment, 3.25e-7 of a block's largest, corresponds to a gradient of 1/1750 of the block's largest gradient.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Reference(Protocol):
     """A rank's interface to its reference model."""
 
     model: PolicyModel | None
-    follows: bool
+    follows: bool  # whether the weights were copied from the policy, and are no longer those of the model's folder
 
     def load(self) -> None: ...
     def awake(self) -> AbstractContextManager[PolicyModel]: ...
@@ -202,7 +202,11 @@ class ColocatedReference:
         return []
 
     def loaded(self, follows: bool) -> None:
-        """Completes a load after all `weights_to_load` have their values."""
+        """Completes a load after all `weights_to_load` have their values.
+
+        Args:
+            follows: as in `weights_to_load`.
+        """
         if self._next is not None:
             self._memory_manager.drop("reference")
             self.model = self._memory_manager.models["reference"] = self._next
