@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _EventType
 
 from benchmarks.record import write_record
 from slimefsdp.attention.select import AttentionShape, choose_strategy
@@ -270,9 +271,35 @@ def peak_of_step(trainer: Trainer, batch: RolloutBatch) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trainer.train_step(batch)
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    rise = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return before + int(rise.max())
+    return before + _highest_rise(profile.profiler.kineto_results.experimental_event_tree())
+
+
+def _highest_rise(roots: Any) -> int:
+    """Returns the highest number of live bytes above those before the profile.
+
+    Copies that gloo makes inside of a collective do not count: gloo's own threads release them, which the profiler does
+    not see, and NCCL makes none.
+    """
+    pending = [(root, False) for root in roots]
+    events: list[tuple[int, int, int, bool]] = []  # (time, address, bytes, whether inside of a collective)
+    while pending:
+        event, is_in_collective = pending.pop()
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size, is_in_collective))
+        is_in_collective = is_in_collective or event.name.startswith("c10d::")
+        pending += [(child, is_in_collective) for child in event.children]
+    live: dict[int, int] = {}  # address -> bytes
+    total = highest = 0
+    for _, address, nbytes, is_in_collective in sorted(events):
+        released = live.pop(address, None)
+        if nbytes < 0:
+            total += nbytes if released is None else -released
+            continue
+        live[address] = 0 if is_in_collective else nbytes
+        total += live[address] - (released or 0)  # an address is used again if the profiler did not see its release
+        highest = max(highest, total)
+    return highest
 
 
 def trainer_of(case: Case, folder: Path) -> tuple[Trainer, RolloutBatch]:
