@@ -295,6 +295,10 @@ def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
             raise ConfigError(f"{setting} needs {' and '.join(missing)}, not installed here", field=field, hint=hint)
     if runs_elsewhere:
         return
+    if config.mesh.tp > 1 or config.mesh.ep > 1:
+        from slimefsdp.distributed.fsdp import require_mesh_per_parameter  # imports torch
+
+        require_mesh_per_parameter()
     if config.model.compile:
         from slimefsdp.distributed.fsdp import require_compiler  # imports torch
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -107,32 +108,39 @@ def _placement_by_parameter(whole: DeviceMesh, cut: Sequence[CutMesh]) -> Callab
     """Returns the function by which FSDP shards parameters that are cut over other ranks than whole ones.
 
     Raises:
-        ConfigError: this release of torch has one mesh for all parameters of a unit.
+        ConfigError: see `require_mesh_per_parameter`.
     """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-    except ImportError as error:
-        raise ConfigError(
-            "mesh.tp and mesh.ep need a torch whose FSDP takes a mesh for each parameter, and this is torch "
-            f"{torch.__version__}",
-            field="mesh.tp",
-            hint="install torch 2.13, or set mesh.tp and mesh.ep to 1",
-        ) from error
+    require_mesh_per_parameter()
 
     def info(mesh: DeviceMesh) -> Any:
         if mesh.ndim == 1:
-            return FSDPMeshInfo(mesh, shard_mesh_dim=0)
-        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+            return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     # FSDP compares these objects by identity
     of_whole, of_cut = info(whole), {part.axis: info(part.fsdp) for part in cut}
 
     def place(parameter: nn.Parameter) -> Any:
-        return ShardPlacementResult(
+        return _fsdp_common.ShardPlacementResult(
             Shard(0), of_cut[parameter.device_mesh] if isinstance(parameter, DTensor) else of_whole
         )
 
     return place
+
+
+def require_mesh_per_parameter() -> None:
+    """Checks that FSDP of this torch can shard each parameter of a unit over ranks of its own.
+
+    Raises:
+        ConfigError: this release of torch has one mesh for all parameters of a unit.
+    """
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        raise ConfigError(
+            "mesh.tp and mesh.ep need a torch whose FSDP takes a mesh for each parameter, and this is torch "
+            f"{torch.__version__}",
+            field="mesh.tp",
+            hint="install torch 2.13, or set mesh.tp and mesh.ep to 1",
+        )
 
 
 @contextmanager

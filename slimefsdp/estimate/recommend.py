@@ -15,7 +15,7 @@ from slimefsdp.estimate.hardware import HEADROOM, Device, Rates, fits
 from slimefsdp.estimate.memory import LayerActivations, Memory, MicroBatches, peak_memory, recomputed_head_share
 from slimefsdp.estimate.schedule import Schedule
 from slimefsdp.estimate.setup import Recompute, TrainingSetup
-from slimefsdp.estimate.traffic import gathered_parameters, sharding_traffic, shared_layer_bytes
+from slimefsdp.estimate.traffic import copied_token_bytes, gathered_parameters, sharding_traffic, shared_layer_bytes
 
 _RECOMPUTATIONS: tuple[Recompute, ...] = ("none", "selective", "full")
 _MOST_RANKS = 8192  # largest mesh that is considered
@@ -68,6 +68,7 @@ def step_time(setup: TrainingSetup, schedule: Schedule, rates: Rates) -> StepTim
     optimizer = _PASSES_OVER_PARAMETERS * trained * sizes.master + _PASSES_OVER_STATES * states
     sharding = sharding_traffic(setup, micro_batches)
     touched = layer.kept * model.layers * tokens * (_PASSES_OVER_ACTIVATIONS + recomputed) + sharding.copied
+    touched += copied_token_bytes(setup, tokens)
     to_host = 0.0
     if setup.cpu_offload:
         stored = sizes.master if setup.adapters is None else sizes.compute

@@ -81,19 +81,27 @@ def shared_layer_bytes(setup: TrainingSetup, tokens: float) -> dict[str, int]:
     """
     model, passes = setup.model, 2 + setup.recomputed_share
     row = model.hidden * setup.sizes.compute
+    routed = 2 * model.layers * passes * tokens / setup.tp * model.active_experts * row
     sent = {
-        "tensor": (4 * model.layers * passes + 4) * tokens * row * (setup.tp - 1) / setup.tp,
-        "expert": 2
-        * model.layers
-        * passes
-        * tokens
-        / setup.tp
-        * model.active_experts
-        * row
-        * (setup.ep - 1)
-        / setup.ep,
+        "tensor": _bytes_of_all_tokens(setup, tokens) * (setup.tp - 1) / setup.tp,
+        "expert": routed * (setup.ep - 1) / setup.ep,
     }
     return {kind: round(count) for kind, count in sent.items() if count}
+
+
+def copied_token_bytes(setup: TrainingSetup, tokens: float) -> int:
+    """Returns the bytes that a rank's device reads and writes in an update to gather tokens and add up partial sums.
+
+    Args:
+        tokens: as in `shared_layer_bytes`.
+    """
+    return round(2 * _bytes_of_all_tokens(setup, tokens)) if setup.tp > 1 else 0
+
+
+def _bytes_of_all_tokens(setup: TrainingSetup, tokens: float) -> float:
+    """Returns the bytes of all tp ranks' tokens, summed over the collectives that `shared_layer_bytes` lists."""
+    collectives = 4 * setup.model.layers * (2 + setup.recomputed_share) + 4
+    return collectives * tokens * setup.model.hidden * setup.sizes.compute
 
 
 def choose_sharding(setup: TrainingSetup, max_tokens_per_rank: int, memory_bytes: int | None) -> Sharding:

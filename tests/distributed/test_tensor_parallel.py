@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.fsdp import require_mesh_per_parameter
 from slimefsdp.errors import ConfigError
 from slimefsdp.model_spec import check_parallel
 from slimefsdp.models.hf_folder import read_model_folder
@@ -260,3 +262,11 @@ def test_a_model_that_tp_cannot_cut_is_refused_before_a_rank_starts(
 def test_settings_that_do_not_go_with_tp_are_refused(tmp_path: Path, sections: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"mesh\.tp=2"):
         settings(tmp_path, **ON_TWO, **sections)
+
+
+def test_a_torch_with_one_mesh_for_all_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_mesh_per_parameter()
+    monkeypatch.delattr(_fsdp_common, "ShardPlacementResult")
+    with pytest.raises(ConfigError, match="takes a mesh for each parameter") as error:
+        require_mesh_per_parameter()
+    assert error.value.field == "mesh.tp"

@@ -15,7 +15,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ModelError, SlimeError
 from slimefsdp.estimate.hardware import HEADROOM, Rates, write_calibration
 from slimefsdp.estimate.setup import ByteSizes, ColocatedModels, MeshShape, TrainingSetup, setup_of
-from slimefsdp.estimate.traffic import choose_sharding, shared_layer_bytes
+from slimefsdp.estimate.traffic import choose_sharding, copied_token_bytes, shared_layer_bytes
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.trainer import Trainer
@@ -47,6 +47,8 @@ def test_ranks_that_share_layers_hold_and_send_what_was_worked_out_by_hand() -> 
     assert shared_layer_bytes(alone, 1000) == {}
     # four collectives of each layer in forward, backward and recomputation, and four at the ends; 3 of 4 parts travel
     assert shared_layer_bytes(shared, 1000) == {"tensor": (4 * 4 * 3 + 4) * 1000 * 64 * 2 * 3 // 4}
+    assert copied_token_bytes(alone, 1000) == 0
+    assert copied_token_bytes(shared, 1000) == 2 * (4 * 4 * 3 + 4) * 1000 * 64 * 2
     mixture = replace(MODEL, experts=8, active_experts=2)
     config = settings(mesh={"dp": 4, "ep": 4})
     divided = setup_of(config, mixture, MeshShape(dp=4), on_cpu=True)
