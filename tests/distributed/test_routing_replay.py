@@ -24,6 +24,7 @@ from tests.support.shared_layers import on_mesh
 from tests.support.tiny_models import TinyFolder
 
 CPU = torch.device("cpu")
+DEFAULT_CASES = 1  # of each test on ranks in the default tier; --all has every case
 EIGHT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8},
     "mixtral": {"num_local_experts": 8},
