@@ -33,7 +33,7 @@ from slimefsdp.model_spec import has_attention_softcap, windowed_layers
 from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
 from slimefsdp.models.lora_modules import LoraLinear
 from slimefsdp.models.peft_folder import MATRICES
-from slimefsdp.models.routing import routing_of
+from slimefsdp.models.routing import Routing
 
 ATTENTION_NAME = "slimefsdp"
 _EXPECTED = ("module", "query", "key", "value", "attention_mask")
@@ -52,7 +52,8 @@ class DecoderModel(nn.Module):
         self.hf = hf
         self.attention = Attention(Choice("local", "until a mesh is known"))
         self.tp: CutMesh | None = None  # the ranks over which the model is cut
-        self.routing = routing_of(list(self.decoder_layers()))  # None if the model has no experts
+        has_experts = getattr(hf.config, "num_experts_per_tok", None) is not None
+        self.routing = Routing(list(self.decoder_layers())) if has_experts else None
 
     @property
     def tp_ranks(self) -> int:

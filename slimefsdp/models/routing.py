@@ -122,12 +122,6 @@ class Routing:
         return filled if self._tp is None else filled.chunk(self._tp.size)[self._tp.rank]
 
 
-def routing_of(layers: Sequence[nn.Module]) -> Routing | None:
-    """Returns the `Routing` of these layers; None for a model without experts."""
-    routing = Routing(layers)
-    return routing if routing.num_experts else None
-
-
 class ExpertLoad:
     """Counts how many tokens chose each expert in one update."""
 
