@@ -164,7 +164,14 @@ class EnginePool(EngineUpdates, EndsWithBlock):
         if self._processes.colocated is not None:
             self.sleep()
         batch = RolloutBatch.from_samples(
-            [{"tokens": response.tokens, "response_length": response.response_length} for response in responses],
+            [
+                {
+                    "tokens": response.tokens,
+                    "response_length": response.response_length,
+                    "routed_experts": response.routed_experts,
+                }
+                for response in responses
+            ],
             temperature=self._config.rollout.temperature,
         )
         return mean_differences(self._config, owners, np.abs(group.compute_log_probs(batch).log_probs - log_probs))

@@ -244,10 +244,15 @@ class Engine(Watched):
         return [text.strip() for text in texts]
 
 
-def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:
+def check_sample(
+    sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int, *, has_experts: bool = False
+) -> None:
     """Raises an EngineError if `sample`, which an engine returned, cannot be a sample of these requests.
 
     An aborted sample may have any number of tokens up to the request's limit.
+
+    Args:
+        has_experts: whether a sample with tokens needs `routed_experts`.
     """
     if not isinstance(sample, Sample) or not (is_whole(sample.request) and is_whole(sample.number)):
         raise _wrong(engine, f"{short_repr(sample)}, which is not a Sample")
@@ -272,8 +277,10 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
     if not (isinstance(sample.versions, tuple | list) and all(map(_is_span, sample.versions))):
         raise _wrong(engine, f"versions={short_repr(sample.versions)}, not spans of whole numbers from 0")
     experts, computed = sample.routed_experts, len(requests[sample.request].prompt) + len(tokens) - 1
-    if experts is not None and len(tokens) and (np.ndim(experts) != 3 or len(experts) != computed):
-        raise _wrong(engine, f"experts of shape {np.shape(experts)} for the {computed} tokens that it computed")
+    shape = () if experts is None else np.shape(experts)
+    if has_experts and len(tokens) and (len(shape) != 3 or shape[0] != computed):
+        found = "no experts" if experts is None else f"experts of shape {shape}"
+        raise _wrong(engine, f"{found} for the {computed} tokens that it computed")
     ends = [0, *(span.end for span in sample.versions)]
     if [span.start for span in sample.versions] != ends[:-1] or ends[-1] != len(tokens):
         raise _wrong(engine, f"the weights' versions of other tokens than its {len(tokens)}: {sample.versions}")

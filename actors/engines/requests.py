@@ -169,6 +169,7 @@ class EngineRequests:
         Args:
             shares: index of an engine -> the indices of the requests that the engine answers.
         """
+        has_experts = self._config.loss.routing_replay == "rollout"
         engines = list(self._processes.engines)  # a copy: another thread may replace an engine meanwhile
         streams: dict[Any, tuple[int, str]] = {}  # stream -> index of its engine, and its name at the engine
         given: set[tuple[int, int]] = set()  # (index of the request, number) of each yielded sample
@@ -200,11 +201,12 @@ class EngineRequests:
                         continue
                     heard[index] = time.monotonic()
                     for sample in samples:
-                        check_sample(sample, share, self._processes.vocab_size, index)
+                        check_sample(sample, share, self._processes.vocab_size, index, has_experts=has_experts)
                         request = shares[index][sample.request]
                         if (request, sample.number) not in given:
                             given.add((request, sample.number))
-                            yield replace(sample, request=request)
+                            experts = sample.routed_experts if has_experts else None  # an engine may always return them
+                            yield replace(sample, request=request, routed_experts=experts)
                 for index, loss in lost.items():
                     self._processes.require_running("generate")  # after a `shutdown` in another thread, do not replace
                     self._replace_lost(index, engines[index], loss)

@@ -293,10 +293,14 @@ class SglangDialect(ServerDialect):
 def _decoded(experts: Any, computed: int, routed: tuple[int, int, int]) -> np.ndarray:
     """Returns an array [computed, layers, experts of a token] that SGLang has encoded as int32 in base64."""
     try:
-        return np.frombuffer(base64.b64decode(experts), np.int32).reshape(computed, routed[0], routed[2])
+        ids = np.frombuffer(base64.b64decode(experts), np.int32)
     except (TypeError, ValueError) as error:
-        problem = f"{short_repr(experts)} instead of the experts of {computed} tokens; a server at a URL needs "
+        problem = f"{short_repr(experts)} instead of a token's experts; a server at a URL needs "
         raise wrong(f"{problem}--enable-return-routed-experts") from error
+    shape = (computed, routed[0], routed[2])
+    if ids.size != np.prod(shape):
+        raise wrong(f"{ids.size} experts, where {shape} were asked for")
+    return ids.reshape(shape)
 
 
 def _lora_arguments(config: RunConfig) -> list[str]:

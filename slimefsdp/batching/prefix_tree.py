@@ -71,12 +71,11 @@ class SharedPrefixes:
         """
         return int(lengths[samples].sum() - self.among(samples)[1].sum())
 
-    def fit(self, tokens: np.ndarray, lengths: np.ndarray) -> bool:
+    def fit(self, tokens: np.ndarray, lengths: np.ndarray, experts: np.ndarray | None = None) -> bool:
         """Returns whether the samples of a batch really share these prefixes.
 
         Args:
-            tokens: int64 [T], all samples, concatenated.
-            lengths: int64 [B], tokens per sample.
+            tokens, lengths, experts: see `find_prefixes`.
         """
         num_samples = len(lengths)
         if not len(self.place) == len(self.shared) == num_samples:
@@ -91,10 +90,12 @@ class SharedPrefixes:
         following = np.flatnonzero(self.shared)
         return all(
             np.array_equal(
-                tokens[starts[position] : starts[position] + self.shared[position]],
-                tokens[starts[position - 1] : starts[position - 1] + self.shared[position]],
+                values[starts[position] : starts[position] + self.shared[position]],
+                values[starts[position - 1] : starts[position - 1] + self.shared[position]],
             )
             for position in following.tolist()
+            for values in (tokens, experts)
+            if values is not None
         )
 
 

@@ -73,7 +73,8 @@ def shared_layer_bytes(setup: TrainingSetup, tokens: float) -> dict[str, int]:
     """Returns the bytes that a rank sends in an update because ranks share matrices or experts, by kind.
 
     - tensor: attention and MLP of a layer each gather their inputs and add up their outputs, in forward, backward
-      and recomputation. The embedding adds up its outputs, and the head gathers its inputs, in forward and backward.
+      and recomputation; a mixture of experts does not, since every rank computes its own tokens. The embedding adds up
+      its outputs, and the head gathers its inputs, in forward and backward.
     - expert: each token goes to its experts and back, in forward, backward and recomputation.
 
     Args:
@@ -100,7 +101,8 @@ def copied_token_bytes(setup: TrainingSetup, tokens: float) -> int:
 
 def _bytes_of_all_tokens(setup: TrainingSetup, tokens: float) -> float:
     """Returns the bytes of all tp ranks' tokens, summed over the collectives that `shared_layer_bytes` lists."""
-    collectives = 4 * setup.model.layers * (2 + setup.recomputed_share) + 4
+    in_layer = 4 if setup.model.experts == 1 else 2
+    collectives = in_layer * setup.model.layers * (2 + setup.recomputed_share) + 4
     return collectives * tokens * setup.model.hidden * setup.sizes.compute
 
 

@@ -29,7 +29,7 @@ from slimefsdp.errors import ModelError
 class _GivenExperts(TorchFunctionMode):
     """Within this mode `torch.topk` over a router's scores returns the scores of given experts and their ids.
 
-    Where an expert is not known (UNKNOWN_EXPERT), the router's own choice is returned.
+    For a token whose experts are not known (UNKNOWN_EXPERT) or not distinct, the router's own choice is returned.
     """
 
     def __init__(self, experts: Tensor) -> None:
@@ -43,7 +43,9 @@ class _GivenExperts(TorchFunctionMode):
             return result
         self.calls += 1
         scores = args[0] if args else kwargs["input"]
-        ids = torch.where(self._experts == UNKNOWN_EXPERT, result.indices, self._experts)
+        ordered = self._experts.sort(-1).values
+        is_choice = (ordered[:, :1] != UNKNOWN_EXPERT) & (ordered.diff() > 0).all(-1, keepdim=True)
+        ids = torch.where(is_choice, self._experts, result.indices)
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
 
@@ -58,7 +60,7 @@ class Routing:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._replayed: Tensor | None = None  # [this rank's tokens, layers, experts of a token] int64
+        self._replayed: Tensor | None = None  # [this rank's tokens, layers, experts of a token] int16
         self._chosen: dict[int, Tensor] | None = None  # layer -> [tokens, experts of a token]; None outside of a pass
         self._tp: CutMesh | None = None
         self._missing = 0
@@ -78,7 +80,7 @@ class Routing:
             if self._replayed is None:
                 output: tuple[Tensor, Tensor, Tensor] = forward(hidden)
             else:
-                with _GivenExperts(self._replayed[:, layer]) as mode:
+                with _GivenExperts(self._replayed[:, layer].long()) as mode:
                     output = forward(hidden)
                 if mode.calls != 1:
                     problem = f"{type(router).__name__} calls topk {mode.calls} times, where one call chooses experts"
@@ -93,29 +95,24 @@ class Routing:
         """Sets the choices to replay in the coming pass.
 
         Args:
-            experts: [tokens, layers, experts of a token], -1 where the routers choose; None if they choose all.
+            experts: [tokens, layers, experts of a token] int16, -1 where the routers choose; None if they choose all.
             missing: number of placeholder tokens that the pass has after these tokens.
             tp: the tp ranks, which divide the tokens and placeholders among them; None means that there is one rank.
         """
         self._missing, self._tp, self._chosen = missing, tp, {}
-        self._replayed = None if experts is None else self._own(experts.long())
+        self._replayed = None if experts is None else self._own(experts)
 
-    def chosen(self, token_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Ends a pass; returns the indices of this tp rank's tokens, [n], and their experts, [n, layers, k] int64.
+    def chosen(self, token_index: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """Ends a pass; returns the indices of this tp rank's tokens, [n], and layer -> their experts, [n, k] int64.
 
-        Placeholders are among these tokens, with the index -1. Experts of layers without a router are -1.
+        Placeholders are among these tokens, with the index -1. Layers without a router are left out.
 
         Args:
             token_index: [tokens] int64, a number of the caller's for each token of the pass, without placeholders.
         """
-        return self._own(token_index), self.chosen_by_all()
-
-    def chosen_by_all(self) -> Tensor:
-        """Ends a pass; returns only the experts of `chosen`."""
         assert self._chosen is not None
         chosen, self._chosen = self._chosen, None
-        nothing = torch.full_like(next(iter(chosen.values())), UNKNOWN_EXPERT)
-        return torch.stack([chosen.get(layer, nothing) for layer in range(self.num_layers)], 1)
+        return self._own(token_index), chosen
 
     def _own(self, of_tokens: Tensor) -> Tensor:
         filled = F.pad(of_tokens, (*[0, 0] * (of_tokens.dim() - 1), 0, self._missing), value=UNKNOWN_EXPERT)
@@ -126,14 +123,15 @@ class ExpertLoad:
     """Counts how many tokens chose each expert in one update."""
 
     def __init__(self, routing: Routing, device: torch.device) -> None:
-        # [layers, experts + 1]; the last column is for placeholders, and for layers without a router
+        # [layers, experts + 1]; the last column is for placeholders
         self._counts = torch.zeros(routing.num_layers, routing.num_experts + 1, device=device)
 
-    def add(self, token_index: Tensor, experts: Tensor) -> None:
+    def add(self, token_index: Tensor, experts: dict[int, Tensor]) -> None:
         """Adds the choices of a pass, as `Routing.chosen` returns them; does not wait for the device."""
-        ids = experts.masked_fill((token_index < 0)[:, None, None], UNKNOWN_EXPERT) % self._counts.shape[1]
-        for layer, chosen in enumerate(ids.unbind(1)):
-            self._counts[layer].index_add_(0, chosen.flatten(), self._counts.new_ones(chosen.numel()))
+        is_placeholder = (token_index < 0)[:, None]
+        for layer, chosen in experts.items():
+            ids = chosen.masked_fill(is_placeholder, self._counts.shape[1] - 1).flatten()
+            self._counts[layer].index_add_(0, ids, self._counts.new_ones(()).expand(len(ids)))
 
     def metrics(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Collective: returns two metrics of the update, over the tokens of all ranks.
@@ -154,19 +152,22 @@ class RecordedExperts:
 
     Args:
         tokens: number of the batch's tokens.
+        layers: number of the model's layers, with and without routers.
     """
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: int, layers: int) -> None:
+        self._tokens, self._layers = tokens, layers
         # int16 [tokens + 1, layers, k] on the CPU: id + 1, or 0 if another rank computes the token. The last row is for
         # placeholders
         self._experts: Tensor | None = None
 
-    def add(self, token_index: Tensor, experts: Tensor) -> None:
+    def add(self, token_index: Tensor, experts: dict[int, Tensor]) -> None:
         """Adds the choices of a pass, as `Routing.chosen` returns them."""
-        if self._experts is None:
-            self._experts = torch.zeros(self._tokens + 1, *experts.shape[1:], dtype=torch.int16)
-        self._experts[token_index.cpu()] = (experts + 1).to("cpu", torch.int16)  # placeholders write to the last row
+        rows = token_index.cpu()  # placeholders write to the last row
+        for layer, chosen in experts.items():
+            if self._experts is None:
+                self._experts = torch.zeros(self._tokens + 1, self._layers, chosen.shape[1], dtype=torch.int16)
+            self._experts[rows, layer] = (chosen + 1).to("cpu", torch.int16)
 
     def gathered(
         self, group: dist.ProcessGroup, device: torch.device, lengths: np.ndarray, shared: SharedPrefixes | None
@@ -184,7 +185,8 @@ class RecordedExperts:
             total = layer.to(device, torch.int32)
             dist.all_reduce(total, group=group)
             layer.copy_(total)
-        experts: np.ndarray = self._experts[:-1].numpy() - 1
+        experts: np.ndarray = self._experts[:-1].numpy()
+        experts -= 1
         if shared is not None:
             _fill_in_shared(experts, np.cumsum(lengths) - lengths, shared)
         return experts

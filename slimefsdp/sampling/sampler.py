@@ -19,6 +19,7 @@ import torch
 
 from slimefsdp import heartbeat
 from slimefsdp.batching.cp_sharding import zigzag_layout
+from slimefsdp.data.fields import UNKNOWN_EXPERT
 from slimefsdp.errors import BatchError, StateError
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
@@ -74,7 +75,7 @@ class _Sample:
     def add_experts(self, experts: np.ndarray | None) -> None:
         """Appends the experts of context tokens that have none yet; `experts` are those of the whole context."""
         if experts is not None:
-            self.experts.append(experts[sum(map(len, self.experts)) :])
+            self.experts.append(experts[sum(map(len, self.experts)) :].copy())  # not a view of a whole pack
 
     def completion(self, finish_reason: FinishReason) -> tuple[int, int, SampledTokens]:
         """Returns the sample as `step` returns it."""
@@ -260,7 +261,7 @@ class Sampler:
                 hidden = self._policy.hidden_states(tokens, positions, self._cache)
                 if (experts := self._experts()) is not None:
                     for row, sample in enumerate(self._rows):
-                        sample.experts.append(experts[row : row + 1])
+                        sample.experts.append(experts[row : row + 1].copy())  # not a view of all rows
                 ended += self._draw(self._rows, self._logits(hidden), first_row=0)
         except BaseException:
             self.abort()
@@ -356,8 +357,12 @@ class Sampler:
         """Returns the experts of the last pass, int16 [tokens, layers, experts of a token], if they are recorded."""
         if not self._records_experts:
             return None
-        assert self._policy.routing is not None
-        return self._policy.routing.chosen_by_all().to("cpu", torch.int16).numpy()
+        routing = self._policy.routing
+        assert routing is not None
+        _, chosen = routing.chosen(torch.zeros(0, dtype=torch.int64))
+        unknown = torch.full_like(next(iter(chosen.values())), UNKNOWN_EXPERT)
+        layers = [chosen.get(layer, unknown) for layer in range(routing.num_layers)]
+        return torch.stack(layers, 1).to("cpu", torch.int16).numpy()
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
         """Returns log-probs [prompt tokens], bit-equal to the trainer's; hidden: [prompt tokens, hidden_dim]."""

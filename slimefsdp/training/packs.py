@@ -238,7 +238,7 @@ def accumulate_gradients(
     return sums
 
 
-def _chosen_experts(model: DecoderModel, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def _chosen_experts(model: DecoderModel, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     assert model.routing is not None and micro_batch.share.token_index is not None
     return model.routing.chosen(micro_batch.share.token_index)
 

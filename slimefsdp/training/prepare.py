@@ -206,8 +206,9 @@ def batch_digest(batch: RolloutBatch) -> str:
     digest = hashlib.sha256()
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        content = b"" if value is None else np.ascontiguousarray(value).tobytes()
-        digest.update(f"{field.name} {value is None} {len(content)} ".encode() + content)
+        content = np.zeros(0, np.uint8) if value is None else np.ascontiguousarray(value)
+        digest.update(f"{field.name} {value is None} {content.nbytes} ".encode())
+        digest.update(content.data)
     return digest.hexdigest()
 
 
@@ -334,7 +335,7 @@ def check_plan(
             fault = "has a sample twice in an update"
         elif not all(_counts_all(plan, update, batch) for update in range(len(plan.updates))):
             fault = "does not count every sample of an update once in its denominators"
-        elif plan.shared is not None and not plan.shared.fit(batch.tokens, batch.lengths):
+        elif plan.shared is not None and not plan.shared.fit(batch.tokens, batch.lengths, batch.routed_experts):
             fault = "says that samples share what they do not"
         elif any((_pack_tokens(plan, batch, update) > max_pack_tokens).any() for update in range(len(plan.updates))):
             fault = f"has packs of more than {max_pack_tokens} tokens"

@@ -308,7 +308,8 @@ def policy_outputs(
     if state.config.loss.routing_replay != "old_log_probs" or state.role != "actor":
         replays = _replays_experts(state, batch)
         return token_outputs(state, state.model, work, trained_only=trained_only, replays_experts=replays), None
-    record = RecordedExperts(batch.num_tokens)
+    assert state.model.routing is not None
+    record = RecordedExperts(batch.num_tokens, state.model.routing.num_layers)
     outputs = token_outputs(state, state.model, work, trained_only=trained_only, record=record)
     return outputs, record.gathered(mesh.group, mesh.device, batch.lengths, work.plan.shared)
 

@@ -34,10 +34,15 @@ LAYERS, OF_TOKEN = 2, 2
 
 
 def other_experts(batch: RolloutBatch, *, known: float = 0.8) -> RolloutBatch:
-    """Names random experts for most tokens, which are almost never those that the routers would choose."""
+    """Names random experts for most tokens, which are almost never those that the routers would choose.
+
+    For some of the others one expert is unknown, or both are one.
+    """
     rng = np.random.default_rng(3)
     experts = rng.random((batch.num_tokens, LAYERS, 8)).argsort(-1)[..., :OF_TOKEN]
     experts[rng.random(batch.num_tokens) > known] = -1
+    experts[5::9, 1, 1] = -1
+    experts[7::9, 0, 1] = experts[7::9, 0, 0]
     return batch.replace(routed_experts=experts)
 
 
@@ -64,7 +69,8 @@ class PlainReplay(PlainStep):
     def routed(self, kind: str, layer: int, router: Any, args: Any, result: Any) -> Any:
         logits, _, own = result
         named = self.named[:, layer]
-        ids = torch.where(named < 0, own, named)
+        is_choice = (named >= 0).all(1, keepdim=True) & (named[:, :1] != named[:, 1:])
+        ids = torch.where(is_choice, named, own)
         if kind == "gpt_oss":
             return logits, logits.gather(1, ids).softmax(1), ids
         chosen = logits.softmax(1).gather(1, ids)
@@ -227,3 +233,6 @@ def test_samples_share_only_prefixes_with_equal_experts(tiny_folder: TinyFolder)
     )
     assert whole is not None and set(whole.shared[1:]) == {20}
     assert parted is not None and set(parted.shared[1:]) <= {17, 20} and 17 in parted.shared
+    # a plan that was made without the experts is refused
+    assert whole.fit(batch.tokens, batch.lengths) and parted.fit(batch.tokens, batch.lengths, experts)
+    assert not whole.fit(batch.tokens, batch.lengths, experts)

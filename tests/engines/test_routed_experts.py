@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from actors.engines.pool import SampledResponse
-from actors.engines.protocol import Request
+from actors.engines.protocol import Request, Sample, check_sample
 from actors.engines.served_samples import PartialSample
 from actors.engines.sglang import SglangDialect
 from actors.engines.vllm import VllmDialect
@@ -20,7 +21,7 @@ from actors.rollout.episodes import _Episode
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import EngineError
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.sampling.params import SampledTokens, SamplingParams
+from slimefsdp.sampling.params import SampledTokens, SamplingParams, VersionSpan
 from slimefsdp.sampling.sampler import Sampler
 from tests.support.tiny_models import TinyFolder, tiny_model, to_sample_from
 
@@ -124,14 +125,26 @@ def test_servers_are_asked_for_experts_and_wrong_ones_are_refused(
     first = read(experts)
     assert first.experts is not None and np.array_equal(first.experts, experts)
     for wrong in (None, experts[:3], experts[:, :1], np.full_like(experts, 8)):
-        with pytest.raises(EngineError, match="experts"):
+        with pytest.raises(EngineError, match="experts") as error:
             read(wrong)
+        assert ("--enable-return-routed-experts" in str(error.value)) == (wrong is None)
     # a sample that continues keeps what its first tokens were drawn with
     newer = np.random.default_rng(1).integers(0, 8, (6, 2, 2)).astype(np.int16)
     first.add(PartialSample([6, 7], [-1.0, -1.0], experts=newer))
     assert np.array_equal(first.experts, np.concatenate([experts, newer[4:]]))
     first.cut(3)
     assert np.array_equal(first.experts, np.concatenate([experts, newer[4:5]]))
+
+
+def test_samples_without_experts_are_refused_only_if_these_are_needed() -> None:
+    request = Request([1, 2, 3], 1, SamplingParams(max_new_tokens=2))
+    sample = Sample(0, 0, [4, 5], [-1.0, -1.0], "length", (VersionSpan(3, 0, 2),), "ab")
+    whole = replace(sample, routed_experts=np.zeros((4, 2, 2), np.int16))
+    check_sample(sample, [request], 96, 0)
+    check_sample(whole, [request], 96, 0, has_experts=True)
+    for wrong in (sample, replace(sample, routed_experts=np.zeros((3, 2, 2), np.int16))):
+        with pytest.raises(EngineError, match="experts"):
+            check_sample(wrong, [request], 96, 0, has_experts=True)
 
 
 def test_an_episode_keeps_the_experts_of_each_turn() -> None:

@@ -51,6 +51,9 @@ def test_ranks_that_share_layers_hold_and_send_what_was_worked_out_by_hand() -> 
     assert copied_token_bytes(shared, 1000) == 2 * (4 * 4 * 3 + 4) * 1000 * 64 * 2
     mixture = replace(MODEL, experts=8, active_experts=2)
     config = settings(mesh={"dp": 4, "ep": 4})
+    # the experts of a layer are computed by each rank for its own tokens
+    cut = setup_of(settings(mesh={"tp": 4}), mixture, MeshShape(), on_cpu=True)
+    assert shared_layer_bytes(cut, 1000) == {"tensor": (2 * 4 * 2 + 4) * 1000 * 64 * 2 * 3 // 4}
     divided = setup_of(config, mixture, MeshShape(dp=4), on_cpu=True)
     whole = setup_of(settings(mesh={"dp": 4}), mixture, MeshShape(dp=4), on_cpu=True)
     experts = 8 * 3 * 64 * 128
