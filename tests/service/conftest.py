@@ -84,7 +84,7 @@ def service_config(
         made: RunConfig = make_config(
             run={"dir": str(tmp_path_factory.mktemp("service"))},
             model={"path": str(untied)},
-            mesh={"dp": 2},
+            mesh=sections.pop("mesh", {"dp": 2}),
             precision={"compute_dtype": "float32"},
             batch={"max_tokens_per_rank": 512},
             rollout={"temperature": 1.0},
@@ -106,7 +106,7 @@ def served(cluster: None, service_config: Callable[..., RunConfig]) -> Iterator[
 @pytest.fixture(scope="module")
 def served_whole(cluster: None, service_config: Callable[..., RunConfig]) -> Iterator[Served]:
     """A server of all weights, with room for two versions beside the base."""
-    config = service_config(checkpoint={"interval_steps": 3})
+    config = service_config(checkpoint={"interval_steps": 3}, mesh={"dp": 1, "tp": 2})
     spec = ModelSpec.from_config(read_model_folder(config.model.path).config)
     room = {"max_version_bytes": int(2.5 * 4 * spec.parameters)}
     with serving(config.model_copy(update={"service": config.service.model_copy(update=room)})) as found:

@@ -87,7 +87,7 @@ def test_values_gradients_and_a_step_equal_a_plain_critics_in_float64(
 def inputs_of_critic(rank: int, config: RunConfig, batch: RolloutBatch, options: dict[str, float]) -> np.ndarray:
     trainer = Trainer(config, "critic", device=CPU)
     plan = plan_everything(config, batch, data_ranks=1)
-    found = step.token_inputs(trainer._state, PreparedBatch(batch, plan, "value", **options))
+    found, _ = step.token_inputs(trainer._state, PreparedBatch(batch, plan, "value", **options))
     assert found.returns is not None
     return found.returns.numpy()
 
