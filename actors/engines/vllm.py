@@ -121,6 +121,8 @@ class VllmDialect(ServerDialect):
         own |= {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
         if self.takes_adapters:
             own[RUNTIME_LORA] = "1"
+        if self.routed_experts is not None:  # vLLM's other model runner does not return experts
+            own["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if is_on_cpu(self.config) else {})}
         return {**usual, **own}
 

@@ -106,11 +106,12 @@ CASES = [("vllm", VllmDialect, vllm_answer), ("sglang", SglangDialect, sglang_an
 
 @pytest.mark.parametrize(("kind", "dialect", "answer"), CASES)
 def test_servers_are_asked_for_experts_and_wrong_ones_are_refused(
-    tiny_folder: TinyFolder, kind: str, dialect: Any, answer: Any
+    tiny_folder: TinyFolder, tmp_path: Path, kind: str, dialect: Any, answer: Any
 ) -> None:
     path = tiny_folder("qwen3_moe", num_experts=8)
     speaks = dialect(a_run(path, kind), read_model_folder(path))
     assert "--enable-return-routed-experts" in speaks.arguments()
+    assert kind != "vllm" or speaks.environment(tmp_path)["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     request = Request([1, 2, 3], 1, SamplingParams(max_new_tokens=2))
     body = speaks.body(request, 0, PartialSample(), "name")
     experts = np.random.default_rng(0).integers(
