@@ -383,12 +383,12 @@ class RolloutLoop:
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds the log-probs of the policy (before its update) and the reference, from which both roles get the KL."""
-        group, old, experts = self._group, batch.rollout_log_probs, batch.routed_experts
-        if self._config.loss.old_log_probs != "rollout":
-            computed = group.compute_log_probs(batch)
-            old, experts = computed.log_probs, experts if computed.routed_experts is None else computed.routed_experts
-        reference = (group.reference_group or group).compute_log_probs(batch, "ref").log_probs
-        return batch.replace(old_log_probs=old, ref_log_probs=reference, routed_experts=experts)
+        group = self._group
+        if self._config.loss.old_log_probs == "rollout":
+            batch = batch.replace(old_log_probs=batch.rollout_log_probs)
+        else:
+            batch = group.compute_log_probs(batch).as_old(batch)
+        return batch.replace(ref_log_probs=(group.reference_group or group).compute_log_probs(batch, "ref").log_probs)
 
     def _update_engines(self) -> None:
         """Sends the policy's weights to the engines; rollout.on_update decides what happens to unfinished samples."""
@@ -404,9 +404,8 @@ class RolloutLoop:
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
         config = self._config
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
-        result = self._evaluator.summary(rows)
         rewards = [reward for row in rows if (reward := row.get("rollout/reward")) is not None] or [0.0]
-        result = result or f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}"
+        result = self._evaluator.summary(rows) or f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (

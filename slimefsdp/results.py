@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from slimefsdp.errors import SlimeError
+
+if TYPE_CHECKING:
+    from slimefsdp.data.rollout_batch import RolloutBatch
 
 Tag = Literal["parameters", "optimizer", "reference"]
 TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
@@ -26,6 +29,11 @@ class LogProbs:
     # int16 [T, layers, experts of a token], for the batch's field of this name; only under
     # loss.routing_replay=old_log_probs, and only of the policy
     routed_experts: np.ndarray | None = None
+
+    def as_old(self, batch: RolloutBatch) -> RolloutBatch:
+        """Returns the batch with these old log-probs, and with these experts if there are any."""
+        experts = {} if self.routed_experts is None else {"routed_experts": self.routed_experts}
+        return batch.replace(old_log_probs=self.log_probs, **experts)
 
 
 @dataclass(frozen=True, eq=False)

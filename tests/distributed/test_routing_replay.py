@@ -154,8 +154,8 @@ def test_recorded_experts_are_those_of_plain_routers(
 def first_ratios(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, float], dict[str, float]]:
     """The metrics of a step that records the experts itself, and of a loop that passes on what a call has recorded."""
     trainer = Trainer(config, device=CPU)
-    recorded = trainer.compute_log_probs(batch)
-    own_loop = batch.replace(old_log_probs=recorded.log_probs, routed_experts=recorded.routed_experts)
+    own_loop = trainer.compute_log_probs(batch).as_old(batch)
+    assert own_loop.routed_experts is not None
     metrics = trainer.forward_backward(own_loop)
     trainer.zero_grad()
     return trainer.train_step(batch), metrics
