@@ -143,6 +143,8 @@ class ExpertLoad:
         dist.all_reduce(self._counts, group=group)
         counts = self._counts[:, :-1].cpu()
         counts = counts[counts.sum(1) > 0]
+        if not len(counts):  # the update has no tokens, or no layer has a router
+            return {}
         violation = counts.amax(1) / counts.mean(1) - 1
         return {"expert_max_violation": float(violation.mean()), "idle_experts": float((counts == 0).sum())}
 

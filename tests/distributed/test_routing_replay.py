@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.models.routing import ExpertLoad, Routing
 from slimefsdp.results import LogProbs
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.plan import plan_training
@@ -236,3 +238,11 @@ def test_samples_share_only_prefixes_with_equal_experts(tiny_folder: TinyFolder)
     # a plan that was made without the experts is refused
     assert whole.fit(batch.tokens, batch.lengths) and parted.fit(batch.tokens, batch.lengths, experts)
     assert not whole.fit(batch.tokens, batch.lengths, experts)
+
+
+def load_of_no_tokens(rank: int) -> dict[str, float]:
+    return ExpertLoad(Routing([torch.nn.Identity()]), CPU).metrics(dist.group.WORLD)
+
+
+def test_an_update_without_tokens_has_no_load(ranks: RankPool) -> None:
+    assert ranks.run(2, load_of_no_tokens) == [{}, {}]
