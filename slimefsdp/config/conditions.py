@@ -133,11 +133,6 @@ CONFLICTS: list[tuple[Condition, str, str]] = [
         "remove optim.state_dtype, or set mesh.tp=1",
     ),
     (
-        {"mesh.tp": But((1,)), "model.compile": (True,)},
-        "blocks that exchange tokens between tp ranks are not compiled",
-        "remove model.compile, or set mesh.tp=1",
-    ),
-    (
         {"precision.float8": But(("none",)), "lora.rank": SET},
         "modules with adapters compute in precision.compute_dtype",
         "remove one",

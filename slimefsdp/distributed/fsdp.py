@@ -71,7 +71,7 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
     if how.float8 != "none":
         convert_layers(policy.decoder_layers(), how.float8, mesh.device)
     if mesh.tp is not None:
-        cut_over_tp(policy, mesh.tp)
+        cut_over_tp(policy, mesh.tp, compile_blocks=how.compile)
     if mesh.ep is not None:
         cut_experts(policy, mesh.ep)
     if how.compile:

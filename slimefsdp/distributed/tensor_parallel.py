@@ -38,10 +38,13 @@ LocalPart = Callable[[], Tensor]
 """A function that returns this rank's part of a parameter; the module computes with this part instead."""
 
 
-def cut_over_tp(model: DecoderModel, mesh: CutMesh) -> None:
+def cut_over_tp(model: DecoderModel, mesh: CutMesh, *, compile_blocks: bool = False) -> None:
     """Cuts the model's blocks, embedding and head over tp ranks, in place; parameters may be on the meta device.
 
     Modules of experts are not cut: each tp rank computes the experts of its own tokens.
+
+    Args:
+        compile_blocks: compile what a block computes between its collectives.
 
     Raises:
         ConfigError: tp cannot cut the heads, rows or vocabulary, or a block has a module that this file does not know.
@@ -58,7 +61,7 @@ def cut_over_tp(model: DecoderModel, mesh: CutMesh) -> None:
             if block is None:
                 raise _cannot_cut(f"a {config.model_type} model, whose layers have no {name}", "1")
             if not hasattr(block, "experts"):
-                _cut_block(block, kv_heads, mesh)
+                _cut_block(block, kv_heads, mesh, compile_blocks)
     embedding, head = model.hf.get_input_embeddings(), getattr(model.hf, "lm_head", None)  # a critic has none
     assert isinstance(embedding, nn.Embedding)
     is_tied = model.has_tied_embeddings
@@ -72,7 +75,7 @@ def cut_over_tp(model: DecoderModel, mesh: CutMesh) -> None:
                 cut_parameter(head, name, parameter, 0, mesh)
 
 
-def _cut_block(block: nn.Module, kv_heads: int, mesh: CutMesh) -> None:
+def _cut_block(block: nn.Module, kv_heads: int, mesh: CutMesh, compile_blocks: bool) -> None:
     local: dict[tuple[nn.Module, str], LocalPart] = {}
     for path, module in block.named_modules():
         kind = path.rpartition(".")[2]
@@ -88,7 +91,7 @@ def _cut_block(block: nn.Module, kv_heads: int, mesh: CutMesh) -> None:
                 local[module, name] = _of_first_rank(module, name, mesh)
             elif kind not in (*_OUTPUTS_CUT, *_INPUTS_CUT, *_WHOLE):
                 raise _cannot_cut(f"{path}.{name} of {type(block).__name__}", "1")
-    forward = block.forward
+    forward = torch.compile(block.forward, dynamic=True) if compile_blocks else block.forward
 
     @torch.compiler.disable
     def forward_of_all_tokens(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -73,6 +75,31 @@ def test_it_composes_with_recomputation_and_sharding_levels(
 ) -> None:
     path = tiny_folder("qwen3", tie_word_embeddings=True)
     assert difference_from_plain(ranks, path, **ON_TWO, **sections) <= 1e-12
+
+
+def compiled_adapters(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    import torch._dynamo
+
+    torch._dynamo.utils.clear_compilation_metrics()
+    found = plain_lora.lora_training(rank, config, batch)
+    code, graphs = Qwen3MLP.forward.__code__, torch._dynamo.utils.get_compilation_metrics()
+    starts = {(graph.co_filename, graph.co_firstlineno) for graph in graphs}
+    return found | {"mlp is compiled": (code.co_filename, code.co_firstlineno) in starts}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
+def test_compiled_blocks_train_weights_and_adapters_as_a_plain_process_does(
+    tiny_folder: TinyFolder, ranks: RankPool
+) -> None:
+    path = tiny_folder("qwen3", tie_word_embeddings=True, num_hidden_layers=1)
+    compiled: dict[str, Any] = ON_TWO | {"model": {"path": str(path), "compile": True}}
+    assert difference_from_plain(ranks, path, **compiled) <= 1e-12
+    optim, lora = {"name": "sgd", "lr": 0.05}, {"rank": 3, "alpha": 7.0}
+    config, batch = settings(path, lora=lora, optim=optim, **compiled), make_batch(path)
+    for ours in ranks.run(config.ranks, compiled_adapters, config, batch):
+        plain = plain_lora.plain_training(path, config, batch, ours["start"], plain_lora.ALL).weights()
+        assert largest_difference(ours["end"], plain) <= 1e-12 and ours["mlp is compiled"]
 
 
 # ---------------------------------------------------------------------- adapters, critic, exact KL
@@ -255,7 +282,6 @@ def test_a_model_that_tp_cannot_cut_is_refused_before_a_rank_starts(
         {"optim": {"name": "adamw", "state_dtype": "8bit"}},
         {"fsdp": {"sharding": "replicate"}},
         {"fsdp": {"wrap": ["Linear"]}},
-        {"model": {"compile": True}},
     ],
     ids=str,
 )
