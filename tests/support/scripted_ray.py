@@ -1,0 +1,82 @@
+"""Actors that answer as a test's script says, and functions that stand for Ray's waits, on a clock of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from actors.cluster import ray_errors
+
+NEVER = object()
+"""The outcome of a call that is not answered."""
+
+
+class Call:
+    """A reference of a call; `outcome` is its answer, its error, or `NEVER`."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+
+class Actor:
+    """Answers the calls of a name with the outcomes that `script` has for it in order, and any other call with None."""
+
+    def __init__(self, **script: Sequence[Any]) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._script = {name: list(outcomes) for name, outcomes in script.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*args: Any) -> Call:
+            self.calls.append((name, args))
+            outcomes = self._script.get(name)
+            return Call(outcomes.pop(0) if outcomes else None)
+
+        return SimpleNamespace(remote=remote)
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class ScriptedRay:
+    """Stands for the module ray; a wait without an answer moves the clock on and takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(
+        self, calls: Sequence[Call], num_returns: int = 1, timeout: float = 0.0, fetch_local: bool = True
+    ) -> tuple[list[Call], list[Call]]:
+        ready = [call for call in calls if call.outcome is not NEVER][:num_returns]
+        if not ready:
+            self.now += timeout
+        return ready, [call for call in calls if call not in ready]
+
+    def get(self, call: Call, timeout: float) -> Any:
+        if call.outcome is NEVER:
+            self.now += timeout
+            raise GetTimeoutError("no answer")
+        if isinstance(call.outcome, RayError):
+            raise call.outcome
+        if isinstance(call.outcome, Exception):
+            raise RayTaskError("call", "", call.outcome)
+        return call.outcome
+
+
+def script_ray(
+    monkeypatch: pytest.MonkeyPatch, waits: Sequence[ModuleType], clocks: Sequence[ModuleType] = ()
+) -> ScriptedRay:
+    """Has modules wait for scripted actors, and modules read the clock that these waits move on."""
+    scripted = ScriptedRay()
+    monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: False)
+    for module in waits:
+        monkeypatch.setattr(module, "ray", scripted)
+    for module in clocks:
+        monkeypatch.setattr(module, "time", scripted)
+    return scripted
