@@ -265,5 +265,10 @@ def read_weights(folder: ModelFolder, manifest: Manifest) -> Iterator[tuple[str,
                 try:
                     files.read(part.name, 0, rows.view(-1))
                 except (ModelError, KeyError) as error:
-                    raise SyncError(f"weights did not arrive: {error}", field="rollout.weight_transport") from error
+                    cause = error.message if isinstance(error, ModelError) else f"{part.name} is missing"
+                    raise SyncError(
+                        f"weights did not arrive: {cause}",
+                        field="rollout.weight_transport",
+                        hint="send the update again",
+                    ) from error
             yield name, tensor

@@ -42,10 +42,27 @@ class Actor:
 
 
 class ScriptedRay:
-    """Stands for the module ray; a wait without an answer moves the clock on and takes no time."""
+    """Stands for the module ray; a wait without an answer moves the clock on and takes no time.
+
+    `actors` are the named ones by (namespace, name); `killed` has what `kill` was called with.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.actors: dict[tuple[str, str], Actor] = {}
+        self.killed: list[Any] = []
+        self.util = SimpleNamespace(list_named_actors=self._list)
+
+    def _list(self, all_namespaces: bool) -> list[dict[str, str]]:
+        return [{"namespace": namespace, "name": name} for namespace, name in self.actors]
+
+    def get_actor(self, name: str, namespace: str) -> Actor:
+        if (namespace, name) not in self.actors:
+            raise ValueError(name)
+        return self.actors[namespace, name]
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
 
     def monotonic(self) -> float:
         return self.now
@@ -65,15 +82,18 @@ class ScriptedRay:
         if isinstance(call.outcome, RayError):
             raise call.outcome
         if isinstance(call.outcome, Exception):
-            raise RayTaskError("call", "", call.outcome)
+            raise RayTaskError("call", repr(call.outcome), call.outcome)
         return call.outcome
 
 
 def script_ray(
-    monkeypatch: pytest.MonkeyPatch, waits: Sequence[ModuleType], clocks: Sequence[ModuleType] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    waits: Sequence[ModuleType],
+    clocks: Sequence[ModuleType] = (),
+    scripted: ScriptedRay | None = None,
 ) -> ScriptedRay:
     """Has modules wait for scripted actors, and modules read the clock that these waits move on."""
-    scripted = ScriptedRay()
+    scripted = scripted or ScriptedRay()
     monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: False)
     for module in waits:
         monkeypatch.setattr(module, "ray", scripted)
