@@ -112,6 +112,86 @@ def test_as_json_it_says_what_settings_choose(config: Path, capsys: pytest.Captu
     assert found["chosen"]["rollout.reward"]["actors.rollout.rewards:exact_match"] == first_line
 
 
+def test_settings_of_a_users_own_loop_are_fine_though_train_would_refuse_them(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, verdict = checked(capsys, config)[0].splitlines()
+    assert verdict.startswith("these settings are fine for a loop of your own; `slimefsdp train` would refuse them: ")
+    assert "run.dir" in verdict
+    found = json.loads(checked(capsys, config, "--json")[0])
+    assert found["train"] in verdict and found["data"] == []
+
+
+def test_sft_chooses_no_policy_loss_and_a_function_without_a_source_is_named_as_it_is(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = yaml.safe_load(config.read_text())
+    for name in ("advantage", "rollout"):
+        del tree[name]
+    config.write_text(yaml.safe_dump({**tree, "algorithm": "sft"}))
+    assert list(json.loads(checked(capsys, config, "--json")[0])["chosen"]) == ["loss.reduction"]
+    config.write_text(yaml.safe_dump({**tree, "rollout": {"filter": f"{__name__}:KEEPER"}}))
+    chosen = json.loads(checked(capsys, config, "--json")[0])["chosen"]["rollout.filter"]
+    assert chosen == {f"{__name__}:KEEPER": repr(KEEPER)}
+
+
+class Keeper:
+    def __call__(self, record: dict[str, Any], samples: Any) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "a keeper"
+
+
+KEEPER = Keeper()
+
+
+def test_gpus_are_listed_with_their_memory_and_what_can_run_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "_torchs_devices", lambda: ([("H200", 140 * 10**9)] * 2, ["nccl"]))
+    lines = dict(line.split("  ", 1) for line in checked(capsys)[0].splitlines() if "  " in line)
+    assert lines["devices"].strip().endswith("H200, 140.0 GB; H200, 140.0 GB")
+    assert lines["can run"].strip() == "on CUDA 2 ranks and engines in all, each with its own GPU"
+
+
+def test_a_machine_without_loopback_and_without_some_package_is_described(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(check.socket, "create_connection", unreachable)
+    text, error = checked(capsys, status=6)
+    assert "NOT reachable" in text and "127.0.0.1" in error
+    monkeypatch.undo()
+    requirements = ["numpy>=1.0", 'wandb>=999; extra == "wandb"', 'datasets; extra == "data"', 'x>=1; extra == "other"']
+    monkeypatch.setattr(check, "_requirements", lambda: (">=3", [*requirements, "no-such-package"]))
+    text, error = checked(capsys, status=6)
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
+    assert ["no-such-package", "MISSING,  is needed"] in lines and "no-such-package" in error
+    (optional,) = [words[1] for words in lines if words[0] == "optional"]
+    assert optional.startswith("wandb ") and optional.count(";") == 1 and "x>=1" not in text
+
+
+@pytest.mark.parametrize(("version", "is_within"), [("2.11.0a0+nv25.10", True), ("3.0", False), ("of a fork", False)])
+def test_builds_of_vendors_count_as_their_release_and_other_words_as_none(
+    version: str, is_within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_requirements", lambda: (">=3", ["torch>=2.11,<3"]))
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    (torch_package,) = [one for one in check.look_around().packages if one.name == "torch"]
+    assert torch_package.is_supported is is_within and torch_package.version == version
+
+
+def test_outside_of_a_checkout_the_installed_distribution_says_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = check.look_around().packages
+    monkeypatch.setattr(check, "__file__", str(tmp_path / "site-packages" / "actors" / "cli" / "check.py"))
+    assert {one.name for one in check.look_around().packages} == {one.name for one in here}
+
+
 def broken_torch() -> Any:
     raise OSError("libcudart.so.99: cannot open shared object file")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +26,16 @@ from actors.cluster.capacity import (
     gpus_of_engines,
     with_cluster_ranks,
 )
-from actors.cluster.connect import connect, keep_token_private
+from actors.cluster.connect import (
+    RAY_LOG,
+    RayMessages,
+    cluster_size,
+    connect,
+    keep_token_private,
+    ray_session,
+    require_answer,
+    require_lasting_cluster,
+)
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ResourceError
 from tests.support.refusals import refused
@@ -222,6 +234,133 @@ def test_a_token_is_made_and_kept_for_this_user_alone(tmp_path: Path, monkeypatc
     assert modes(tmp_path / "own")[1] == 0o600 and (tmp_path / "own").read_text() == "x" * 64
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without a token."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def raising(error: Exception) -> Any:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fails
+
+
+def test_a_token_is_whole_where_files_cannot_be_linked_and_the_first_ones_where_two_are_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = home / ".ray" / "auth_token"
+
+    def overtaken(own: Path, target: Path) -> None:
+        own.write_text("the other's")
+        raise FileExistsError
+
+    monkeypatch.setattr(Path, "hardlink_to", raising(OSError(1, "no links here")))
+    keep_token_private(make=True)
+    assert len(file.read_text()) == 64 and list(file.parent.iterdir()) == [file] and modes(file)[1] == 0o600
+    file.unlink()
+    monkeypatch.setattr(Path, "hardlink_to", overtaken)
+    keep_token_private(make=True)
+    assert file.read_text() == "the other's" and list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("error", "word"), [(PermissionError(13, "denied"), "no permission"), (OSError(30, "read-only"), "read-only")]
+)
+def test_where_no_token_can_be_made_the_folder_is_named(
+    error: OSError, word: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "mkdir", raising(error))
+    with refused(ResourceError, "cluster.address", home / ".ray" / "auth_token", word) as caught:
+        keep_token_private(make=True)
+    assert "RAY_AUTH_TOKEN_PATH" in str(caught.value.hint)
+
+
+def test_another_users_token_that_all_can_read_is_warned_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "token").write_text("x")
+    (home / "token").chmod(0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "token"))
+    monkeypatch.setattr(Path, "chmod", raising(PermissionError(1, "not yours")))
+    with pytest.warns(UserWarning, match=str(home / "token")):
+        keep_token_private(make=False)
+
+
+def test_what_ray_would_print_is_in_a_file_with_its_process_until_that_is_closed(tmp_path: Path) -> None:
+    from ray._private import worker
+
+    printed, logger = worker.print_to_stdstream, logging.getLogger("ray")
+    handlers, path = list(logger.handlers), tmp_path / "run" / RAY_LOG
+    messages = RayMessages(path)
+    write: Any = worker.print_to_stdstream
+    try:
+        write({"pid": "autoscaler", "lines": ["a table"]})
+        write({"pid": 7, "actor_name": "Rank", "lines": ["\x1b[36mhello\x1b[0m", "there"]})
+        write({"pid": 8, "actor_name": None, "task_name": None, "lines": ["alone"]}, "more")
+        write({"pid": "raylet", "lines": ["lost"]})
+        logger.error("a problem")
+    finally:
+        messages.close()
+    write({"pid": 7, "lines": ["late"]})  # from a thread of Ray's, which must not end
+    assert (worker.print_to_stdstream, logger.handlers) == (printed, handlers)
+    *lines, last = path.read_text().splitlines()
+    assert [line.partition(" ")[2] for line in lines] == [
+        "(Rank pid=7) hello", "(Rank pid=7) there", "(pid=8) alone", "(raylet) lost"
+    ]  # fmt: skip
+    assert last.endswith("ERROR ray: a problem")
+
+
+def test_a_command_names_the_file_of_messages_and_leaves_the_cluster_whatever_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Any] = []
+    monkeypatch.setattr(cluster_module, "connect", lambda config, path: done.append(path))
+    monkeypatch.setattr(cluster_module, "disconnect", lambda: done.append("left"))
+    for sections in ({"run": {"dir": str(tmp_path)}}, {}):
+        with pytest.raises(KeyError), ray_session(config(**sections)):
+            raise KeyError
+    assert done[0] == tmp_path / RAY_LOG and done[1] == done[3] == "left"
+    assert str(done[0]) in capsys.readouterr().err
+    assert done[2].name == RAY_LOG and done[2].parent.is_dir()
+    done[2].parent.rmdir()
+
+
+def test_a_machine_that_does_not_answer_is_an_error_at_once() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for named in (address, f"ray://{address}", "127.0.0.1:99999999999"):
+            with refused(ResourceError, "cluster.address", named):
+                require_answer(named)
+    for not_one in ("auto", "10.0.0.1", "10.0.0.1:port", ":1"):
+        require_answer(not_one)  # which is Ray's to judge
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        require_answer(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_a_cluster_that_ends_with_its_program_is_not_one_for_named_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import worker
+
+    for processes in ({}, {"raylet": [1]}):
+        monkeypatch.setattr(worker, "_global_node", SimpleNamespace(all_processes=processes))
+        if processes:
+            with refused(ResourceError, "cluster.address"):
+                require_lasting_cluster()
+        else:
+            require_lasting_cluster()
+
+
+def test_the_size_of_a_cluster_counts_the_nodes_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "join", lambda *_, **__: None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 6.0})
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True}, {"Alive": False}, {"Alive": True}])
+    assert cluster_size("10.0.0.1:6379", True) == (2, 6, 0)
+
+
 def test_a_cluster_on_other_machines_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ResourceError, match=r"10\.0\.0\.1:6379") as caught:
@@ -279,6 +418,31 @@ def test_this_machines_own_addresses_and_what_is_allowed_need_no_token(
     with refused(ResourceError, "cluster.address", f"asked for {cluster['address']}"):
         connect(config(cluster=cluster))
     assert any(cluster["address"] in str(one.message) for one in recwarn) is is_warned
+
+
+def test_messages_that_cannot_be_written_are_an_error_and_no_cluster_is_started(
+    no_ray: None, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "file").touch()
+    monkeypatch.setattr("ray.init", raising(AssertionError("it was started")))
+    with refused(ResourceError, "run.dir", home / "file" / RAY_LOG):
+        connect(config(mesh={"device": "cpu"}), home / "file" / RAY_LOG)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    connect(config(mesh={"device": "cpu"}), home / "file" / RAY_LOG)  # nothing is to be done
+
+
+def test_a_cluster_that_refuses_the_token_is_told_from_one_that_is_not_there(
+    no_ray: None, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private import worker
+
+    printed, refusal = worker.print_to_stdstream, ConnectionError("no")
+    monkeypatch.setattr("ray.init", raising(refusal))
+    for cause, hint in ((None, "ray start --head"), (RuntimeError("InvalidAuthToken: x"), "RAY_AUTH_MODE=token")):
+        refusal.__cause__ = cause
+        with refused(ResourceError, "cluster.address", "127.0.0.2:6379") as caught:
+            connect(config(cluster={"address": "127.0.0.2:6379"}), home / RAY_LOG)
+        assert hint in str(caught.value.hint) and worker.print_to_stdstream is printed
 
 
 def test_a_cluster_is_allowed_without_a_token_only_where_one_is_named() -> None:
