@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -641,3 +642,91 @@ def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherw
     assert found.status_code == 400 and "load_weights" in found.text and cast(Any, service._group).loaded == []
     answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))
     assert http.post("/api/v1/create_model", json={"session_id": session, **ASKED}).status_code == 410
+
+
+def sampling(http: TestClient, session: str, number: int = 0, **weights: Any) -> Any:
+    body = {"session_id": session, "sampling_session_seq_id": number, **weights}
+    return http.post("/api/v1/create_sampling_session", json=body)
+
+
+def test_sampling_clients_and_their_requests_are_refused_by_name(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = run.partition(":")[0]
+    state = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "a"}))["path"]
+    for weights, word in (
+        ({"model_path": state}, "a state to train from"),
+        ({"base_model": "another"}, "another"),
+        ({}, "neither model_path nor base_model"),
+    ):
+        found = sampling(http, session, **weights)
+        assert found.status_code == 400 and word in found.json()["error"]
+    sampler = sampling(http, session, base_model="tiny/model").json()["sampling_session_id"]
+    asked = {"sampling_session_id": sampler, "sampling_params": {"max_tokens": 4}}
+    short, room = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}, service.most_context
+    long = {"chunks": [{"type": "encoded_text", "tokens": [3] * room}]}
+    for number, (more, words) in enumerate(
+        (
+            ({"prompt": long}, [f"a prompt of {room} tokens", str(room - 1)]),
+            ({"prompt": short, "sampling_params": {"max_tokens": room - 1}}, [f"max_tokens={room - 1}", str(room - 2)]),
+            ({"prompt": short, "record_stability_info": True}, ["record_stability_info"]),
+        )
+    ):
+        found = http.post("/api/v1/asample", json={**asked, "seq_id": number, **more})
+        assert found.status_code == 400 and all(word in found.json()["error"] for word in words), found.text
+    rest = {**asked, "seq_id": 9, "prompt": short, "sampling_params": {"stop": ["a"], "temperature": 0}}
+    assert isinstance(answer(http, http.post("/api/v1/asample", json=rest)), bytes)
+    assert http.get(f"/api/v1/samplers/{sampler}").json()["base_model"] == "tiny/model"
+
+
+def test_weights_that_were_deleted_fail_the_requests_of_their_sampler_alone(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = run.partition(":")[0]
+    save = {"model_id": run, "seq_id": 1, "path": "a"}
+    path = answer(http, http.post("/api/v1/save_weights_for_sampler", json=save))["path"]
+    sampler = sampling(http, session, model_path=path).json()["sampling_session_id"]
+    version = service.samplers.sessions[sampler].version
+    assert version is not None
+    shutil.rmtree(version.folder)
+    asked = {"sampling_session_id": sampler, "prompt": {"chunks": []}, "sampling_params": {"max_tokens": 4}}
+    asked["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    found = answer(http, http.post("/api/v1/asample", json={**asked, "seq_id": 0}))
+    assert found["category"] == "user" and "not there any more" in found["error"]
+    base = sampling(http, session, 1, base_model="tiny/model").json()["sampling_session_id"]
+    asked["sampling_session_id"] = base
+    assert isinstance(answer(http, http.post("/api/v1/asample", json={**asked, "seq_id": 0})), bytes)
+
+
+def test_what_a_run_cannot_load_or_save_is_refused_and_it_goes_on(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = run.partition(":")[0]
+
+    def posted(call: str, **body: Any) -> Any:
+        return http.post(f"/api/v1/{call}", json=body)
+
+    weights = answer(http, posted("save_weights_for_sampler", model_id=run, seq_id=1, path="w"))["path"]
+    state = answer(http, posted("save_weights", model_id=run, seq_id=2, path="a"))["path"]
+    for found, word in (
+        (posted("load_weights", model_id=run, seq_id=3, path=weights, optimizer=True), "no state to train from"),
+        (posted("load_weights", path=state, optimizer=True), "neither a run nor a session"),
+        (
+            posted("load_weights", path=state, optimizer=True, session_id=session, model_seq_id=7, base_model="x"),
+            "'x'",
+        ),
+        (posted("save_weights_for_sampler", model_id=run, seq_id=3), "neither path nor sampling_session_seq_id"),
+    ):
+        assert found.status_code == 400 and word.strip("'") in found.json()["error"], found.text
+    other = answer(
+        http, posted("create_model", session_id=session, **{**ASKED, "model_seq_id": 1, "lora_config": {"rank": 8}})
+    )
+    wrong = posted("load_weights", model_id=other["model_id"], seq_id=1, path=state, optimizer=True)
+    assert wrong.status_code == 400 and "has rank 4, and this run has rank 8" in wrong.json()["error"]
+    taken = answer(http, posted("save_weights_for_sampler", model_id=run, seq_id=3, path="w"))
+    assert taken["category"] == "user" and "with the name 'w'" in taken["error"]
+    unnamed = {"model_id": run, "sampling_session_seq_id": 5}
+    assert "sampling_session_id" in answer(http, posted("save_weights_for_sampler", seq_id=4, **unnamed))
+    again = answer(http, posted("save_weights_for_sampler", seq_id=5, **unnamed))
+    assert again["category"] == "user" and "keeps its weights" in again["error"]
+    assert answer(http, posted("save_weights", model_id=run, seq_id=6, path="b"))["path"].endswith("/weights/b")
+    answer(http, posted("unload_model", model_id=run))
+    ended = posted("create_model", session_id=session, **ASKED)
+    assert ended.status_code in (404, 410)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tinker import types
 
 from actors.service import tinker_pb2
-from actors.service.datums import work_of
+from actors.service.datums import parse_request, scan_request, work_of
 from actors.service.users import LIMITS
 from slimefsdp.errors import BatchError, SlimeError
+from tests.support.refusals import refused
 from tests.support.service import Served, datum, log_probs_of, message, tokens_of
 
 ONE, TWO = np.ones(3), np.ones((3, 2))
@@ -29,7 +30,37 @@ SPARSE = tinker_pb2.Tensor(
     },
     dtype=1, shape=[3, 2],
 )  # fmt: skip
+
+
+def with_chunk(tokens: bytes | None) -> Any:
+    """A request whose text is these bytes; None: a chunk without text."""
+    made = message()
+    chunk = made.data[0].model_input[0]
+    if tokens is None:
+        chunk.Clear()
+    else:
+        chunk.encoded_text.tokens = tokens
+    return made
+
+
+def joined(*messages: Any) -> Any:
+    """A request with the datums of all of these."""
+    made = message()
+    del made.data[:]
+    for one in messages:
+        made.data.extend(one.data)
+    return made
+
+
 BAD: dict[str, tuple[Any, str]] = {
+    "nothing": (joined(), "no datums"),
+    "a chunk of nothing": (with_chunk(None), "a chunk of nothing"),
+    "half a token": (with_chunk(b"123456"), "no array of int32"),
+    "no tokens": (with_chunk(b""), "has no tokens"),
+    "a loss of nobody": (message(loss="mine"), "'mine' is not supported"),
+    "one and two targets a token": (
+        joined(message(), message(target_tokens=np.ones((3, 2), int), weights=TWO)), "differs from that of the datums"
+    ),
     "too many targets a token": (message(target_tokens=np.ones((3, 257), int)), r"\[3, 257\]"),
     "no targets a token": (message(target_tokens=np.ones((3, 0), int)), r"\[3, 0\]"),
     "three axes": (message(target_tokens=np.ones((3, 1, 1), int)), "3 dimensions"),
@@ -62,6 +93,25 @@ def test_a_datum_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     with pytest.raises(BatchError, match=words) as caught:
         work_of(made, vocab_size=100, max_tokens=64, max_targets=10**6)
     assert caught.value.field and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x0a", b"\x0a\x05ab", b"\x0b", b"\x80" * 11, b"\x08" + b"\x80" * 10 + b"\x01", b"\x0a\x01\xff", b"\x0d\x00"],
+    ids=["no length", "cut", "a group", "no end of a tag", "no end of a number", "no text", "four bytes cut"],
+)
+def test_bytes_that_are_no_request_are_refused_before_or_while_they_are_parsed(data: bytes) -> None:
+    with refused(BatchError, "body", "ForwardBackwardRequest"):
+        scan_request(data)
+        parse_request(data)
+
+
+def test_a_request_of_more_fields_than_memory_has_room_for_is_refused_by_its_bytes_alone() -> None:
+    whole = message("s:train:0").SerializeToString()
+    model, size = scan_request(whole)
+    assert model == "s:train:0" and size > len(whole)
+    with refused(BatchError, "data", 2**20):
+        scan_request(whole + b"\x1a\x00" * (2**20 + 1))
 
 
 def test_numbers_of_a_loss_are_those_it_has_and_in_their_ranges() -> None:

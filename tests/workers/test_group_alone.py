@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from actors.cluster import ray_errors
 from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers import futures, worker_group
-from actors.workers.group_calls import submit
+from actors.workers.group_calls import JobGroup, submit
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, StateError
@@ -24,7 +24,9 @@ from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.results import LogProbs
 from slimefsdp.training import prepare
 from slimefsdp.training.plan import plan_training
+from tests.support.refusals import refused
 from tests.support.runs import Untouchable
+from tests.support.scripted_ray import Actor
 from tests.support.waiting import PATIENCE_S
 
 
@@ -67,6 +69,60 @@ def test_a_bad_call_is_refused_before_any_rank_sees_it(
         call(group, batch)
     assert type(caught.value) is kind and caught.value.field == field and caught.value.hint
     assert caught.value.rank is None
+
+
+def test_what_is_no_call_of_a_group_cannot_be_submitted(group: Any) -> None:
+    for other, name in ((group.health, "health"), (len, "len"), (3, "3")):
+        with refused(ConfigError, "call", name):
+            submit(other)
+
+
+def test_a_handle_says_what_it_is_of_while_its_job_lasts(group: Any, example: Path) -> None:
+    model = str(example / "model")
+    assert repr(group) == f"WorkerGroup(actor, 2 ranks, {model})"
+    assert repr(group.adapter("a")) == f"AdapterHandle(a of {group!r})"
+    with refused(ConfigError, "name", "a/b"):
+        group.adapter("a/b")
+
+    class Ended:
+        roles = ("actor",)
+
+        def config_of(self, role: str) -> Any:
+            raise StateError("it has ended", field="job", hint="launch another")
+
+    assert repr(JobGroup(Ended(), "actor")) == "JobGroup(actor)"  # type: ignore[arg-type]
+
+
+def test_a_handle_on_a_job_asks_the_job_for_its_own_role_and_has_the_others_of_an_actor(group: Any) -> None:
+    asked: list[Any] = []
+    job: Any = SimpleNamespace(
+        roles=("actor", "critic"), config_of=lambda role: group.config,
+        receivers=lambda role: asked.append(role) or [role],
+        health=lambda role, timeout_s: asked.append(timeout_s) or [],
+    )  # fmt: skip
+    handle = JobGroup(job, "actor")
+    critic = handle.critic
+    assert critic is not None and critic.role == "critic" and handle.reference_group is None
+    assert critic.critic is None and critic.receivers == ["critic"] and handle.health(7.0) == []
+    assert asked == ["critic", 7.0]
+
+
+@pytest.mark.parametrize(
+    ("role", "call", "field", "word"),
+    [
+        ("actor", lambda group: group.update_weights(group.receivers), "receivers", "cannot receive"),
+        ("ref", lambda group: group.save(3), "save", "reference group"),
+    ],
+)
+def test_a_group_does_not_send_to_itself_and_a_reference_does_not_save(
+    group: Any, role: Any, call: Any, field: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: False)
+    rank, watchdog = Actor(), cast(Any, Untouchable())
+    folder = read_model_folder(group.config.model.path)
+    with refused(StateError, field, word):
+        call(WorkerGroup(group.config, role, [rank], folder, watchdog=watchdog))
+    assert rank.calls == []
 
 
 def test_once_the_cluster_is_gone_no_call_reaches_a_rank(
