@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from slimefsdp.monitoring.curves import RunCurves, draw_curves, panels_of, series_of
+from slimefsdp.monitoring.curves import RunCurves, draw_curves
 from slimefsdp.monitoring.metrics_log import MetricsLog
+from slimefsdp.monitoring.panels import panels_of, series_of
 
 
 def rows_of(metrics, steps):
