@@ -138,6 +138,7 @@ class Run:
         start = _resume(config, self._group, self._loop.prompts, self._log)
         # written only now, so that a refused resume does not change the files of the earlier run
         self._folder.write_settings(self._group.config)  # in which mesh.dp is a number
+        self._folder.write_start(start)
         self._folder.write_skipped([asdict(record) for record in self._skipped])
         self._progress = Progress(self._loop.columns, total_steps=self._steps)
         if self._keeps and not config.checkpoint.resume:

@@ -3,6 +3,7 @@
     .lock          locked by the process that runs `train`, until that process ends
     settings.yaml  every setting of the newest start, with defaults as comments and commits of hub models and data;
                    settings.1.yaml, .. of earlier starts
+    starts.jsonl   a line for each start: its time, the step from which it went on, versions, the machine
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out at the newest start
     batches/       the batch of each step since the oldest checkpoint
     samples/       texts of a few groups of each step, to be read by people
@@ -14,9 +15,12 @@ A recorded batch is written atomically like a checkpoint, with the sha256 of its
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +39,7 @@ from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.rpc import ROLES
 
 SETTINGS = "settings.yaml"
+STARTS = "starts.jsonl"
 SKIPPED = "skipped_prompts.jsonl"
 EVALUATIONS = "evaluations"
 SAMPLES = "samples"
@@ -102,6 +107,24 @@ class RunFolder:
             temporary = self.path / f".{SETTINGS}.tmp"
             write_synced(temporary, text.encode())
             temporary.replace(file)
+
+    def write_start(self, step: int) -> None:
+        """Appends a line about this start to starts.jsonl.
+
+        Args:
+            step: number of steps that were done before.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        packages = ("slimefsdp", "torch", "transformers", "ray", "numpy")
+        versions = {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()}
+        machine = f"{platform.platform()}, {os.cpu_count()} CPUs"
+        line = {"time": time.time(), "step": step, "versions": versions, "machine": machine}
+        with io_reported(self.path / STARTS, "train"):
+            refuse_unless_plain(self.path / STARTS)
+            with (self.path / STARTS).open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
 
     def write_skipped(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Writes a line for each record that was left out at this start; replaces the lines of the previous start.

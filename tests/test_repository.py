@@ -55,6 +55,7 @@ ROOMS = {
             "supervised_loops",
             "loop",
             "service",
+            "report",
             "cli",
         ),
     ),
@@ -215,6 +216,6 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     assert "slimefsdp = actors.cli.main:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    kinds = ("*.py", "*.pyi", "*.proto", "py.typed", "config.json", "page.html")
+    kinds = ("*.py", "*.pyi", "*.proto", "py.typed", "config.json", "page.*", "uPlot.*", "LICENSE")
     files = [file for package in PACKAGES for kind in kinds for file in (source / package).rglob(kind)]
     assert {name for name in names if ".dist-info/" not in name} == {str(file.relative_to(source)) for file in files}

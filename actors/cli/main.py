@@ -1,4 +1,4 @@
-"""The command line `slimefsdp`: nine commands, their arguments, and how an error is printed.
+"""The command line `slimefsdp`: ten commands, their arguments, and how an error is printed.
 
 A command's module is imported when the command runs, so that `--help` and shell completion are quick. An error prints
 as a few lines on stderr and sets the exit status of its class; `--debug` shows the traceback instead.
@@ -295,6 +295,31 @@ def curves(
         draw_curves(rows, target, title=title, heldout_sets=heldout_sets)
     print(f"{target}: {len(rows)} rows, to step {max(int(row['step'] or 0) for row in rows)}")
     return 0
+
+
+@app.command(
+    name="report",
+    epilog=examples(
+        "slimefsdp report runs/first --watch 30", "slimefsdp report runs/first runs/second --output compared.html"
+    ),
+)
+def report_of_runs(
+    runs: Annotated[
+        list[Path], typer.Argument(parser=path, metavar="RUN...", help="run.dir of running or ended runs.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(parser=path, metavar="FILE", help="The page to write. Default: report.html in the only RUN."),
+    ] = None,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=1, max=86400, metavar="SECONDS", help="Write the page again and again, while a run goes on."),
+    ] = None,
+) -> int:
+    """Write runs as one HTML page: findings, curves, held-out responses, events and settings."""
+    from actors.cli.report import report_command
+
+    return report_command(runs, output, watch)
 
 
 app.add_typer(groups.commands, name="groups", subcommand_metavar="COMMAND")

@@ -61,12 +61,19 @@ def example_line(step: int, record: Record, scored: ScoredSample) -> str:
     prompt = record["prompt"]
     question = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
     prompt, response = (
-        printable(_shortened(text.strip(), _MOST_OF_EXAMPLE), kept="") for text in (question, scored.sample.text)
+        printable(shortened(text.strip(), _MOST_OF_EXAMPLE), kept="") for text in (question, scored.sample.text)
     )
     return f"step {step}, a held-out sample: {prompt} -> {response} ({_scores_text(scored)})"
 
 
-def _shortened(text: str, most: int) -> str:
+def prompt_text(prompt: Any) -> str:
+    """Returns a prompt as text: each message of a chat begins with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
+
+
+def shortened(text: str, most: int) -> str:
     """Cuts the middle out of a text that is longer than `most` characters."""
     if len(text) <= most:
         return text
@@ -79,10 +86,7 @@ def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: s
     shown = by_reward if len(samples) <= _SHOWN_RESPONSES else [*by_reward[:half], *by_reward[-half:]]
     head = f"=== {place_of(record)}: {len(shown)} of {len(samples)} responses"
     head += f"; not trained on: {why_left_out}" if why_left_out else ""
-    prompt = record["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
-    parts = [head, _indented(prompt)]
+    parts = [head, _indented(prompt_text(record["prompt"]))]
     if "answer" in record:
         parts.append(f"--- answer: {_indented(str(_bounded(record['answer']))).lstrip()}")
     for scored in sorted(shown, key=lambda scored: scored.sample.number):
@@ -114,7 +118,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _indented(text: str) -> str:
-    return textwrap.indent(printable(_shortened(text, _MOST_OF_TEXT)), _INDENT)
+    return textwrap.indent(printable(shortened(text, _MOST_OF_TEXT)), _INDENT)
 
 
 def _scores_text(scored: ScoredSample) -> str:

@@ -24,6 +24,7 @@ from slimefsdp.io.user_files import open_plain, read_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+_MOST_STEPS = 2**53  # a limit on integers in rows, since floats are exact only below
 WANDB_ID = "wandb_id"  # name of the file with the run's id at Weights & Biases
 
 
@@ -161,7 +162,13 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < _MOST_STEPS:
+        return None
+    return row if all(map(_is_number_or_none, row.values())) else None
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or type(value) is float or (type(value) is int and abs(value) < _MOST_STEPS)
 
 
 def _begin_wandb_run(arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
