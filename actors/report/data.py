@@ -228,11 +228,11 @@ def _peaks(values: np.ndarray) -> np.ndarray:
     return np.unique([part[at(values[part])] for part in parts for at in (np.argmin, np.argmax)])
 
 
-def _number(value: Any) -> float | None:
-    """Returns a number with 6 digits; None for what is no finite number, since JSON has none."""
+def _number(value: Any, digits: int = 6) -> float | None:
+    """Returns a number with so many digits; None for what is no finite number, since JSON has none."""
     if type(value) not in (int, float, np.float64) or not math.isfinite(value):
         return None
-    return float(f"{value:.6g}")
+    return float(f"{value:.{digits}g}")
 
 
 def _state(folder: Path, step: int, planned: int | None) -> str:
@@ -246,7 +246,7 @@ def _state(folder: Path, step: int, planned: int | None) -> str:
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings of a file as section.name -> JSON."""
-    flat = {}
+    flat: dict[str, str] = {}
     for name, value in settings.items():
         inner = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
         flat |= {key: json.dumps(item, ensure_ascii=False) for key, item in inner.items()}
@@ -254,7 +254,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Returns versions and machine of the newest start; versions of the newest checkpoint if starts are not recorded."""
+    """Returns machine and versions of the newest start; those of the newest checkpoint if no start is recorded."""
     found: dict[str, Any] = next(reversed(list(_objects(folder / STARTS))), {})
     if not found and (newest := next(CheckpointStore.of_run(folder).manifests(), None)) is not None:
         found = newest.info
@@ -270,7 +270,7 @@ def _events(folder: Path, rows: Sequence[Row]) -> Iterator[Event]:
         text = "The run started." if number == 0 else "The run was resumed."
         yield Event(int(_number(start.get("step")) or 0), "start", text)
     for lost in _objects(folder / RECOVERIES):
-        noticed = _number(lost.get("noticed_at")) or 0.0
+        noticed = _number(lost.get("noticed_at"), 15) or 0.0
         at = next((step for moment, step in times if moment >= noticed), times[-1][1])
         text = f"Rank {lost.get('rank')} was lost in {lost.get('call')} ({lost.get('message')}); "
         text += f"{lost.get('calls_repeated')} calls were repeated, {_number(lost.get('seconds'))} s."

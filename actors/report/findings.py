@@ -14,7 +14,7 @@ import numpy as np
 from slimefsdp.monitoring.panels import Series
 
 HELD_OUT = "Held-out prompts"
-END = 0.2  # the beginning and the end of a run are this share of its points
+END = 0.1  # the beginning and the end of a run are this share of its points
 RISE = 0.1  # smallest rise of the training reward, as a share of its largest absolute value
 FALL = 0.1  # smallest fall of a held-out score below its best earlier value, as a share of the largest absolute value
 LONGER, SHORTER = 1.5, 0.5  # end of the response length / its beginning

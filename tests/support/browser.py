@@ -69,6 +69,10 @@ class Browser:
         """Loads a file, and waits until it is loaded."""
         self.said, self.requests = [], []
         self.call("Page.navigate", url=page.resolve().as_uri())
+        self.until_loaded()
+
+    def until_loaded(self) -> None:
+        """Waits until the page has loaded, or has loaded itself again."""
         self._until(lambda message: message.get("method") == "Page.loadEventFired")
 
     def run(self, script: str) -> Any:

@@ -58,7 +58,7 @@ def row(step: int, steps: int, hack: bool, is_evaluated: bool) -> dict[str, floa
     return found | {
         "updates": 2.0, "rollout/reward": 0.3 + 0.6 * share + noise, "loss": noise, "entropy": 2 - share + noise,
         "kl_ref": 0.1 * share, "clip_fraction_low": 0.01 + noise / 10, "clip_fraction_high": 0.02,
-        "rollout/response_length": 20 + (400 * share if hack else 0) + noise, "rollout/truncated": 0.01 + 0.3 * share * hack,
+        "rollout/response_length": 20 + 400 * share * hack + noise, "rollout/truncated": 0.01 + 0.3 * share * hack,
         "grad_norm": 1 + noise, "memory/peak_bytes": 3e9, "memory/allocated_bytes": 2e9,
         "rollout_mismatch_max": 1e-6 + abs(noise) * 1e-5, "tokens_per_second": 900 + 100 * noise,
         "seconds/generate": 2.0 + noise, "seconds/train": 3.0, "seconds/step": 6.0 + noise,
