@@ -4,6 +4,7 @@
     settings.yaml  every setting of the newest start, with defaults as comments and commits of hub models and data;
                    settings.1.yaml, .. of earlier starts
     starts.jsonl   a line for each start: its time, the step from which it went on, versions, the machine
+    recoveries.jsonl  a line for each time that ranks were replaced
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out at the newest start
     batches/       the batch of each step since the oldest checkpoint
     samples/       texts of a few groups of each step, to be read by people
@@ -43,6 +44,7 @@ STARTS = "starts.jsonl"
 SKIPPED = "skipped_prompts.jsonl"
 EVALUATIONS = "evaluations"
 SAMPLES = "samples"
+RECOVERIES = "recoveries.jsonl"
 _BATCH = "batch.safetensors"
 _METRICS = "metrics.jsonl"
 # folders of the machine itself, in which a run's files do not belong

@@ -2,7 +2,7 @@
 
     python benchmarks/report_page.py [--json FILE]
 
-The runs are made up: 1,000 steps, and 5,000 held-out responses in five evaluations of 250 prompts x 4; one run, and two.
+One run, and two, are made up: 1,000 steps, and five evaluations of 250 held-out prompts x 4 responses.
 Needs Chromium. A page is loaded from the disk with an empty cache, and is shown when its script has built all parts.
 """
 

@@ -80,6 +80,7 @@ PARTS: dict[str, tuple[str, set[str]]] = {
         "environment(['calculator', 'python'])",
         RAY,
     ),
+    "a report": ("import actors.cli.report", {*RAY, "matplotlib"}),
     "finding a filter": ("from actors.rollout.groups import load_filter; load_filter('mixed_groups')", RAY),
 }
 

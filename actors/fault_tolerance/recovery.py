@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.fault_tolerance.call_log import LoggedCall
+from actors.run_dir import RECOVERIES
 from slimefsdp.errors import EngineError, PeerFailed, SlimeError, WorkerDied, WorkerHung
 from slimefsdp.io.user_files import refuse_unless_plain
 
@@ -76,7 +77,6 @@ class Restarts:
         self._in_a_row.clear()
 
 
-RECOVERIES = "recoveries.jsonl"
 _COMPARED = ("loss", "grad_norm")  # metrics that a repeated call must reproduce
 
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.fault_tolerance.recovery import RECOVERIES
 from actors.report.findings import Finding, findings_of
 from actors.rollout.sample_files import prompt_text, shortened
-from actors.run_dir import EVALUATIONS, SAMPLES, SETTINGS, SKIPPED, STARTS
+from actors.run_dir import EVALUATIONS, RECOVERIES, SAMPLES, SETTINGS, SKIPPED, STARTS
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import CheckpointError, ConfigError
@@ -273,7 +272,7 @@ def _events(folder: Path, rows: Sequence[Row]) -> Iterator[Event]:
         noticed = _number(lost.get("noticed_at"), 15) or 0.0
         at = next((step for moment, step in times if moment >= noticed), times[-1][1])
         text = f"Rank {lost.get('rank')} was lost in {lost.get('call')} ({lost.get('message')}); "
-        text += f"{lost.get('calls_repeated')} calls were repeated, {_number(lost.get('seconds'))} s."
+        text += f"{lost.get('calls_repeated')} calls were repeated, {_number(lost.get('seconds'), 2)} s."
         yield Event(at, "recovery", text)
     if skipped := sum(1 for _ in _objects(folder / SKIPPED)):
         yield Event(0, "warning", f"{skipped} records were left out: data.overlong_prompts=skip")

@@ -139,7 +139,7 @@ function drawChart(chart, index) {
     cursor: {sync: {key: "steps", scales: ["x", null]}, y: false},
     scales: {x: {time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high]},
       y: chart.has_symmetric_log ? {distr: 4, asinh: 1e-8} : top ? {range: [0, top]} : {}},
-    axes: [axis, {...axis, size: 62, values: (_, splits) => splits.map(value => value == null ? "" : number(value, chart))}],
+    axes: [{...axis, size: 30}, {...axis, size: 62, values: (_, splits) => splits.map(value => value == null ? "" : number(value, chart))}],
   }, columns, plot);
   card.onkeydown = event => {
     const last = columns[0].length - 1, now = u.cursor.idx ?? (event.key === "ArrowLeft" ? last + 1 : -1);
@@ -187,7 +187,7 @@ function open(set, prompt, at) {
     ...(responses || []).flatMap(([text, tokens, finished, scores]) => [
       make("p", {}, `${Object.entries(scores).map(([name, value]) => `${name} ${number(value)}`).join(", ")}; ${tokens} tokens, ${finished ? "ended" : "cut"}`),
       make("pre", {}, text)]),
-    responses ? null : make("p", {}, "This page has no responses of this evaluation; the run's folder has them in evaluations/."));
+    ...responses ? [] : [make("p", {}, "This page has no responses of this evaluation; the run's folder has them in evaluations/.")]);
   if (!dialog.open) dialog.showModal();
 }
 const heldOut = section("Held-out prompts");
@@ -208,7 +208,7 @@ function drawHeldOut() {
     make("td", {className: "prompt"}, button(prompt.text.slice(-120) || prompt.place, () => open(set, prompt, set.steps.length - 1), {title: prompt.place})),
     ...prompt.cells.map((cell, at) => {
       if (!cell) return make("td");
-      const box = button(number(cell[0]) + (cell[3] ? " ✂" : ""), () => open(set, prompt, at), {tabIndex: -1,
+      const box = button((cell[0] == null ? "-" : String(+cell[0].toFixed(2))) + (cell[3] ? " ✂" : ""), () => open(set, prompt, at), {tabIndex: -1,
         "aria-label": `step ${set.steps[at]}: reward ${number(cell[0])}${cell[3] ? ", cut" : ""}`});
       box.style.background = colourOf(cell[0], range);
       return make("td", {className: "number"}, box);

@@ -130,6 +130,7 @@ def test_a_keyboard_reaches_the_values_of_charts_and_the_responses(browser: Brow
     assert {"A", "INPUT", "chart"} <= reached
     browser.press("Enter")
     assert browser.run("document.querySelector('dialog').open") and len(texts(browser, "dialog pre")) == 3
+    assert not any("null" in text or "undefined" in text for text in texts(browser, "dialog"))
     browser.press("Escape")
     browser.run(
         "[...document.querySelectorAll('.chart')].find(one => one.textContent.startsWith('Training reward')).focus()"
