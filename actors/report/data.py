@@ -33,7 +33,7 @@ _MOST_POINTS = 2000  # of a line
 _MOST_CHARTS = 60  # of a run
 _MOST_EVENTS = 300  # of a run
 _MOST_EVALUATIONS, _MOST_WITH_TEXTS = 24, 6  # of a held-out set
-_MOST_PROMPTS = 1000  # of a held-out set
+_MOST_PROMPTS, _MOST_SCORES = 1000, 8  # of a held-out set
 _MOST_CHARACTERS = 2_000_000  # of the responses of all runs
 _MOST_GROUPS, _MOST_OF_GROUPS = 12, 12_000  # steps whose training groups are shown, and characters of each
 _MOST_LINE_BYTES = 16 * 1024 * 1024
@@ -41,7 +41,8 @@ _MOST_LINE_BYTES = 16 * 1024 * 1024
 _TEXT_LIMITS = ((4000, 8), (2000, 8), (1000, 4), (500, 4), (250, 2), (120, 1), (40, 1))
 
 Response = tuple[str, int, bool, Mapping[str, float]]  # text, tokens, whether it ended by itself, scores
-Cell = tuple[float | None, float, int, int]  # mean reward, share of solving responses, most tokens, cut responses
+# of each score the mean and the share of responses with at least 1; most tokens; number of cut responses
+Cell = tuple[list[float | None], list[float], int, int]
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Prompt:
 class HeldOut:
     name: str
     steps: list[int]
+    scores: list[str]
     prompts: list[Prompt]
     left_out: list[str] = field(default_factory=list)
 
@@ -317,27 +319,30 @@ def _held_out(
     shown = _chosen(steps, _MOST_EVALUATIONS, best)
     with_texts = {shown.index(step) for step in _chosen(shown, _MOST_WITH_TEXTS, best)}
     prompts: dict[str, Prompt] = {}
-    texts: list[list[str]] = []
-    for index, step in enumerate(shown):
-        samples: dict[str, list[Response]] = defaultdict(list)
+    evaluations: list[dict[str, list[Response]]] = []  # place of a prompt -> responses
+    for step in shown:
+        evaluations.append(defaultdict(list))
         for row in _objects(files[step]):
             prompt, response = _sample(row, files[step], len(shown))
             prompts.setdefault(prompt.place, prompt)
-            samples[prompt.place].append(response)
-        texts.append([response[0] for group in samples.values() for response in group])
-        for place, group in samples.items():
-            prompts[place].cells[index] = _cell(group)
+            evaluations[-1][prompt.place].append(response)
+    all_responses = [[one for group in groups.values() for one in group] for groups in evaluations]
+    scores = list(dict.fromkeys(["reward", *(name for some in all_responses for one in some for name in one[3])]))
+    scores = scores[:_MOST_SCORES]
+    for index, groups in enumerate(evaluations):
+        for place, group in groups.items():
+            prompts[place].cells[index] = _cell(group, scores)
             if index in with_texts:
                 prompts[place].responses[index] = sorted(group, key=lambda one: one[3].get("reward") or 0.0)
     all_prompts = list(prompts.values())
     kept = [all_prompts[index] for index in _spread(len(all_prompts), _MOST_PROMPTS)]
-    held_out = HeldOut(name, shown, kept)
+    held_out = HeldOut(name, shown, scores, kept)
     held_out.left_out += [f"{len(all_prompts) - len(kept)} of {len(all_prompts)} prompts"] * (len(kept) < len(prompts))
     held_out.left_out += [f"{len(steps) - len(shown)} of {len(steps)} evaluations"] * (len(shown) < len(steps))
     if len(with_texts) < len(shown):
         held_out.left_out.append(f"the responses of {len(shown) - len(with_texts)} of the shown evaluations")
     _bound_texts(held_out, most)
-    return held_out, texts
+    return held_out, [[one[0] for one in responses] for responses in all_responses]
 
 
 def _chosen(steps: Sequence[int], most: int, wanted: Iterable[int]) -> list[int]:
@@ -352,11 +357,11 @@ def _spread(count: int, most: int) -> list[int]:
     return sorted({round(index) for index in np.linspace(0, count - 1, min(count, most))})
 
 
-def _cell(group: Sequence[Response]) -> Cell:
-    rewards = [reward for *_, scores in group if (reward := scores.get("reward")) is not None]
-    solved = sum(reward >= 1 for reward in rewards) / len(group)
-    mean = _number(sum(rewards) / len(rewards)) if rewards else None
-    return mean, round(solved, 4), max(one[1] for one in group), sum(not one[2] for one in group)
+def _cell(group: Sequence[Response], scores: Sequence[str]) -> Cell:
+    values = [[one[3][score] for one in group if score in one[3]] for score in scores]
+    means = [_number(sum(some) / len(some)) if some else None for some in values]
+    solved = [round(sum(value >= 1 for value in some) / len(group), 4) for some in values]
+    return means, solved, max(one[1] for one in group), sum(not one[2] for one in group)
 
 
 def _bound_texts(held_out: HeldOut, most: int) -> None:

@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent), runs = data.runs, main = document.querySelector("main");
 const COLOURS = ["#3b82d6", "#d9730d", "#1a9a6c", "#c2418f", "#8a63d2", "#b08900", "#d1493f", "#5d7f94"], SOLVED = 0.5, ROWS = 40;
 const KEY = "slimefsdp report " + location.pathname;
-const seen = {smooth: 8, hidden: [], set: 0, filter: "all", text: "", page: 0, step: 0, refresh: true, y: 0}; // kept over reloads
+const seen = {smooth: 8, hidden: [], set: 0, score: 0, filter: "all", text: "", page: 0, step: 0, refresh: true, y: 0}; // kept over reloads
 try { Object.assign(seen, JSON.parse(sessionStorage.getItem(KEY))); } catch { /* the browser keeps nothing for this page */ }
 const keep = () => { try { sessionStorage.setItem(KEY, JSON.stringify({...seen, y: scrollY})); } catch { /* as above */ } };
 
@@ -166,11 +166,12 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts
 // ---------------------------------------------------------------- held-out prompts by evaluations
 const sets = runs.flatMap(run => run.held_out.map(set => ({...set, title: of(run) + (set.name || "held-out set")})));
 const dialog = document.querySelector("dialog"), ends = prompt => prompt.cells.filter(Boolean), last = prompt => ends(prompt).at(-1);
+const mean = cell => cell[0][seen.score] ?? null, solved = cell => cell[1][seen.score] ?? 0; // of the chosen score
 const FILTERS = {
   "all": () => true,
-  "became right": prompt => ends(prompt)[0][1] < SOLVED && last(prompt)[1] >= SOLVED,
-  "became wrong": prompt => ends(prompt)[0][1] >= SOLVED && last(prompt)[1] < SOLVED,
-  "never right": prompt => ends(prompt).every(cell => cell[1] === 0),
+  "became right": prompt => solved(ends(prompt)[0]) < SOLVED && solved(last(prompt)) >= SOLVED,
+  "became wrong": prompt => solved(ends(prompt)[0]) >= SOLVED && solved(last(prompt)) < SOLVED,
+  "never right": prompt => ends(prompt).every(cell => solved(cell) === 0),
   "cut": prompt => last(prompt)[3] > 0,
   "longest": prompt => ends(prompt).length > 0,
 };
@@ -183,7 +184,7 @@ function open(set, prompt, at) {
   const move = by => button(by < 0 ? "Earlier" : "Later", () => open(set, prompt, at + by), {disabled: !(at + by in set.steps)});
   dialog.replaceChildren(make("h2", {}, prompt.place), make("pre", {}, prompt.text), make("p", {className: "soft"}, prompt.record),
     make("div", {className: "tools"}, move(-1), make("strong", {}, `step ${set.steps[at]}`), move(1),
-      cell ? `mean reward ${number(cell[0])}, ${number(100 * cell[1])} % solved, ${cell[3]} cut` : "not evaluated", button("Close", () => dialog.close())),
+      cell ? `mean ${set.scores[seen.score]} ${number(mean(cell))}, ${number(100 * solved(cell))} % at least 1, ${cell[3]} cut` : "not evaluated", button("Close", () => dialog.close())),
     ...(responses || []).flatMap(([text, tokens, finished, scores]) => [
       make("p", {}, `${Object.entries(scores).map(([name, value]) => `${name} ${number(value)}`).join(", ")}; ${tokens} tokens, ${finished ? "ended" : "cut"}`),
       make("pre", {}, text)]),
@@ -193,10 +194,11 @@ function open(set, prompt, at) {
 const heldOut = section("Held-out prompts");
 function drawHeldOut() {
   const set = sets[seen.set] || sets[0], heading = heldOut.firstChild;
+  seen.score = set && seen.score in set.scores ? seen.score : 0;
   if (!set) return heldOut.replaceChildren(heading, make("p", {}, "The run has no responses of evaluations."));
   const change = (name, value) => { Object.assign(seen, {page: 0, [name]: value}); drawHeldOut(); };
   const isFound = prompt => !seen.text || (prompt.text + JSON.stringify(prompt.responses)).toLowerCase().includes(seen.text.toLowerCase());
-  const rewards = set.prompts.flatMap(ends).map(cell => cell[0]).filter(value => value != null);
+  const rewards = set.prompts.flatMap(ends).map(mean).filter(value => value != null);
   const range = rewards.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
   let prompts = set.prompts.filter(FILTERS[seen.filter] || FILTERS.all).filter(isFound);
   if (seen.filter === "longest") prompts = prompts.sort((one, other) => last(other)[2] - last(one)[2]);
@@ -208,15 +210,16 @@ function drawHeldOut() {
     make("td", {className: "prompt"}, button(prompt.text.slice(-120) || prompt.place, () => open(set, prompt, set.steps.length - 1), {title: prompt.place})),
     ...prompt.cells.map((cell, at) => {
       if (!cell) return make("td");
-      const box = button((cell[0] == null ? "-" : String(+cell[0].toFixed(2))) + (cell[3] ? " ✂" : ""), () => open(set, prompt, at), {tabIndex: -1,
-        "aria-label": `step ${set.steps[at]}: reward ${number(cell[0])}${cell[3] ? ", cut" : ""}`});
-      box.style.background = colourOf(cell[0], range);
+      const box = button((mean(cell) == null ? "-" : String(+mean(cell).toFixed(2))) + (cell[3] ? " ✂" : ""), () => open(set, prompt, at), {tabIndex: -1,
+        "aria-label": `step ${set.steps[at]}: ${number(mean(cell))}${cell[3] ? ", cut" : ""}`});
+      box.style.background = colourOf(mean(cell), range);
       return make("td", {className: "number"}, box);
     })]);
   heldOut.replaceChildren(heading,
-    make("p", {className: "soft"}, "Cells: mean reward of a prompt's responses; blue is high, ✂ marks responses that were cut. Right: at least half of " +
-      "the responses have a reward of 1 or more. Choose a prompt or a cell to read responses." + (set.left_out.length ? ` Left out: ${set.left_out.join("; ")}.` : "")),
+    make("p", {className: "soft"}, "Cells: mean score of a prompt's responses; blue is high, ✂ marks responses that were cut. Right: at least half of " +
+      "the responses have a score of 1 or more. Choose a prompt or a cell to read responses." + (set.left_out.length ? ` Left out: ${set.left_out.join("; ")}.` : "")),
     make("div", {className: "tools"}, sets.length > 1 ? select("Set", sets.map(one => one.title), sets.indexOf(set), index => change("set", index)) : null,
+      select("Score", set.scores, seen.score, index => change("score", index)),
       ...Object.entries(FILTERS).map(([name, test]) => button(`${name} (${set.prompts.filter(test).length})`, () => change("filter", name), {"aria-pressed": String(seen.filter === name)})),
       make("label", {}, "Search ", search)),
     table(["prompt", ...set.steps.map(step => `step ${step}`)], rows),

@@ -72,7 +72,7 @@ def test_the_version_is_printed_and_help_lists_every_command(capsys: pytest.Capt
     for words in ([], ["--help"]):
         assert cli.main(words) == 0
         commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-        assert len(commands) <= 9 and commands.keys() <= set(capsys.readouterr().out.split())
+        assert len(commands) <= 10 and commands.keys() <= set(capsys.readouterr().out.split())
 
 
 def test_a_shell_completes_names_of_commands_and_ctrl_c_ends_one_without_a_traceback(

@@ -26,7 +26,10 @@ def test_prompts_stand_beside_their_evaluations_and_responses(tmp_path: Path) ->
     assert held_out.steps == [0, 6, 12] and [prompt.place for prompt in held_out.prompts][1] == "heldout.jsonl:2"
     prompt = held_out.prompts[1]
     assert prompt.text == "[user] sort 15281" and json.loads(prompt.record) == {"answer": "12581"}
-    assert prompt.cells == [(0.25, 0.0, 30, 0), (1.0, 1.0, 30, 0), (1.0, 1.0, 30, 2)]
+    assert prompt.cells == [
+        ([0.25, 0.0], [0.0, 0.0], 30, 0), ([1.0, 1.0], [1.0, 1.0], 30, 0), ([1.0, 1.0], [1.0, 1.0], 30, 2),
+    ]  # fmt: skip
+    assert held_out.scores == ["reward", "exact"]
     assert prompt.responses[2][0] == ("the answer is 2 2", 30, False, {"reward": 1.0, "exact": 1.0})
     assert [step for step, _ in run.training] == list(range(1, 13)) and run.left_out == held_out.left_out == []
     assert run.settings["optim.lr"] == "0.001" and "optim.lr" in run.given and "loss.policy" not in run.given
@@ -134,7 +137,7 @@ def test_numbers_that_json_lacks_are_left_out_of_scores(tmp_path: Path) -> None:
     row = json.loads(file.read_text())
     file.write_text(json.dumps(row | {"scores": {"reward": float("nan"), "exact": 1.0}}) + "\n")
     (prompt,) = read_report([folder]).runs[0].held_out[0].prompts
-    assert prompt.cells[2] == (None, 0.0, 20, 0) and prompt.responses[2][0][3] == {"exact": 1.0}
+    assert prompt.cells[2] == ([None, 1.0], [0.0, 1.0], 20, 0) and prompt.responses[2][0][3] == {"exact": 1.0}
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:

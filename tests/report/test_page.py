@@ -70,6 +70,9 @@ def test_a_planted_hack_stands_at_the_top_of_the_page(browser: Browser, tmp_path
     assert [
         word for word in ("exact falls", "longer", "cut", "I am certain") if not any(word in text for text in found)
     ] == []
+    box = "document.querySelector('#held-out-prompts select')"
+    browser.run(f"{box}.value = 1, {box}.onchange({{target: {box}}})")
+    assert [text[-4:] for text in texts(browser, "button[aria-pressed]") if text.startswith("became wrong")] == [" (1)"]
     links = browser.run("[...document.querySelectorAll('.findings a')].map(a => !!document.querySelector(a.hash))")
     assert links == [True] * len(found)
     assert browser.run("document.querySelector('.findings').getBoundingClientRect().bottom < innerHeight")
@@ -176,13 +179,19 @@ def test_several_runs_share_charts_and_show_the_settings_that_differ(browser: Br
 def test_a_page_of_a_run_that_goes_on_loads_itself_again(browser: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     report = read_report([folder])
-    report.refresh_s = 0.2
+    report.refresh_s = 5.0
     write_page(report, tmp_path / "page.html")
+    # the test calls what the page's clock would call
+    clock = "window.setInterval = (tick, period) => Object.assign(window, {tick, period})"
+    script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=clock)
     browser.open(tmp_path / "page.html")
+    assert browser.run("period") == 5000
     browser.run("scrollTo(0, 500)")
+    browser.run("setTimeout(tick) && null")
     browser.until_loaded()
     assert browser.run("scrollY") == 500
     browser.run("document.querySelector('#findings input').click()")
-    browser.run("window.same = 1")
-    browser.run("new Promise(done => setTimeout(done, 600))")
-    assert browser.run("window.same") == 1, "a reader can stop that"
+    browser.run("window.same = true")
+    browser.run("tick()")
+    assert browser.run("new Promise(done => requestAnimationFrame(() => done(window.same)))"), "a reader can stop that"
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
