@@ -6,7 +6,6 @@ A long run has more points, evaluations and responses than a page can hold. What
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections import defaultdict
@@ -39,6 +38,8 @@ _MOST_GROUPS, _MOST_OF_GROUPS = 12, 12_000  # steps whose training groups are sh
 _MOST_LINE_BYTES = 16 * 1024 * 1024
 # (characters of a text, responses of a prompt in an evaluation): the first that fits into _MOST_CHARACTERS is used
 _TEXT_LIMITS = ((4000, 8), (2000, 8), (1000, 4), (500, 4), (250, 2), (120, 1), (40, 1))
+
+_DELETE = "delete the file, or give the folder that a run wrote"
 
 Response = tuple[str, int, bool, Mapping[str, float]]  # text, tokens, whether it ended by itself, scores
 # of each score the mean and the share of responses with at least 1; most tokens; number of cut responses
@@ -231,7 +232,7 @@ def _peaks(values: np.ndarray) -> np.ndarray:
 
 def _number(value: Any, digits: int = 6) -> float | None:
     """Returns a number with so many digits; None for what is no finite number, since JSON has none."""
-    if type(value) not in (int, float, np.float64) or not math.isfinite(value):
+    if type(value) not in (int, float, np.float64) or not abs(value) < 1e300:
         return None
     return float(f"{value:.{digits}g}")
 
@@ -269,7 +270,7 @@ def _events(folder: Path, rows: Sequence[Row]) -> Iterator[Event]:
     times = sorted((row.get("time") or 0.0, int(row["step"] or 0)) for row in rows)
     for number, start in enumerate(_objects(folder / STARTS)):
         text = "The run started." if number == 0 else "The run was resumed."
-        yield Event(int(_number(start.get("step")) or 0), "start", text)
+        yield Event(int(_number(start.get("step"), 15) or 0), "start", text)
     for lost in _objects(folder / RECOVERIES):
         noticed = _number(lost.get("noticed_at"), 15) or 0.0
         at = next((step for moment, step in times if moment >= noticed), times[-1][1])
@@ -397,7 +398,7 @@ def _sample(row: Mapping[str, Any], file: Path, evaluations: int) -> tuple[Promp
     match row:
         case {
             "place": str(place),
-            "prompt": str() | list() as prompt,
+            "prompt": str() | list() as written,
             "response": str(response),
             "tokens": int(tokens),
             "finished": bool(finished),
@@ -406,18 +407,11 @@ def _sample(row: Mapping[str, Any], file: Path, evaluations: int) -> tuple[Promp
             record = json.dumps(row.get("record", {}), ensure_ascii=False)
             numbers = {name: number for name, value in scores.items() if (number := _number(value)) is not None}
             try:
-                return Prompt(place, prompt_text(prompt), record, [None] * evaluations, {}), (
-                    response,
-                    tokens,
-                    finished,
-                    numbers,
-                )
+                prompt = Prompt(place, prompt_text(written), record, [None] * evaluations, {})
+                return prompt, (response, tokens, finished, numbers)
             except (AttributeError, KeyError, TypeError):  # the messages are of another form
                 pass
     raise CheckpointError(f"{file} has a line that is no response of an evaluation", field=file.name, hint=_DELETE)
-
-
-_DELETE = "delete the file, or give the folder that a run wrote"
 
 
 def _training_groups(folder: Path) -> Iterator[tuple[int, str]]:

@@ -135,7 +135,8 @@ def test_numbers_that_json_lacks_are_left_out_of_scores(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", prompts=1, samples=1)
     file = folder / "evaluations" / "step_00000012.jsonl"
     row = json.loads(file.read_text())
-    file.write_text(json.dumps(row | {"scores": {"reward": float("nan"), "exact": 1.0}}) + "\n")
+    scores = {"reward": float("nan"), "exact": 1.0, "huge": 10**400}
+    file.write_text(json.dumps(row | {"scores": scores}) + "\n")
     (prompt,) = read_report([folder]).runs[0].held_out[0].prompts
     assert prompt.cells[2] == ([None, 1.0], [0.0, 1.0], 20, 0) and prompt.responses[2][0][3] == {"exact": 1.0}
 
