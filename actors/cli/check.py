@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -27,7 +27,11 @@ from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.config.callables import load_function
 from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.config.run import ClusterSettings
 from slimefsdp.errors import ConfigError, ResourceError, byte_text
+
+if TYPE_CHECKING:
+    from actors.cluster.nodes import Cluster
 
 _DISTRIBUTION = "slimefsdp"
 _OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")
@@ -75,14 +79,18 @@ class Environment:
     problems: list[str] = field(default_factory=list)
 
 
-def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool) -> int:
+def check_command(path: Path | None, overrides: Sequence[str], *, nodes: int | None = None, as_json: bool) -> int:
     """Prints what this machine has; with settings, also checks them and prints a verdict at the end.
 
     Settings without data.train are checked for a user's own loop, all other settings as `slimefsdp train` checks them.
 
+    Args:
+        nodes: also check the nodes of the cluster, which must be so many; None means no check of nodes.
+
     Raises:
         SlimeError: as `check_before_launch`.
-        ResourceError: something prevents every run on this machine; this is raised after the environment was printed.
+        ResourceError: something prevents every run on this machine, or some runs on these nodes; this is raised after
+            all was printed.
     """
     checked: Checked | None = None
     chosen: _Choices = {}
@@ -98,21 +106,68 @@ def check_command(path: Path | None, overrides: Sequence[str], *, as_json: bool)
             except ConfigError as error:
                 refusal = f"{error.message}; {error.hint}"
     environment = look_around()
+    cluster = None if nodes is None else _checked_nodes(nodes, checked)
     if as_json:
         record: dict[str, Any] = {"environment": asdict(environment), "registry": REGISTRY}
         if checked is not None:
             data = [{**asdict(records), "source": str(records.source)} for records in checked.sets]
             record |= {"chosen": chosen, "train": refusal, "data": data}
             record |= {"not_here": [asdict(item) for item in checked.absent]}
+        if cluster is not None:
+            record["cluster"] = asdict(cluster)
         print(json.dumps(record, indent=1))
     else:
-        print("\n".join([*_environment_lines(environment), *_registry_lines(chosen)]))
+        node_lines = [] if cluster is None else _node_lines(cluster)
+        print("\n".join([*_environment_lines(environment), *node_lines, *_registry_lines(chosen)]))
     if environment.problems:
         hint = "install what is missing: see README.md, Install"
         raise ResourceError("; ".join(environment.problems), field="environment", hint=hint)
+    if cluster is not None and cluster.problems:
+        first, *others = cluster.problems
+        problem = ResourceError(first, field="cluster.address", hint="see docs/multi_node.md")
+        problem.others = tuple(others)
+        raise problem
     if checked is not None and not as_json:
         print("\n".join(_verdict_lines(checked, refusal)))
     return 0
+
+
+def _checked_nodes(expected: int, checked: Checked | None) -> Cluster:
+    from actors.cluster.connect import disconnect, join
+    from actors.cluster.nodes import check_nodes  # imports ray
+
+    cluster = ClusterSettings(address="auto") if checked is None else checked.config.cluster
+    if cluster.address is None:
+        problem = "--nodes checks the nodes of a running cluster, and cluster.address names none"
+        raise ConfigError(
+            problem, field="cluster.address", hint="set it to HOST:PORT, or to auto on one of its machines"
+        )
+    join(cluster.address, allow_without_token=cluster.allow_without_token)
+    try:
+        if checked is None:
+            return check_nodes(expected, None, {})
+        folders = {field: path for field, path in checked.config.model_paths.items() if path.is_dir()}
+        return check_nodes(expected, checked.config.run.dir, folders)
+    finally:
+        disconnect()
+
+
+def _node_lines(cluster: Cluster) -> list[str]:
+    from actors.cluster.nodes import label
+
+    lines = [""]
+    for node in cluster.nodes:
+        rate = "unknown rate" if node.interface_gbps is None else f"{node.interface_gbps:g} Gb/s"
+        gpus = f"{len(node.gpus)} x {node.gpus[0]}" if node.gpus else "no GPU"
+        links = [f"GPUs linked by {node.gpu_links}"] if node.gpu_links else []
+        links += node.infiniband or ["no InfiniBand"]
+        versions = ", ".join(f"{name} {version}" for name, version in node.versions.items())
+        lines.append(f"node {label(node)}: {gpus}; interface {rate}; {'; '.join(links)}; clock {node.skew_s:+.3f} s")
+        lines.append(f"  {versions}")
+    lines += [f"  {start} -> {end}: {rate:g} Gb/s by {cluster.backend}" for start, end, rate in cluster.sending_gbps]
+    if cluster.all_reduce_gbps is not None:
+        lines.append(f"  all-reduce over all nodes: {cluster.all_reduce_gbps:g} Gb/s by {cluster.backend}")
+    return lines
 
 
 def _verdict_lines(checked: Checked, refusal: str | None) -> list[str]:

@@ -181,16 +181,31 @@ def evaluate(
     return eval_command(model, overrides or (), config, output, as_json=as_json)
 
 
-@app.command(epilog=examples("slimefsdp check", "slimefsdp check run.yaml loss.policy=gspo"))
+@app.command(
+    epilog=examples(
+        "slimefsdp check",
+        "slimefsdp check run.yaml loss.policy=gspo",
+        "slimefsdp check run.yaml cluster.address=10.0.0.1:6379 --nodes 4",
+    )
+)
 def check(
     config: Annotated[Path | None, typer.Argument(parser=path, metavar="CONFIG", help="YAML file of settings.")] = None,
     overrides: Overrides = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Also check the N nodes of the cluster at cluster.address (auto without CONFIG), and the network "
+            "between them.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Say what this machine can run, what settings can choose, and everything that is wrong with a YAML file."""
     from actors.cli.check import check_command
 
-    return check_command(config, overrides or (), as_json=as_json)
+    return check_command(config, overrides or (), nodes=nodes, as_json=as_json)
 
 
 @app.command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -60,6 +61,39 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0
     return group
 
 
+def bundles_by_node(group: PlacementGroup) -> tuple[list[int], list[str]]:
+    """Returns the group's bundles in the order of the ranks, and the node of each; Ray chooses nodes in any order.
+
+    Ranks of one node are adjacent, so ranks that communicate most (tp, then cp) are within a node where possible.
+    """
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    nodes = list(dict.fromkeys(node_of[bundle] for bundle in sorted(node_of)))
+    order = sorted(node_of, key=lambda bundle: (nodes.index(node_of[bundle]), bundle))
+    return order, [node_of[bundle] for bundle in order]
+
+
+def describe_nodes(nodes: Sequence[str], *, tp: int, cp: int, copies: int) -> str:
+    """Returns a line about the ranks that communicate most and are on several nodes; "" if all ranks are on one node.
+
+    Args:
+        nodes: the node of each rank.
+        tp, cp: sizes of the mesh.
+        copies: mesh.dp_replicate of this group of ranks.
+    """
+    if len(set(nodes)) == 1:
+        return ""
+    groups = {"mesh.tp": tp, "mesh.cp": cp * tp if cp > 1 else 1}
+    groups["a copy of the model"] = len(nodes) // copies if copies > 1 else 1
+    where = []
+    for name, size in groups.items():
+        crossing = [start for start in range(0, len(nodes), size) if len(set(nodes[start : start + size])) > 1]
+        if crossing:
+            where.append(f"{name} has ranks on several nodes, such as ranks {crossing[0]} to {crossing[0] + size - 1}")
+        elif size > 1:
+            where.append(f"{name} stays within a node")
+    return f"{len(nodes)} ranks on {len(set(nodes))} nodes{': ' if where else ''}{'; '.join(where)}"
+
+
 def release(group: PlacementGroup) -> None:
     """Releases the bundles; the processes in them end."""
     if not cluster_is_gone():
@@ -114,8 +148,18 @@ def gpus_per_rank(device: str) -> int:
     return 1 if device == "cuda" or ray.cluster_resources().get("GPU", 0.0) > 0 else 0
 
 
-def actor_options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
-    """Returns Ray's options for an actor in a bundle; an actor without a GPU gets one CPU thread and `ALLOCATOR`."""
+def runtime_environment(gpus: float, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Returns Ray's runtime_env of an actor; an actor without a GPU gets one CPU thread and `ALLOCATOR`.
+
+    Args:
+        variables: more environment variables, which are cluster.environment.
+    """
+    own = {"OMP_NUM_THREADS": "1", **ALLOCATOR} if gpus == 0 else {}
+    return {"env_vars": {**own, **variables}} if own or variables else {}
+
+
+def actor_options(group: PlacementGroup, bundle: int, gpus: float, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Returns Ray's options for an actor in a bundle; `variables` are as for `runtime_environment`."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     return {
@@ -123,5 +167,5 @@ def actor_options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, 
         "num_gpus": gpus,
         "max_restarts": 0,  # a restarted actor would have lost its state
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
+        "runtime_env": runtime_environment(gpus, variables),
     }

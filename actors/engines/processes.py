@@ -121,7 +121,7 @@ class EngineProcesses:
             self.require_running("launch")
             engines = list(self.engines) or [None] * config.rollout.engines
             for index in indices:
-                options = actor_options(placement, index, gpus)
+                options = actor_options(placement, index, gpus, config.cluster.environment)
                 if config.rollout.engine not in ENGINES:  # a user's class may be in a folder of this process's sys.path
                     variables = {**options["runtime_env"].get("env_vars", {}), "PYTHONPATH": os.pathsep.join(sys.path)}
                     options["runtime_env"] = {"env_vars": variables}

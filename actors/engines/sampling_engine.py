@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from actors.cluster.capacity import ALLOCATOR, gpus_of_engines
-from actors.cluster.placement import gpus_per_rank
+from actors.cluster.capacity import gpus_of_engines
+from actors.cluster.placement import gpus_per_rank, runtime_environment
 from actors.engines.sampling_thread import SamplingThread, settle, use_one_thread
 from actors.engines.tokenizer import decoder_of
 from actors.model_folders import with_model_folders
@@ -232,7 +232,7 @@ def start_sampling_engine(config: RunConfig, **limits: int) -> Any:
         "num_gpus": gpus,
         "max_restarts": 0,  # an engine that Ray restarts would have no versions
         "max_concurrency": _CALLS,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
+        "runtime_env": runtime_environment(gpus, config.cluster.environment),
     }
     kind: Any = VllmSamplingEngine if uses_vllm else SamplingEngine
     return remote_class(kind).options(**options).remote(with_model_folders(config), **limits)

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from actors.cluster.interfaces import use_interface_of_node
 from actors.workers.group_calls import RankRequest
 from actors.workers.watchdog import Watched
 from slimefsdp import heartbeat
@@ -58,6 +59,7 @@ class TrainWorker(Watched):
 
         from slimefsdp.distributed.mesh import choose_device, start_process_group
 
+        use_interface_of_node()
         try:
             device = choose_device(config.mesh.device)
             if device.type == "cpu":

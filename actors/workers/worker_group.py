@@ -6,6 +6,7 @@ input never disturbs a rank, and `submit` does not wait for the planning.
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 import warnings
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from actors.cluster.capacity import with_cluster_ranks
 from actors.cluster.connect import connect
-from actors.cluster.placement import PlacementGroups, actor_options
+from actors.cluster.placement import PlacementGroups, actor_options, bundles_by_node, describe_nodes
 from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.model_folders import with_model_folders
 from actors.startup import answered, stage
@@ -390,11 +391,16 @@ def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tupl
     timeout_s = config.cluster.launch_timeout_s
     placement, gpus = places.reserve_for_ranks(config, role)
     ranks = placement.bundle_count
+    bundles, nodes = bundles_by_node(placement)
+    copies, _ = config.mesh_of(role)
+    if line := describe_nodes(nodes, tp=config.mesh.tp, cp=config.mesh.cp, copies=copies):
+        print(f"{role}: {line}", file=sys.stderr, flush=True)
     actor_class = remote_class(TrainWorker)
     workers: list[Any] = []
     try:
-        for rank in range(ranks):
-            workers.append(actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks))
+        for rank, bundle in enumerate(bundles):
+            options = actor_options(placement, bundle, gpus, config.cluster.environment)
+            workers.append(actor_class.options(**options).remote(rank, ranks))
         watchdog = Watchdog(workers, Limits.of(config))
         ready = [worker.__ray_ready__.remote() for worker in workers]
         with stage(f"starting {ranks} process{'es' * (ranks != 1)} of role {role}", answered(ready)):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimefsdp.config.base import LONGEST_S, PositiveInt, Settings, broken_rule
 from slimefsdp.config.data import DataSettings
@@ -30,6 +30,21 @@ from slimefsdp.config.sections import RunSettings
 from slimefsdp.config.trainer import TrainerConfig
 from slimefsdp.errors import ConfigError, short_repr, short_text
 
+# each process is given these
+_OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+def _variables(value: Any) -> Any:
+    hint = "write it like {NCCL_DEBUG: INFO}, and quote numbers"
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise broken_rule("must be names with texts", hint)
+    for name in value:
+        if not re.fullmatch(r"[A-Za-z_]\w*", str(name), re.ASCII):
+            raise broken_rule("must have names of environment variables", hint)
+        if name in _OWN_VARIABLES or name.startswith("RAY_"):
+            raise broken_rule(f"must not have {name}, which each process is given", f"leave {name} out")
+    return value
+
 
 class ClusterSettings(Settings):
     """Chooses the Ray cluster, timeouts, and the number of restarts."""
@@ -39,6 +54,11 @@ class ClusterSettings(Settings):
         False,
         description="join a cluster of other machines although RAY_AUTH_MODE is not `token`, as on KubeRay and "
         "Anyscale; then whoever reaches the cluster's ports can run code in the run",
+    )
+    environment: Annotated[dict[str, str], BeforeValidator(_variables)] = Field(
+        {},
+        description="environment variables of every rank and engine, such as {NCCL_SOCKET_IFNAME: eth0}; they replace "
+        "those that the nodes of the cluster were started with",
     )
     launch_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="time limit until all ranks are ready")
     call_timeout_s: float = Field(
