@@ -302,7 +302,7 @@ def check_nodes(expected: int, run_dir: Path | None, models: Mapping[str, Path])
             try:
                 nodes.append(_answer(probes[-1].describe.remote(node["NodeManagerAddress"])))
             except GetTimeoutError:
-                late = f"does not answer within {_ANSWER_S:g} s: its ports are closed, or it is busy"
+                late = f"does not answer within {_ANSWER_S:g} s: its ports are closed, or it or its GPUs are busy"
                 problems.append(f"node {node['NodeManagerAddress']} {late}")
                 ray.kill(probes.pop())
             except Exception as error:  # slimefsdp is missing there, or the node was lost: the others are checked
