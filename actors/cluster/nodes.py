@@ -275,10 +275,10 @@ def check_nodes(expected: int, run_dir: Path | None, models: Mapping[str, Path])
         models: setting -> a model's folder, whose files must have the same names and sizes on all nodes.
 
     Raises:
-        ResourceError: `run_dir` cannot be written here.
+        ResourceError: `run_dir` cannot be written here, or a node is lost meanwhile.
     """
     import ray
-    from ray.exceptions import GetTimeoutError
+    from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -316,6 +316,9 @@ def check_nodes(expected: int, run_dir: Path | None, models: Mapping[str, Path])
                 sending, all_reduce = _measured(nodes, probes, backend)
             except Exception as error:  # of torch.distributed, which has many classes
                 problems.append(f"the nodes cannot form a {backend} process group: {_last_line(error)}")
+    except RayError as error:
+        problem = f"a node was lost, or stopped answering, during the check: {_last_line(error)}"
+        raise ResourceError(problem, field="cluster.address", hint="repeat the check") from error
     finally:
         for probe in probes:
             ray.kill(probe)
