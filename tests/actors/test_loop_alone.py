@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors import loop
-from actors.run_dir import SKIPPED, RunFolder
+from actors.run_dir import SKIPPED, STARTS, RunFolder
 from actors.signals import Interrupts
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
@@ -123,6 +123,9 @@ def test_a_run_that_was_asked_to_end_leaves_a_checkpoint_and_goes_on_to_the_same
     ((_, status),) = ranks.run(1, run_alone, resumed)
     found, expected = ([bits(row) for row in rows_of(config)] for config in (resumed, straight[0]))
     assert status == 0 and found == expected and len(found) == STEPS
+    starts = [json.loads(line) for line in (halted.run.dir / STARTS).read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, asked_in] and starts[0]["time"] < starts[1]["time"]
+    assert starts[0]["versions"].keys() >= {"slimefsdp", "torch", "transformers", "python"} and starts[0]["machine"]
     assert exported(resumed) == exported(straight[0])
 
 
