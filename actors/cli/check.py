@@ -8,8 +8,10 @@ import json
 import os
 import platform
 import socket
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +108,10 @@ def check_command(path: Path | None, overrides: Sequence[str], *, nodes: int | N
             except ConfigError as error:
                 refusal = f"{error.message}; {error.hint}"
     environment = look_around()
-    cluster = None if nodes is None else _checked_nodes(nodes, checked)
+    cluster = None
+    if nodes is not None:
+        with redirect_stdout(sys.stderr):  # Ray prints what it hears of nodes, which would break the JSON
+            cluster = _checked_nodes(nodes, checked)
     if as_json:
         record: dict[str, Any] = {"environment": asdict(environment), "registry": REGISTRY}
         if checked is not None:

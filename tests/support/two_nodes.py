@@ -116,7 +116,9 @@ class TwoNodes:
     def _environment(self, token: str, variables: Mapping[str, str]) -> dict[str, str]:
         own = {"HOME": str(self._folder / "home"), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         own |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        return {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"} | own | dict(variables)
+        # other tests of this process leave variables of Ray, such as one that has it listen on loopback only
+        others = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
+        return others | own | dict(variables)
 
     def slow_down(self, rate: str) -> None:
         """Limits the link between the nodes, in both directions; such as 50mbit."""
