@@ -41,7 +41,7 @@ _SLOW_SHARE = 0.3  # a link that reaches less than this share of the expectation
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one node has.
+    """Describes what one node has.
 
     Attributes:
         versions: package -> version; `slimefsdp's source` is a digest of slimefsdp's source files.
@@ -65,7 +65,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a check of the nodes found.
+    """Holds what a check of the nodes found.
 
     Attributes:
         unreachable: (name of a node, name of a node that it cannot connect to, error).
